@@ -30,6 +30,7 @@ from verbatim import (
     kernels,
 )
 from verbatim.model.groups import LARGEST, heads_of
+from verbatim.model.layer_trial import bit_equal
 from verbatim.model.quantization import GROUP_SIZES, Quantization, settle_quantization
 from verbatim.model.quantize import pack, pack_and_measure, squared_error, unpack
 from verbatim.model.weight_packing import Encoding, WeightPacking
@@ -72,11 +73,6 @@ def there_and_back(weight: Tensor, kind: Quantization, columns: bool = False) ->
     """By torch alone."""
     packing = packing_of(weight, kind, columns)
     return unpack(pack(weight, packing), packing, backend="torch")
-
-
-def bit_equal(a: Tensor, b: Tensor) -> bool:
-    whole = {4: torch.int32, 2: torch.int16}[a.element_size()]
-    return a.dtype == b.dtype and torch.equal(a.view(whole), b.view(whole))
 
 
 # ---- Groups ----

@@ -15,6 +15,7 @@ from support.toys import make_toy
 from verbatim import kernels
 from verbatim.kernels.options import Activation, NormKind
 from verbatim.model import elementwise, invariant, norms
+from verbatim.model.layer_trial import bit_equal
 from verbatim.model.norms import Gate, formula, norm_forward, norm_parts
 
 WIDTHS = (1, 15, 16, 17, 60, 128, 1000)
@@ -23,11 +24,6 @@ KINDS = [NormKind.BARE, NormKind.ROUNDED, NormKind.WIDE, NormKind.ONE_PLUS]
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def bit_equal(a: Tensor, b: Tensor) -> bool:
-    whole = torch.int32 if a.dtype == torch.float32 else torch.int16
-    return a.dtype == b.dtype and torch.equal(a.view(whole), b.view(whole))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

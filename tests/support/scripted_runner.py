@@ -135,8 +135,9 @@ def scripted_engine(
         prefix_cache=prefix_cache,
     )
     limit = (num_blocks - 1) * block_size
-    admission = Admission(None, runner, limit, "the pool", frozenset({EOS}))
-    return Engine(runner, scheduler, max_waiting=max_waiting), admission
+    engine = Engine(runner, scheduler, max_waiting=max_waiting)
+    eos_ids = frozenset({EOS})
+    return engine, Admission(None, runner, limit, "the pool", eos_ids, adapters=engine.adapters)
 
 
 def solo(prompt: list[int], params: SamplingParams) -> Result:

@@ -41,7 +41,7 @@ class Admission:
         limit_source: where `max_length` comes from, for error messages.
         eos_ids: the model's end-of-sequence ids.
         drafts: the engine uses speculative decoding.
-        adapters: those that requests may name; None: none.
+        adapters: those that requests may name.
         placeholders: ids that stand for images or sounds in a prompt, with the config field that names each.
     """
 
@@ -54,7 +54,7 @@ class Admission:
         eos_ids: frozenset[int],
         *,
         drafts: bool = False,
-        adapters: LoadedAdapters | None = None,
+        adapters: LoadedAdapters,
         placeholders: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self.tokenizer = tokenizer
@@ -64,7 +64,7 @@ class Admission:
         self.limit_source = limit_source
         self.eos_ids = eos_ids
         self.drafts = drafts
-        self.adapters = adapters or LoadedAdapters(runner)
+        self.adapters = adapters
         self.placeholders = placeholders
         self._count = itertools.count(1)
         self._compiler: GrammarCompiler | None = None  # created for the first structured request

@@ -38,7 +38,7 @@ _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 Forwards = list[tuple[dict[str, Any], Callable[..., Any]]]
 
 
-class Group(NamedTuple):
+class AdaptedRows(NamedTuple):
     """Neighbouring rows of a forward with one adapter."""
 
     begin: int
@@ -46,17 +46,17 @@ class Group(NamedTuple):
     number: int  # of the adapter
 
 
-def groups_of(batch: Batch) -> list[Group]:
+def groups_of(batch: Batch) -> list[AdaptedRows]:
     """Return the rows that have an adapter, in ascending order."""
     if batch.adapters is None:
         return []
-    groups: list[Group] = []
+    groups: list[AdaptedRows] = []
     bounds = itertools.pairwise(batch.query_starts.tolist())
     for (begin, end), number in zip(bounds, batch.adapters.tolist(), strict=True):
         if groups and groups[-1].end == begin and groups[-1].number == number:
             begin = groups.pop().begin
         if number:
-            groups.append(Group(begin, end, number))
+            groups.append(AdaptedRows(begin, end, number))
     return groups
 
 
@@ -66,7 +66,7 @@ class _LowRankStruct(ctypes.Structure):
     _fields_ = (("a", _POINTER), ("b", _POINTER), ("rank", _LONG), ("scaling", _FLOAT))
 
 
-class _GroupStruct(ctypes.Structure):
+class _RowsStruct(ctypes.Structure):
     """`AdaptedRows` of kernels/lora.h."""
 
     _fields_ = (("begin", _LONG), ("end", _LONG), ("matrices", _POINTER))
@@ -87,7 +87,7 @@ class _Matrices:
 
 
 @dataclass(slots=True, eq=False)
-class _Loaded:
+class _AdapterMatrices:
     name: str
     matrices: dict[str, _Matrices]
     # In fused layers: the matrices by layer and place, and whether it has others.
@@ -103,7 +103,7 @@ class Adapters:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._loaded: dict[int, _Loaded] = {}
+        self._loaded: dict[int, _AdapterMatrices] = {}
         self._modules: dict[str, nn.Module] = {}
         self._plain: Mapping[int, Callable[..., Any]] = {}
         self._layers: Sequence[FusedLayer] = ()
@@ -152,7 +152,7 @@ class Adapters:
             panels = b.unflatten(0, (-1, _PANEL)).transpose(1, 2).contiguous()
             struct = _LowRankStruct(a.data_ptr(), panels.data_ptr(), a.shape[0], low.scaling)
             made[name] = _Matrices(a, panels, low.scaling, struct)
-        self._loaded[adapter.number] = _Loaded(adapter.name, made)
+        self._loaded[adapter.number] = _AdapterMatrices(adapter.name, made)
         return list(made)
 
     def unload(self, number: int) -> None:
@@ -176,7 +176,7 @@ class Adapters:
 
     # ---- forwards
 
-    def forwards(self, groups: Iterable[Group]) -> Forwards:
+    def forwards(self, groups: Iterable[AdaptedRows]) -> Forwards:
         """Return the forwards of the layers that the adapters of these rows change, as for `patched`."""
         names = {n for group in groups for n in self._of(group).matrices}
         return [
@@ -185,7 +185,7 @@ class Adapters:
             if name in names
         ]
 
-    def _of(self, group: Group) -> _Loaded:
+    def _of(self, group: AdaptedRows) -> _AdapterMatrices:
         loaded = self._loaded.get(group.number)
         if loaded is None:
             raise NotSupported(f"adapter number {group.number} is not loaded here")
@@ -243,7 +243,7 @@ class Adapters:
                 into[begin:end] = (into[begin:end].float() + added).to(out.dtype)
         return out
 
-    def check(self, groups: Iterable[Group], changed: set[str], *, fused: bool) -> None:
+    def check(self, groups: Iterable[AdaptedRows], changed: set[str], *, fused: bool) -> None:
         """Check after a forward that every layer of the adapters was run by its patched forward.
 
         Args:
@@ -270,7 +270,7 @@ class Adapters:
         inside = {id(m) for layer in self._layers for m in layer.matrices.values()}
         return frozenset(name for name, m in self._modules.items() if id(m) in inside)
 
-    def serves(self, groups: Iterable[Group], *, whole: bool) -> bool:
+    def serves(self, groups: Iterable[AdaptedRows], *, whole: bool) -> bool:
         """Return whether fused layers can add the adapters of these rows.
 
         Args:
@@ -278,11 +278,11 @@ class Adapters:
         """
         return all(self._fuse(self._of(group))[2 if whole else 1] for group in groups)
 
-    def structs(self, groups: Sequence[Group]) -> Any:
+    def structs(self, groups: Sequence[AdaptedRows]) -> Any:
         """Return the rows with their adapters' matrices for all fused layers, `AdaptedRows` in memory."""
         return _structs((g, ctypes.addressof(self._fuse(self._of(g))[0])) for g in groups)
 
-    def _fuse(self, loaded: _Loaded) -> tuple[Any, bool, bool]:
+    def _fuse(self, loaded: _AdapterMatrices) -> tuple[Any, bool, bool]:
         """Return its matrices for fused layers; and whether it changes no other layers inside of them, and
         none anywhere.
         """
@@ -302,10 +302,10 @@ class Adapters:
         return loaded.fused
 
 
-def _structs(groups: Iterable[tuple[Group, int]]) -> Any:
+def _structs(groups: Iterable[tuple[AdaptedRows, int]]) -> Any:
     """Return rows with the addresses of their matrices as an array in memory."""
-    structs = [_GroupStruct(group.begin, group.end, at) for group, at in groups]
-    return (_GroupStruct * len(structs))(*structs)
+    structs = [_RowsStruct(group.begin, group.end, at) for group, at in groups]
+    return (_RowsStruct * len(structs))(*structs)
 
 
 def shape_of(module: nn.Module) -> tuple[int, int] | None:

@@ -102,6 +102,7 @@ class Translation:
             self.max_sequence_length,
             engine_admission.limit_source,
             frozenset(),
+            adapters=engine_admission.adapters,
             placeholders=engine_admission.placeholders,
         )
         admitted = admission.admit(

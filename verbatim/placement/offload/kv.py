@@ -314,9 +314,7 @@ class _MicroBatchStore(KVStore):
         if whole.tiers[layer] == "disk":
             assert self._taken is not None and view is not None
             store, self._taken = self._taken, None
-            out = self._attend(
-                store, 0, layer, q, batch._replace(block_tables=view.batch.block_tables), options
-            )
+            out = self._attend(store, 0, layer, q, view.batch.attention, options)
             self._schedule.finish()
             return out
         place = whole.place[layer]
@@ -326,9 +324,7 @@ class _MicroBatchStore(KVStore):
         staged = whole.staged[layer].attach(whole.device_buffer, len(view.blocks))
         for own, held in zip(staged.layers[0], whole.memory.layers[place], strict=True):
             torch.index_select(held, 0, view.blocks, out=own)
-        out = self._attend(
-            staged, 0, layer, q, batch._replace(block_tables=view.batch.block_tables), options
-        )
+        out = self._attend(staged, 0, layer, q, view.batch.attention, options)
         whole.staged[layer].detach()
         return out
 
