@@ -20,6 +20,7 @@ from verbatim.serve.completions import (
     check_stream_options,
     finish_reason,
     ids_of,
+    prompt_of,
     stop_reason,
     usage,
     wants_usage,
@@ -230,11 +231,7 @@ class ChatRequest:
         await self.conversation.count_reasoning(results[0])
         choices = LazyList(lambda: map(self._choice, results[0].outputs), large=True)
         answer = self._envelope("chat.completion", choices) | {"usage": self._usage(results[0])}
-        if self.body.return_token_ids:
-            answer["prompt_token_ids"] = results[0].prompt_token_ids
-        if self.body.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = self.service.texts.prompt_logprobs(results[0])
-        return answer
+        return answer | prompt_of(results[0], self.body, self.service)
 
     async def events(self, client: Client) -> AsyncGenerator[Event, None]:
         """Stream the response."""

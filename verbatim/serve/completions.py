@@ -102,13 +102,8 @@ class CompletionRequest:
             "finish_reason": finish_reason(output.finish_reason),
             "stop_reason": stop_reason(output.stop_reason),
             "seed": output.seed,
-            **({"prompt_token_ids": result.prompt_token_ids} if self.body.return_token_ids else {}),
+            **prompt_of(result, self.body, self.service),
             **ids_of(output, self.body),
-            **(
-                {"prompt_logprobs": self.service.texts.prompt_logprobs(result)}
-                if self.body.prompt_logprobs is not None
-                else {}
-            ),
         }
 
     def _piece(
@@ -195,6 +190,16 @@ def _params(body: Completions) -> SamplingParams:
 
 
 # ---- shared with chats
+
+
+def prompt_of(result: Result, body: ForTrainers, service: Service) -> dict[str, Any]:
+    """Return what a trainer requests of the prompt."""
+    found: dict[str, Any] = {}
+    if body.return_token_ids:
+        found["prompt_token_ids"] = result.prompt_token_ids
+    if body.prompt_logprobs is not None:
+        found["prompt_logprobs"] = service.texts.prompt_logprobs(result)
+    return found
 
 
 def ids_of(piece: Completion | Delta, body: ForTrainers) -> dict[str, Any]:
