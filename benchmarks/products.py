@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from verbatim import kernels
 from verbatim.model.integers import interleave
 from verbatim.model.products import linear, packed_linear
-from verbatim.model.quantization import settle_quantization
+from verbatim.model.quantization import resolve_quantization
 from verbatim.model.quantize import pack
 from verbatim.model.weight_packing import WeightPacking
 
@@ -108,7 +108,7 @@ def operands(
             "ours": lambda x, w: linear(x, w.ours),
         }
     else:
-        kind = settle_quantization(form)
+        kind = resolve_quantization(form)
         assert kind is not None
         packing = WeightPacking((num_out, depth), dtype, kind)
         codes = torch.randint(-128, 128, (num_out, depth), dtype=torch.int8)

@@ -54,7 +54,7 @@ class Device:
 CPU = Device(torch.device("cpu"), batch_invariant=True)
 
 
-def settle_device(device: Any, deterministic: Any, model: Any = None) -> Device:
+def resolve_device(device: Any, deterministic: Any, model: Any = None) -> Device:
     """Return the device for `LLM`'s options of these names.
 
     Args:

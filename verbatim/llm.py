@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from verbatim.core import Delta, Request, Result, TopLogprobs
-from verbatim.device import refuse_on_gpu, settle_device
+from verbatim.device import refuse_on_gpu, resolve_device
 from verbatim.draft.config import DraftOptions, resolve_draft, resolve_draft_tokens
 from verbatim.engine.admission import Prompt
 from verbatim.engine.handle import EngineHandle, check_not_forked
@@ -145,7 +145,7 @@ class LLM:
         _weak: bool = False,
     ) -> None:
         check_not_forked()
-        placed = settle_device(device, deterministic, model)
+        placed = resolve_device(device, deterministic, model)
         if placement is not None and not isinstance(placement, Offload | Cluster | Ranked):
             raise NotSupported(
                 f"placement={placement!r}: must be None, an Offload, a Cluster, a TensorParallel, a "

@@ -163,7 +163,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_numbers()
-        self._settle_lists()
+        self._resolve_lists()
         self._check_structure()
         self._check_beams()
 
@@ -220,7 +220,7 @@ class SamplingParams:
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}"
             )
 
-    def _settle_lists(self) -> None:
+    def _resolve_lists(self) -> None:
         """Validate the list fields and keep immutable copies, which a caller's later edit can't change."""
 
         def settle(name: str, value: Any) -> None:

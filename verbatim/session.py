@@ -51,7 +51,7 @@ class Session:
         self._handle = engine
         saved = None if load is None else read_session(load, engine)
         self._wait_s = _seconds("wait_s", wait_s)
-        self._seed = _settle_seed(seed, saved)
+        self._seed = _resolve_seed(seed, saved)
         if not isinstance(params, SamplingParams | None):
             raise InvalidRequest(f"params={params!r}: must be a SamplingParams or None")
         self.params = params or (saved.params if saved is not None else SamplingParams())
@@ -67,7 +67,7 @@ class Session:
         if max_length is None and saved is not None:
             max_length = min(saved.max_length, engine.admission.max_length)
         self._cache = SessionCache(
-            _settle_length(max_length, len(self._ids), engine),
+            _resolve_length(max_length, len(self._ids), engine),
             _seconds("idle_timeout_s", idle_timeout_s),
         )
         sessions = engine.sessions
@@ -371,7 +371,7 @@ class Session:
         return found
 
 
-def _settle_length(max_length: Any, num_tokens: int, engine: EngineHandle) -> int:
+def _resolve_length(max_length: Any, num_tokens: int, engine: EngineHandle) -> int:
     if max_length is None:
         return engine.admission.max_length
     try:
@@ -388,7 +388,7 @@ def _settle_length(max_length: Any, num_tokens: int, engine: EngineHandle) -> in
     return length
 
 
-def _settle_seed(seed: int | None, saved: SavedSession | None) -> int:
+def _resolve_seed(seed: int | None, saved: SavedSession | None) -> int:
     seed = SamplingParams(seed=seed).seed  # checked there
     if saved is None:
         return secrets.randbits(53) if seed is None else seed

@@ -162,7 +162,7 @@ def _fields(value: Any) -> Iterator[tuple[str, Any]]:
             stack += top
 
 
-def settle_implementations(config: Any) -> None:
+def resolve_implementations(config: Any) -> None:
     """Let no config choose how attention and experts run, which may load code; the engine chooses.
 
     Args:

@@ -19,7 +19,7 @@ from support.toys import build, make_toy
 from verbatim import LLM, NotSupported
 from verbatim.model.decoder import Decoder
 from verbatim.model.packed import PackedLinear
-from verbatim.model.quantization import settle_quantization
+from verbatim.model.quantization import resolve_quantization
 from verbatim.model.quantize import pack
 from verbatim.model.weight_packing import WeightPacking
 
@@ -99,7 +99,7 @@ def test_layers_without_rotation_are_fused() -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
 def test_layers_of_packed_weights_are_fused(name: str, kind: str, dtype: str) -> None:
     model = make_toy(name, dtype=DTYPES[dtype], attention_bias=True)
-    quantization = settle_quantization(kind)
+    quantization = resolve_quantization(kind)
     assert quantization is not None
     for layer in [m for m in model.modules() if isinstance(m, nn.Linear)][:-1]:  # but the head
         packing = WeightPacking(tuple(layer.weight.shape), layer.weight.dtype, quantization)

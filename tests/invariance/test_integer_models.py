@@ -21,7 +21,7 @@ from verbatim import (
 )
 from verbatim.model.integers import unpack_any
 from verbatim.model.packed import PackedEmbedding, PackedLinear, packed_buffers
-from verbatim.model.quantization import Quantization, settle_quantization
+from verbatim.model.quantization import Quantization, resolve_quantization
 from verbatim.weights import packed_cache
 from verbatim.weights.lazy import Held
 from verbatim.weights.load import load_weights
@@ -175,15 +175,15 @@ def test_the_cache_serves_both(
 
 
 def test_names() -> None:
-    assert settle_quantization("w8a8") == Quantization(8, activation_bits=8)
-    assert settle_quantization("w4a8") == Quantization(4, activation_bits=8)
+    assert resolve_quantization("w8a8") == Quantization(8, activation_bits=8)
+    assert resolve_quantization("w4a8") == Quantization(4, activation_bits=8)
     assert Quantization(4, activation_bits=8).name == "int4-g64-head8-a8"
     assert Quantization(8, activation_bits=8).of_weights == Quantization(8)
     for wrong in (4, 16, True, "8"):
         with pytest.raises(InvalidRequest, match=r"activation_bits=.*must be one of \(8, None\)"):
             Quantization(8, activation_bits=wrong)  # type: ignore[arg-type]
     with pytest.raises(NotSupported, match="'int8', 'int4', 'w8a8', 'w4a8' or a Quantization"):
-        settle_quantization("a8")
+        resolve_quantization("a8")
 
 
 def test_where_it_does_not_serve_it_is_refused_by_name(folders: Callable[[str], Path]) -> None:

@@ -24,7 +24,7 @@ from verbatim import LLM, ModelError, NotSupported, SamplingParams
 from verbatim.errors import ModelChanged
 from verbatim.model.packed import PackedConv1D, PackedEmbedding, PackedLinear, packed_buffers
 from verbatim.model.packing import choose_packings
-from verbatim.model.quantization import Quantization, settle_quantization
+from verbatim.model.quantization import Quantization, resolve_quantization
 from verbatim.model.quantize import pack, rounded, unpack, unpack_rows
 from verbatim.weights import packed_cache
 
@@ -68,7 +68,7 @@ CASES += [("llama", "bfloat16", Quantization(8, 32, 4), TIED), ("gpt2", "float32
 def test_the_words_are_those_of_the_unpacked_matrices(
     name: str, dtype: str, quantization: Any, changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    kind = settle_quantization(quantization)
+    kind = resolve_quantization(quantization)
     assert kind is not None
     plain, unpacked = save_both(name, dtype, kind, tmp_path, **changes)
     requests = mixed_requests(12)

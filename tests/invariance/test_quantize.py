@@ -31,7 +31,7 @@ from verbatim import (
 )
 from verbatim.model.groups import LARGEST, heads_of
 from verbatim.model.layer_trial import bit_equal
-from verbatim.model.quantization import GROUP_SIZES, Quantization, settle_quantization
+from verbatim.model.quantization import GROUP_SIZES, Quantization, resolve_quantization
 from verbatim.model.quantize import pack, pack_and_measure, squared_error, unpack
 from verbatim.model.weight_packing import Encoding, WeightPacking
 
@@ -339,13 +339,13 @@ def test_other_names_are_refused(value: Any) -> None:
 
 
 def test_names_and_defaults() -> None:
-    assert settle_quantization(None) is None
-    assert settle_quantization("int8") == Quantization(bits=8, group_size=64, head_bits=8)
-    assert settle_quantization("int4") == Quantization() == Quantization(4, 64, 8)
+    assert resolve_quantization(None) is None
+    assert resolve_quantization("int8") == Quantization(bits=8, group_size=64, head_bits=8)
+    assert resolve_quantization("int4") == Quantization() == Quantization(4, 64, 8)
     kinds = [Quantization(8), Quantization(4), Quantization(4, 32, 4), Quantization(8, 128, None)]
     names = ["int8-g64", "int4-g64-head8", "int4-g32", "int8-g128-head-exact"]
     assert [kind.name for kind in kinds] == names
-    assert settle_quantization(KINDS[2]) is KINDS[2]
+    assert resolve_quantization(KINDS[2]) is KINDS[2]
 
 
 # ---- Models ----
@@ -392,7 +392,7 @@ def save_unpacked(name: str, dtype: str, kind: Quantization, folder: Path) -> No
 def compare(
     name: str, dtype: str, quantization: Any, plain: Path, unpacked: Path, count: int = 10
 ) -> None:
-    kind = settle_quantization(quantization)
+    kind = resolve_quantization(quantization)
     assert kind is not None
     save_unpacked(name, dtype, kind, unpacked)
     requests = mixed_requests(count)

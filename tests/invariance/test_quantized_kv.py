@@ -37,7 +37,7 @@ from verbatim.kv.quantized import (
     kernel_pack,
     pack,
     packed_attention,
-    settle_kv_dtype,
+    resolve_kv_dtype,
     unpack,
 )
 from verbatim.kv.store import LayerShape, bytes_per_token, make_store
@@ -259,8 +259,8 @@ def test_row_sizes(name: str, width: int, size: int) -> None:
 
 
 def test_a_dtype_that_is_not_there_is_refused_with_those_that_are() -> None:
-    assert settle_kv_dtype("torch.int8") is settle_kv_dtype(torch.int8) is PACKINGS["int8"]
-    assert settle_kv_dtype(torch.bfloat16) is torch.bfloat16
+    assert resolve_kv_dtype("torch.int8") is resolve_kv_dtype(torch.int8) is PACKINGS["int8"]
+    assert resolve_kv_dtype(torch.bfloat16) is torch.bfloat16
     for name in ("int3", torch.float16, "fp8", 8):
         with pytest.raises(NotSupported, match=r"kv_dtype=.*bfloat16.*float32.*int4.*int8"):
             LLM(make_toy("llama"), kv_dtype=name)

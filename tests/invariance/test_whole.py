@@ -22,7 +22,7 @@ from support.toys import make_toy
 from verbatim import LLM, SamplingParams
 from verbatim.batch import Batch
 from verbatim.model.decoder import Decoder, Output
-from verbatim.model.quantization import settle_quantization
+from verbatim.model.quantization import resolve_quantization
 from verbatim.model.whole import WholeModel
 from verbatim.weights.lazy import Held
 from verbatim.weights.load import load_weights
@@ -306,7 +306,7 @@ def test_a_call_is_no_longer_where_weights_are_in_few_bits(
     numbers = sum(p.numel() for p in model.parameters()) - model.model.embed_tokens.weight.numel()
     if kind is not None:
         lazy_weights = {p: Held(p.data) for p in model.parameters()}
-        load_weights(model, lazy_weights, settle_quantization(kind))
+        load_weights(model, lazy_weights, resolve_quantization(kind))
     rows = len(BATCHES[3].token_ids)
     monkeypatch.setattr("verbatim.model.whole._MOST_WORK", numbers * rows // 2)
     decoder = whole(model)
@@ -321,14 +321,14 @@ import os
 from pathlib import Path
 import torch
 from invariance.test_whole import BATCHES, logits_of, make_toy, whole
-from verbatim.kv.quantized import settle_kv_dtype
+from verbatim.kv.quantized import resolve_kv_dtype
 from verbatim.kv.store import LayerShape, make_store
 
 def threads():
     return len(list(Path("/proc/self/task").iterdir()))
 
 decoder = whole(make_toy("llama"))
-store = make_store([LayerShape(8, 64, 64)], 40, 16, settle_kv_dtype("int8"), torch.device("cpu"))
+store = make_store([LayerShape(8, 64, 64)], 40, 16, resolve_kv_dtype("int8"), torch.device("cpu"))
 rows = torch.randn(600, 8, 64)
 
 def both():

@@ -9,15 +9,15 @@ import torch
 
 from support.toys import make_toy
 from verbatim import LLM, InvalidRequest, NotSupported, Offload
-from verbatim.device import CPU, Device, refuse_on_gpu, settle_device
+from verbatim.device import CPU, Device, refuse_on_gpu, resolve_device
 from verbatim.draft.config import DraftModel
-from verbatim.kv.quantized import settle_kv_dtype
+from verbatim.kv.quantized import resolve_kv_dtype
 from verbatim.numerics import numerics_key
 
 
 def test_auto_is_the_cpu_and_a_live_module_stays_where_it_is() -> None:
-    assert settle_device("auto", "auto") == settle_device("cpu", True) == CPU
-    assert settle_device("auto", "auto", make_toy("llama")) == CPU
+    assert resolve_device("auto", "auto") == resolve_device("cpu", True) == CPU
+    assert resolve_device("auto", "auto", make_toy("llama")) == CPU
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,9 @@ def test_a_live_module_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(InvalidRequest, match="the live module is on cpu, and is used in place"):
-        settle_device("cuda:1", "auto", module)
+        resolve_device("cuda:1", "auto", module)
     with pytest.raises(NotSupported, match="there are 2 GPUs"):
-        settle_device("cuda:2", "auto")
+        resolve_device("cuda:2", "auto")
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_live_module_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("placement", Offload()),
         ("quantization", "int8"),
-        ("kv_dtype", settle_kv_dtype("int4")),
+        ("kv_dtype", resolve_kv_dtype("int4")),
         ("draft", DraftModel("somewhere")),
     ],
 )

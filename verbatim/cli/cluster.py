@@ -56,9 +56,9 @@ def start(
     _check_ray()
     if node_ip_address is not None:
         _check_own(node_ip_address)
-    from verbatim.placement.cluster.contact import settle_token
+    from verbatim.placement.cluster.contact import resolve_token
 
-    token, is_new = settle_token()
+    token, is_new = resolve_token()
     where = [] if node_ip_address is None else [f"--node-ip-address={node_ip_address}"]
     output = _ray("start", "--head", f"--port={port}", *where, *_FRUGAL, *(extra or []))
     address = f"{node_ip_address or _head_address(output)}:{port}"

@@ -669,7 +669,7 @@ class EngineHandle:
                 return work()
             finally:
                 try:
-                    self._settle()
+                    self._finish_ended()
                     woken, self._woken = self._woken, woken
                 finally:
                     self._busy = False
@@ -778,7 +778,7 @@ class EngineHandle:
             self._step_failed(error)
             return True
         finally:
-            self._settle()
+            self._finish_ended()
         if self._mode is Mode.DRAINING and not self._engine.has_work:
             self._set_mode(Mode.PAUSED)
         return made
@@ -825,7 +825,7 @@ class EngineHandle:
             request.error = error
             self._ended.append(request)
 
-    def _settle(self) -> None:
+    def _finish_ended(self) -> None:
         """End requests whose reader failed, and note for each caller which of its requests have ended."""
         problems, self._problems = self._problems, []
         for request, error in problems:

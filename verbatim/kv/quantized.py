@@ -67,7 +67,7 @@ KVDtype = torch.dtype | Packing
 _FLOATS: dict[str, KVDtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def settle_kv_dtype(kv_dtype: str | torch.dtype) -> KVDtype:
+def resolve_kv_dtype(kv_dtype: str | torch.dtype) -> KVDtype:
     """Return the dtype or packing named by `kv_dtype`.
 
     Raises:

@@ -1,1 +1,1 @@
-"""Models: transformers modules opened, looked at, and run on flat batches."""
+"""transformers modules: loading, inspection, and forwards on flat batches."""

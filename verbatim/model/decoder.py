@@ -398,7 +398,7 @@ class Decoder:
             hooked = hooks and (self._tree.has_hooks() if watched else hooked_everywhere())
             # A hook may keep references to modules, and edit them later.
             self._watched |= hooked
-            self._layers.look(hooks=hooked, watched=watched)
+            self._layers.check(hooks=hooked, watched=watched)
             context = contexts[0]
             serves = body is None or (self._head_reads_body and _needs_all_logits(context.batch))
             if groups and (adapters is None or not adapters.serves(groups, whole=True)):

@@ -93,12 +93,12 @@ class FusedLayers:
         self._part = part
         self.forwards: Forwards = []
         self.whole: WholeModel | None = None
-        self._whole_fits = False  # after the last look
+        self._whole_fits = False  # after the last check
         self._why_not_whole = "not all of its layers are fused"
         self._plain: collections.Counter[str] = collections.Counter()
         self._trust = Trust()
         self._layers: list[FusedLayer] = []
-        self._look: _Look | None = None
+        self._snapshot: _Snapshot | None = None
         if kernels.triton_serves(next(module.parameters()).device):
             self._on_gpu(module, spec, forwards, configs)
             return
@@ -189,46 +189,46 @@ class FusedLayers:
             else:
                 self.forwards.append((trial.parts.layer.__dict__, trial.fused))
 
-    def look(self, *, hooks: bool, watched: bool = True) -> None:
+    def check(self, *, hooks: bool, watched: bool = True) -> None:
         """Check before a forward whether the layers are unchanged.
 
         Args:
             hooks: external code runs in the middle of this forward, so each layer has to inspect itself.
             watched: the caller has the module, and may have edited it since the last inspection.
         """
-        if not watched and not hooks and self._look is not None and self._look.same_code():
+        if not watched and not hooks and self._snapshot is not None and self._snapshot.same_code():
             self._trust.given = True
             return
         self._trust.given = self._whole_fits = False
         if hooks:  # hooks are handed the modules, and may edit them
-            self._look = None
+            self._snapshot = None
         if hooks or not self._layers:
             return
-        if self._look is None or not self._look.unchanged():
+        if self._snapshot is None or not self._snapshot.unchanged():
             fit = [layer.fits() for layer in self._layers]  # each of them, so that all are prepared
             if not all(fit):
                 return
-            self._look = _Look(self._layers)
+            self._snapshot = _Snapshot(self._layers)
         self._trust.given = True
         self._whole_fits = self.whole is not None and self.whole.fits()
 
     def forget(self) -> None:
         """Inspect again before the next forward, even if no caller holds the module."""
-        self._look = None
+        self._snapshot = None
         if self.whole is not None:
             self.whole.forget()
 
     @property
     def layers(self) -> list[FusedLayer]:
-        """The fused layers, in the order in which they are called."""
+        """Fused layers, in the order in which they are called."""
         return self._layers
 
     def fused_experts(self) -> set[int]:
-        """The ids of the experts modules that fused layers run."""
+        """Return the ids of the experts modules that fused layers run."""
         return {id(layer.experts) for layer in self._layers if layer.experts is not None}
 
     def whole_now(self) -> WholeModel | None:
-        """The model in one call, if it can be run so after the last look."""
+        """Return the model as one call, if the last check allows it."""
         whole = self.whole
         fits = whole is not None and self._whole_fits and self._trust.given and whole.same_code()
         return whole if fits else None
@@ -243,8 +243,8 @@ class FusedLayers:
         }
 
 
-class _Look:
-    """All that fused layers depend on, noted once and looked at in one go: a fifth of the time."""
+class _Snapshot:
+    """A snapshot of everything that fused layers depend on, compared in one go: a fifth of the time."""
 
     def __init__(self, layers: list[FusedLayer]) -> None:
         self._dicts: list[dict[str, Any]] = []
@@ -295,7 +295,7 @@ class _Look:
 
 
 def _layers_of(module: nn.Module, spec: ModelSpec) -> list[tuple[nn.Module | None, nn.Module]]:
-    """Each module that attends or recurs, with the layer that it is a direct part of."""
+    """Return each attention or recurrent module, and the layer that it is a direct part of."""
     attending = {owner for owner, _ in spec.slots}
     attending |= {id(mixer) for mixer in module.modules() if spec.states and recurs(mixer)}
     parents: dict[int, tuple[nn.Module | None, nn.Module]] = {}
@@ -310,7 +310,7 @@ def _layers_of(module: nn.Module, spec: ModelSpec) -> list[tuple[nn.Module | Non
 
 
 def take_apart(layer: nn.Module, attention: nn.Module) -> LayerParts:
-    """The parts of a layer, by their names.
+    """Return the parts of a layer, found by their names.
 
     Raises:
         NotFusable: it is of another shape.
@@ -380,7 +380,7 @@ def _norms_of(layer: nn.Module, attention: nn.Module) -> dict[str, Norm]:
 def _run(
     module: nn.Module, spec: ModelSpec, forwards: Forwards, configs: list[Any]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A forward of a few tokens at places all over the context, with trials in the layers' place.
+    """Run a few tokens at positions all over the context, with trials in place of the layers.
 
     Returns:
         The ids and positions `[1, T]`, the rows `[R]` whose logits were asked

@@ -20,7 +20,7 @@ from verbatim.model.loader import (
     LoadedModel,
     built_module,
     read_config,
-    settle_dtype,
+    resolve_dtype,
 )
 from verbatim.untrusted import reason, refuse_lfs_pointer
 
@@ -77,7 +77,7 @@ def load_gguf(
     where = {"trust_remote_code": False, "local_files_only": True, "gguf_file": path.name}
     source = str(path.parent)
     config = read_config(source, where)
-    settled = settle_dtype(dtype, config)
+    settled = resolve_dtype(dtype, config)
 
     def read() -> Any:
         return built_module(source, config, settled, where)

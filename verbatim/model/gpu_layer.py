@@ -1,5 +1,5 @@
-"""A decoder layer on a GPU with fewer launches: norms take in the residual before them, and one kernel
-turns queries and keys and writes K and V.
+"""A decoder layer on a GPU with fewer launches: norms that add the residual, and one kernel that rotates
+queries and keys and writes K and V.
 
 Its linear layers, its MLP and their hooks run as they are, so every sum is the one that the layer's own
 forward makes; what lies between is rounded where that rounds. A layer is held to that when it is opened:
@@ -54,7 +54,7 @@ def forward_of(parts: LayerParts, options: AttentionOptions, turns: bool) -> Cal
     def normed(
         norm: Norm | None, x: Tensor, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The norm of `x`, or of its sum with the residual, and that sum."""
+        """Return the norm of `x`, or of its sum with the residual, and that sum."""
         if norm is None:
             x = x if residual is None else residual + x
             return x, x
@@ -82,7 +82,7 @@ def forward_of(parts: LayerParts, options: AttentionOptions, turns: bool) -> Cal
         attend_rotated = getattr(context, "attend_rotated", None)
         if attend_rotated is not None:
             attended = attend_rotated(attention, q, k, v, cos, sin, options)
-        else:  # a look or a trial
+        else:  # an inspection or a trial
             if cos is not None and sin is not None:
                 q, k = rope.rotated(q, cos, sin), rope.rotated(k, cos, sin)
             attended = context.attend(attention, q, k, v, options)
@@ -100,7 +100,7 @@ def forward_of(parts: LayerParts, options: AttentionOptions, turns: bool) -> Cal
 
 
 class GpuTrial:
-    """Stands in a layer's place for one forward, and finds out whether it may run by `forward_of`.
+    """Replaces a layer for one forward, to test whether `forward_of` computes the same bits.
 
     Attributes:
         parts: of the layer.
@@ -145,8 +145,8 @@ class GpuTrial:
                 continue
             forward = forward_of(parts, replace(options), turns)
             made, ours = _watched(lambda forward=forward: forward(x, **kwargs))  # type: ignore[misc]
-            same = all(_batch_invariant(a, b) for a, b in zip(ours[:3], seen[:3], strict=True))
-            if same and isinstance(expected, Tensor) and _batch_invariant(made, expected):
+            same = all(_equal(a, b) for a, b in zip(ours[:3], seen[:3], strict=True))
+            if same and isinstance(expected, Tensor) and _equal(made, expected):
                 return forward
         raise NotFusable("what it makes is not what fewer launches make")
 
@@ -160,12 +160,12 @@ def _watched(call: Callable[[], Any]) -> tuple[Any, Any]:
     return returned, watch.seen[0]
 
 
-def _batch_invariant(a: Tensor, b: Tensor) -> bool:
+def _equal(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a, b))
 
 
 def fits(layer: nn.Module | None) -> nn.Module:
-    """The layer itself.
+    """Return `layer` unless it is None.
 
     Raises:
         NotFusable: the attention has none around it.

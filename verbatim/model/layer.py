@@ -351,7 +351,7 @@ class FusedLayer:
         return forward
 
     def fits(self) -> bool:
-        """`ready()`, and no where it raises."""
+        """Return `ready()`, or False if the layer can't be fused any more."""
         try:
             return self.ready()
         except NotFusable:
@@ -363,12 +363,12 @@ def _own_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def add_sinks(options: AttentionOptions, attention: Any) -> AttentionOptions:
-    """`options` with the sinks of `attention` as they are now."""
+    """Return `options` with the current sinks of `attention`."""
     return replace(options, sinks=attention.sinks.detach().float())
 
 
 def _finish(norm: Norm | None, scale: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """The residual after an MLP that is not in the kernels."""
+    """Return a function that adds the output of an MLP outside of the kernels to the residual."""
 
     def finish(residual: Tensor, made: Tensor) -> Tensor:
         if norm is not None:

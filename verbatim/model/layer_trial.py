@@ -35,7 +35,7 @@ _ROTATIONS = (Rotation.HALVES, Rotation.ONCE, Rotation.NEIGHBOURS, Rotation.UNTU
 
 
 class Watch:
-    """A pass that notes what a layer hands to its attention, and answers with noise."""
+    """A forward context that records a layer's calls of attention and returns noise."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Tensor, Tensor, Tensor, AttentionOptions]] = []
@@ -60,7 +60,7 @@ class Watch:
 
 
 class _StateWatch(Watch):
-    """A pass with states, for the recurrent operations of one layer over two sequences.
+    """A forward context with states, for the recurrent operations of one layer over two sequences.
 
     Args:
         rows: of both together; the second one begins with a state.
@@ -119,7 +119,7 @@ def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 class LayerTrial:
-    """Stands in a layer's place for one forward, and finds out whether it can be fused.
+    """Replaces a layer for one forward, to find out whether it can be fused.
 
     Attributes:
         parts: of the layer.
@@ -296,7 +296,8 @@ def bit_equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _twin_of(layer: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:
-    """A layer like this one but for its weights where they tell little, and the twin of each of its parts.
+    """Return a copy of a layer with random weights where its own would hide errors (zeros, all ones), and
+    the copy of each of its parts.
 
     Nothing of the layer itself is changed, and its large matrices are shared.
     """
@@ -323,7 +324,7 @@ def _twin_of(layer: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:
 
 
 def _telling(parameter: Any, seed: int) -> Any:
-    """`parameter`, or a random one in its place."""
+    """Return `parameter`, or a random one if its values would hide errors."""
     if not parameter.is_floating_point() or not parameter.is_cpu:
         return parameter
     if parameter.ndim == 1:

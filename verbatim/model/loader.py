@@ -39,7 +39,7 @@ from verbatim.untrusted import (
     check_size,
     read_json,
     refuse_lfs_pointer,
-    settle_implementations,
+    resolve_implementations,
     shards_of,
 )
 
@@ -277,7 +277,7 @@ def load(
     else:
         where["revision"] = revision
     config = read_config(source, where)
-    settled = settle_dtype(dtype, config)
+    settled = resolve_dtype(dtype, config)
     tokenizer = _tokenizer(source, where) if with_tokenizer else None
     if skeleton is None and is_quantized(config):
         if decode is None:
@@ -339,7 +339,7 @@ def _base_of(adapter: Path) -> tuple[str, str | None]:
     return base, revision
 
 
-def settle_dtype(dtype: str | torch.dtype, config: Any = None) -> torch.dtype:
+def resolve_dtype(dtype: str | torch.dtype, config: Any = None) -> torch.dtype:
     """Return the torch dtype of `dtype` for a model on a CPU.
 
     Raises:
@@ -439,7 +439,7 @@ def read_config(source: str, where: dict[str, Any]) -> Any:
             f"{source}: model type {config.model_type!r} is not a causal language model in transformers"
         )
     if not where["trust_remote_code"]:
-        settle_implementations(config)
+        resolve_implementations(config)
     return config
 
 

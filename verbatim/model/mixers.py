@@ -292,7 +292,7 @@ def recurs(module: nn.Module) -> bool:
 
 
 def mixer_of(module: Any) -> Mixer:
-    """Take what recurs in a layer apart.
+    """Return the parts of a recurrent module.
 
     Raises:
         NotFusable: it is of an unknown kind.

@@ -32,7 +32,7 @@ from verbatim.model.spec import InspectionContext
 from verbatim.model.tree import Tree
 from verbatim.model.weights import weight_info
 
-_LOOK_TOKENS = 4
+_INSPECTED_TOKENS = 4
 
 
 class MtpLayers(DraftLayers):
@@ -63,7 +63,7 @@ class MtpLayers(DraftLayers):
         decoder.check_body(self._hidden_size)
         with exclusive:
             self._prepare()
-            self._shapes, self._slots, self._override = self._look(decoder.spec.vocab_size)
+            self._shapes, self._slots, self._override = self._inspect(decoder.spec.vocab_size)
         self._store: KVStore | None = None
         self._inputs: list[HiddenStore] = []
 
@@ -137,7 +137,7 @@ class MtpLayers(DraftLayers):
         return logits
 
     def _through(self, k: int, token_ids: Tensor, hidden: Tensor, slots: Tensor) -> Tensor:
-        """Layer `k` of `token_ids` `[T]` and `hidden` `[T, H]` at `slots` `[T]`: `[T, H]`."""
+        """Run layer `k` on `token_ids` `[T]` and `hidden` `[T, H]` at `slots` `[T]`: `[T, H]`."""
         mtp = self._mtp
         embedded = mtp.embed_tokens(token_ids[None])
         positions = slots[None] + (k + 1)  # those of the tokens
@@ -161,17 +161,21 @@ class MtpLayers(DraftLayers):
         self._forwards = replaced_forwards(mtp)
         self._configs = configs_of(mtp)
 
-    def _look(self, vocab_size: int) -> tuple[list[LayerShape], dict[tuple[int, int], int], bool]:
-        """A forward of a few tokens through all layers: what each call of attention stores, and whether
-        functions are called that are not row-invariant.
+    def _inspect(
+        self, vocab_size: int
+    ) -> tuple[list[LayerShape], dict[tuple[int, int], int], bool]:
+        """Run a few tokens through all layers, and return what each call of attention stores, and whether
+        functions are called that are not batch-invariant.
         """
-        look, recorder = InspectionContext(), Recorder()
-        slots = torch.arange(_LOOK_TOKENS, device=self._device)
-        hidden = torch.ones(_LOOK_TOKENS, self._hidden_size, dtype=self._dtype, device=self._device)
+        context, recorder = InspectionContext(), Recorder()
+        slots = torch.arange(_INSPECTED_TOKENS, device=self._device)
+        hidden = torch.ones(
+            _INSPECTED_TOKENS, self._hidden_size, dtype=self._dtype, device=self._device
+        )
         try:
             with (
                 patched(self._tree, self._forwards, self._configs, hooks=False),
-                activate(look),
+                activate(context),
                 recorder,
             ):
                 for k in range(self.count):
@@ -182,9 +186,9 @@ class MtpLayers(DraftLayers):
                 "draft='mtp': the model's MTP layers can't be run on flat batches: a forward of a few "
                 f"tokens raised {type(error).__name__}: {first_line(error)}"
             ) from error
-        if not look.layers or logits.shape != (_LOOK_TOKENS, vocab_size):
+        if not context.layers or logits.shape != (_INSPECTED_TOKENS, vocab_size):
             raise NotSupported(
-                f"draft='mtp': the model's MTP layers attend {len(look.layers)} times and give logits of "
+                f"draft='mtp': the model's MTP layers attend {len(context.layers)} times and give logits of "
                 f"shape {list(logits.shape)}; they must attend, and speak of {vocab_size} ids"
             )
-        return look.layers, look.slots, bool(recorder.swapped)
+        return context.layers, context.slots, bool(recorder.swapped)

@@ -100,7 +100,7 @@ def _has_kernels(module: nn.Module) -> bool:
 
 
 def norm_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """A forward by the kernels for a norm of a known family, else None."""
+    """Return a forward by the kernels for a norm of a known family, else None."""
     plain = norm_parts(module)
     gates = [(gate, own) for gate in Gate if gate and (own := norm_parts(module, gate))]
     gate, gated = gates[0] if gates else (Gate.NONE, None)
@@ -139,7 +139,7 @@ def norm_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 
 class _Case(NamedTuple):
-    """A trial of a norm's family."""
+    """The properties that determine a norm's family."""
 
     cls: type[nn.Module]
     forward: Any  # of the class: a caller may put another one there
@@ -153,7 +153,7 @@ _families: dict[_Case, NormKind | None] = {}
 
 
 def _family(case: _Case, module: nn.Module) -> NormKind | None:
-    """The family of a norm, tried once for each case."""
+    """Return the family of a norm, found by one trial for each case."""
     if case not in _families:
         # A mode that watches torch functions must not see the trial.
         with torch._C.DisableTorchFunction(), torch.no_grad(), torch.inference_mode(False):
@@ -211,7 +211,7 @@ def _agrees(kind: NormKind, case: _Case, module: nn.Module, dtype: torch.dtype) 
 
 
 def formula(kind: NormKind, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """A family's norm over the last dimension of `x`, in torch."""
+    """Compute a family's norm over the last dimension of `x`, in torch."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if kind is NormKind.BARE:

@@ -37,7 +37,7 @@ class _OneWeight:
 
     @property
     def weight(self) -> Tensor:
-        """The matrix, unpacked anew each time: for who asks for its dtype, say, and not to multiply with."""
+        """The dequantized matrix, computed at each access: for callers that ask for its shape or dtype."""
         return unpack_any(self.packed, self.packing)
 
 
@@ -154,7 +154,7 @@ def _packed_embedding(kind: type) -> type:
 
 @functools.cache
 def _with_unpacked(kind: type, name: str) -> type:
-    """`kind`, with an attribute `name` that is unpacked whenever it is read."""
+    """Return a subclass of `kind` whose attribute `name` is dequantized whenever it is read."""
 
     def read(self: Any) -> Tensor:
         packed: Tensor = self._buffers[f"{name}_packed"]

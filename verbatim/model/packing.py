@@ -90,7 +90,7 @@ def matrices_of(module: nn.Module) -> dict[nn.Parameter, bool]:
 
 
 def _tables(inner: Any) -> list[nn.Parameter]:
-    """The embedding of tokens and the head, once where they are tied, if they are of the usual kinds."""
+    """Return the token embedding and the head, if they are of the usual kinds; once if they are tied."""
     try:
         embedding = inner.get_input_embeddings()
     except (AttributeError, NotImplementedError):
@@ -117,7 +117,9 @@ def _columns(path: str, layer: nn.Module, name: str, parameter: nn.Parameter) ->
 
 
 def owners(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Each place where a parameter hangs: path and layer, its name there, the parameter; tied ones often."""
+    """Yield each use of a parameter: path, layer, its name in the layer, parameter. Tied ones come several
+    times.
+    """
     for path, layer in module.named_modules():
         for name, parameter in layer._parameters.items():
             if parameter is not None:

@@ -28,7 +28,7 @@ from verbatim.model.tree import Tree
 Forwards = list[tuple[dict[str, Any], Callable[..., Any]]]
 Silenced = list[tuple[nn.Module, str, Any]]  # a layer, a field of it, the hooks that stood there
 
-# Held while a module is patched, and while one is looked at, which must not find another engine's
+# Held while a module is patched, and while one is inspected, which must not find another engine's
 # forwards in it. Re-entrant: a hook may use another engine.
 exclusive = threading.RLock()
 _held = threading.Condition(exclusive)
@@ -47,7 +47,7 @@ def holds_exclusive() -> bool:
 
 
 def _free_in_child() -> None:
-    """In a forked child, the thread that held it doesn't exist."""
+    """Release the lock in a forked child, where the thread that held it doesn't exist."""
     if not holds_exclusive():
         exclusive._at_fork_reinit()  # type: ignore[attr-defined]
 
@@ -90,7 +90,9 @@ def _aside(ours: Callable[..., Any], original: Any, layer: nn.Module) -> Callabl
 
 
 def configs_of(module: nn.Module) -> list[Any]:
-    """Every transformers config that a layer of `module` asks which attention to take, once each."""
+    """Return every transformers config that a layer of `module` reads the attention implementation from,
+    once each.
+    """
     found: dict[int, Any] = {}
     for layer in module.modules():
         config = layer.__dict__.get("config")
@@ -103,7 +105,7 @@ def configs_of(module: nn.Module) -> list[Any]:
 def patched(
     module: nn.Module | Tree, forwards: Forwards, configs: list[Any], *, hooks: bool = True
 ) -> Iterator[None]:
-    """Run the block with `module` set up for a flat forward without gradients.
+    """Prepare `module` for a flat forward without gradients within the block.
 
     Args:
         module: itself, or its tree where one is at hand.
@@ -141,7 +143,7 @@ def _borrowed(tree: Tree, forwards: Forwards, configs: list[Any], hooks: bool) -
 
 @contextmanager
 def plain_numbers() -> Iterator[None]:
-    """Run the block without gradients, inference tensors and autocast, whatever the caller has on."""
+    """Run the block without gradients, inference tensors and autocast, whatever the caller has enabled."""
     on_gpu = torch.cuda.is_initialized()
     with (
         torch.inference_mode(False),
@@ -175,7 +177,7 @@ def _give_back(
     training: list[nn.Module],
     silenced: Silenced,
 ) -> None:
-    """Put everything back; harmless when it is done twice."""
+    """Restore everything; idempotent."""
     for attributes, _ in forwards:
         attributes.pop("forward", None)
     for config, values in settings:
@@ -187,7 +189,7 @@ def _give_back(
 
 
 def _silence(tree: Tree, silenced: Silenced) -> None:
-    """Take the hooks away, each noted first, so that they come back if Ctrl-C breaks in here."""
+    """Remove the hooks, each recorded first so that Ctrl-C in between loses none."""
     for layer in tree.modules:
         for field in _HOOK_FIELDS:
             hooks = getattr(layer, field)
@@ -198,7 +200,7 @@ def _silence(tree: Tree, silenced: Silenced) -> None:
 
 @contextmanager
 def threads(count: int | None) -> Iterator[None]:
-    """Run the block with `count` threads of torch's pool; None leaves it alone."""
+    """Run the block with `count` threads in torch's pool; None changes nothing."""
     before = torch.get_num_threads()
     if count is None or count == before:
         yield

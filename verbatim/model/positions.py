@@ -1,4 +1,4 @@
-"""Models that count positions themselves get those of the batch instead.
+"""Positions of the batch for models that count positions themselves.
 
 Some models take no `position_ids`, or count only ids that are not padding, from the start of a row. A flat
 batch has rows of many sequences, so the functions in which they count are replaced: within a forward of the

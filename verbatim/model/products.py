@@ -32,7 +32,7 @@ _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 def _name(backend: str) -> str | None:
-    """The instruction set that `backend` means at the moment; None is torch."""
+    """Return the instruction set that `backend` stands for; None is torch."""
     if backend == "torch":
         return None
     if backend in ("auto", "kernel"):
@@ -48,7 +48,7 @@ def _name(backend: str) -> str | None:
 
 @functools.cache
 def _functions(name: str | None) -> Mapping[tuple[torch.dtype, bool], _Function]:
-    """The kernel for each dtype and each way the weight may lie (True: stored [K, N])."""
+    """Return the kernel for each dtype and each layout of the weight (True: stored [K, N])."""
     if name is None:
         return {}
     library = kernels.load(name)
@@ -71,7 +71,7 @@ def linear(
     backend: str = "auto",
     float32: bool = False,
 ) -> Tensor:
-    """`x @ weight.T + bias`, each row by itself.
+    """Compute `x @ weight.T + bias`, each row by itself.
 
     x is [..., K], weight [N, K] with any strides (rows or columns contiguous are used in place,
     anything else is copied), bias [N]; the result is [..., N] in x's dtype, or in float32 where
@@ -148,7 +148,7 @@ class Matrix(ctypes.Structure):
 
 @functools.cache
 def _multiply(name: str | None, dtype: torch.dtype) -> _Function | None:
-    """The kernel that takes several matrices, packed or not; None where torch serves."""
+    """Return the kernel that takes several matrices, packed or not; None without one."""
     if name is None or dtype not in _SUFFIX:
         return None
     function: _Function = getattr(kernels.load(name), f"vb_multiply_{_SUFFIX[dtype]}")
@@ -184,7 +184,7 @@ def packed_linear(
     backend: str = "auto",
     float32: bool = False,
 ) -> Tensor:
-    """`linear(x, unpack(packed, packing), bias)`, bit for bit, without that matrix in memory.
+    """Compute `linear(x, unpack(packed, packing), bias)`, bit for bit, without that matrix in memory.
 
     packed is `[packing.nbytes]` uint8 at any address, so an expert's slice of a stack of rows serves;
     `packing.shape` is [N, K], or [K, N] with `packing.columns`, which is unpacked first. The rest is
@@ -201,7 +201,8 @@ def linear_many(
     backend: str = "auto",
     float32: bool = False,
 ) -> Tensor:
-    """`linear` of x with each weight, side by side: [..., N1 + N2 + ...], in one pass of the threads.
+    """Compute `linear` of x with each weight, side by side: [..., N1 + N2 + ...], in one pass of the
+    threads.
 
     A weight is a matrix [N, K] or a quantized one; `biases` has one or None for each. Every number has
     the bits that it has alone.
@@ -276,7 +277,7 @@ def linear_many(
 
 
 def matmul(x: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
-    """`x @ weight` for x [..., K] and weight [K, N], or batched for [B, M, K] and [B, K, N]."""
+    """Compute `x @ weight` for x [..., K] and weight [K, N], or batched for [B, M, K] and [B, K, N]."""
     if weight.dim() == 2:
         return linear(x, weight.t(), backend=backend)
     if x.dim() != 3 or weight.dim() != 3 or x.shape[0] != weight.shape[0]:
@@ -292,7 +293,8 @@ def matmul(x: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RowTiles:
-    """The heights in which torch multiplies rows, so that their number does not show.
+    """The numbers of rows in which torch multiplies, so that a row's bits do not depend on how many there
+    are.
 
     Rows go in as many tiles of `heights[0]` as they fill, then in tiles of the next height, and what is
     left of the last height is filled with zeros. So only products of these heights are ever made, and
@@ -303,7 +305,7 @@ class RowTiles:
     one_thread: bool = False
 
     def apply(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """`product` of x [M, K], tile by tile: [M, N]."""
+        """Compute `product` of x [M, K], tile by tile: [M, N]."""
         if not self.one_thread or torch.get_num_threads() == 1:
             return self._tiles(product, x)
         before = torch.get_num_threads()
@@ -343,7 +345,7 @@ _found: dict[_Key, RowTiles] = {}
 def _other_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, backend: str, float32: bool
 ) -> Tensor:
-    """`linear` where no compiled kernel serves."""
+    """Compute `linear` without a compiled CPU kernel."""
     if backend == "auto" and x.device == weight.device and kernels.triton_serves(x.device):
         from verbatim.kernels.triton import linear as triton_linear
 
@@ -376,7 +378,9 @@ def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _probe(weight: Tensor, bias: Tensor | None) -> RowTiles:
-    """The first candidate in which neither a row's place nor the number of threads shows."""
+    """Return the first candidate with which a row's bits depend on neither its position nor the number of
+    threads.
+    """
     noise = torch.Generator().manual_seed(0)
     x = torch.randn(256, weight.shape[1], generator=noise).to(weight.device, weight.dtype)
     # Zeros, and numbers that are all one, would hide every difference; NaN would make one of all.

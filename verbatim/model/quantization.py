@@ -68,7 +68,7 @@ _NAMES = {
 }
 
 
-def settle_quantization(value: Any) -> Quantization | None:
+def resolve_quantization(value: Any) -> Quantization | None:
     """Return the format that `quantization` names.
 
     Raises:

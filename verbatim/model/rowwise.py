@@ -36,7 +36,7 @@ class NotRowwise(Exception):
 
 
 def _functions(names: str) -> set[Any]:
-    """Everything of these names in torch, its functional module and its tensors."""
+    """Return all functions of these names in torch, its functional module and its tensors."""
     found = [vars(space).get(name) for name in names.split() for space in (torch, F)]
     found += [getattr(Tensor, name, None) for name in names.split()]
     return {function for function in found if callable(function)}
@@ -85,7 +85,7 @@ _DROPOUTS = _functions("dropout alpha_dropout feature_alpha_dropout dropout1d dr
 
 
 class Rowwise(TorchFunctionMode):
-    """Swaps what can be swapped, and refuses what is not known.
+    """Replaces functions by batch-invariant ones, and refuses functions that are not known to be.
 
     Args:
         strict: raise NotRowwise at the first function that is not known. Without, it is called as it is:
@@ -245,7 +245,7 @@ def causal_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`scaled_dot_product_attention` of the last T of L positions, by the kernel that never differs.
+    """Compute `scaled_dot_product_attention` of the last T of L positions, by the batch-invariant kernel.
 
     Where T is less than L, `is_causal` means what a module with a cache means by it: the last query sees
     all keys. (torch lets the first query see the first key.)

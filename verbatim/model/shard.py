@@ -58,7 +58,7 @@ def bounds_of(count: int, size: int, unit: int = 1) -> list[int] | None:
 
 
 class Columns(nn.Module):
-    """A linear of which this rank computes some columns, and gets the others from their ranks.
+    """A linear layer of which this rank computes some columns, and receives the others.
 
     Args:
         inner: holds the parameters of these columns.

@@ -1,6 +1,6 @@
 """Inspection of a model by one forward: which modules attend, what they store, what they call.
 
-The look is a forward of a few tokens in which attention only notes its shapes and reads its masks. It
+An inspection is a forward of a few tokens in which attention only records its shapes and reads its masks. It
 runs once when a model is opened, with the user's hooks silenced, and decides whether the model can be
 run on flat batches. A class that is not in the list of verified ones must pass a trial besides.
 """
@@ -59,7 +59,7 @@ class ModelSpec:
         replay_reason: why their experts can't be forced; None: they can.
         indexed: the keys that indexers of layers choose.
         hidden_reason: why what its head sees can't be handed back; None: it can.
-        finite: the logits of the look were numbers.
+        finite: the logits of the inspection were finite.
     """
 
     slots: dict[tuple[int, int], int]
@@ -96,7 +96,7 @@ class ModelSpec:
 
 
 class InspectionContext:
-    """A pass that notes every attention call and lets values flow through in their place."""
+    """A forward context that records every attention call, and returns values computed from its inputs."""
 
     def __init__(self) -> None:
         self.slots: dict[tuple[int, int], int] = {}
@@ -156,12 +156,12 @@ class InspectionContext:
         self.routed.append(Call(id(experts), index.shape[0], index.shape[1], count))
 
     def forced_experts(self) -> None:
-        """A router asks whether its choice is forced."""
+        """Count a router that asks whether its choice is forced."""
         self.choices += 1
 
 
 def inner_model(module: nn.Module) -> Any:
-    """The transformers model inside of `module`, which may be wrapped (PEFT, DDP)."""
+    """Return the transformers model inside of `module`, which may be wrapped (PEFT, DDP)."""
     from transformers import PreTrainedModel
 
     for candidate in module.modules():
@@ -183,7 +183,7 @@ _POSITIONS = [[0, 1, 2, 3], [1, 2, 3, 4]]
 
 
 def inspect_model(module: nn.Module) -> ModelSpec:
-    """InspectionContext at `module` once.
+    """Run one small forward of `module`, and return its spec.
 
     Raises:
         UnsupportedModel: the reason why it can't be run on flat batches.
@@ -193,7 +193,7 @@ def inspect_model(module: nn.Module) -> ModelSpec:
         reason = reason_to_refuse(inner)
         if reason is not None:
             raise UnsupportedModel(reason)
-        spec = _look_through(module, inner)
+        spec = _inspect(module, inner)
         if not is_verified(module, inner):
             try_out(
                 module,
@@ -210,20 +210,20 @@ def inspect_model(module: nn.Module) -> ModelSpec:
     return spec
 
 
-def _look_through(module: nn.Module, inner: Any, *, positions: bool | None = None) -> ModelSpec:
-    """InspectionContext once; `positions` None: hand over `position_ids` if the forward names them."""
+def _inspect(module: nn.Module, inner: Any, *, positions: bool | None = None) -> ModelSpec:
+    """Inspect once; with `positions` None, pass `position_ids` if the forward names them."""
     signature = inspect.signature(inner.forward).parameters
     named = takes_positions(inner)
     positions = named if positions is None else positions
-    look, recorder = InspectionContext(), Recorder()
+    context, recorder = InspectionContext(), Recorder()
     with recorder:
-        logits, seen = inspect_forward(module, inner, look, positions=positions)
+        logits, seen = inspect_forward(module, inner, context, positions=positions)
     ids = torch.tensor(_IDS)
-    if not look.layers and not look.states:
+    if not context.layers and not context.states:
         raise UnsupportedModel(_NO_INTERFACE)
-    if look.needs_positions and not (positions or look.counts_positions):
+    if context.needs_positions and not (positions or context.counts_positions):
         if any(p.kind is p.VAR_KEYWORD for p in signature.values()):  # a wrapper may pass them on
-            return _look_through(module, inner, positions=True)
+            return _inspect(module, inner, positions=True)
         raise UnsupportedModel(_NO_POSITIONS)
     if logits.shape[:2] != ids.shape:
         raise UnsupportedModel(
@@ -235,15 +235,15 @@ def _look_through(module: nn.Module, inner: Any, *, positions: bool | None = Non
             if named
             else _NO_POSITIONS
         )
-    if look.states and recorder.calls_exp:
+    if context.states and recorder.calls_exp:
         recorder.swapped.add("exp")
-    routed, routing_reason = routed_layers_of(look.routed, ids.numel())
+    routed, routing_reason = routed_layers_of(context.routed, ids.numel())
     return ModelSpec(
-        slots=look.slots,
-        layers=look.layers,
-        query_heads=look.query_heads,
-        states=look.states,
-        dtype=look.dtype or _dtype_of(inner),
+        slots=context.slots,
+        layers=context.layers,
+        query_heads=context.query_heads,
+        states=context.states,
+        dtype=context.dtype or _dtype_of(inner),
         vocab_size=logits.shape[-1],
         needs_override=frozenset(recorder.swapped),
         takes_logit_rows="logits_to_keep" in signature,
@@ -251,8 +251,8 @@ def _look_through(module: nn.Module, inner: Any, *, positions: bool | None = Non
         routed=routed,
         routing_reason=routing_reason,
         replay_reason=routing_reason
-        or (UNKNOWN_ROUTER if look.choices != len(look.routed) else None),
-        indexed=indexed_layers_of(look.indexed),
+        or (UNKNOWN_ROUTER if context.choices != len(context.routed) else None),
+        indexed=indexed_layers_of(context.indexed),
         hidden_reason=why_no_hidden(head_of(inner), seen, ids.numel()),
         finite=bool(torch.isfinite(logits).all()),
     )
@@ -273,20 +273,20 @@ def _dtype_of(inner: nn.Module) -> torch.dtype:
 
 
 def inspect_forward(
-    module: nn.Module, inner: Any, look: InspectionContext, *, positions: bool
+    module: nn.Module, inner: Any, context: InspectionContext, *, positions: bool
 ) -> tuple[Tensor, list[Any]]:
-    """The forward of a look: a few tokens without a cache, with masks that tell what they mean.
+    """Run the forward of an inspection: a few tokens without a cache, with masks that describe themselves.
 
     Args:
         inner: the transformers model in `module`.
-        look: the pass that is active meanwhile.
+        context: active meanwhile.
         positions: hand over `position_ids`.
 
     Returns:
         The logits `[2, 4, V]`, and what the model's head was called with.
 
     Raises:
-        UnsupportedModel: what the look says, or the forward failed.
+        UnsupportedModel: raised by the context, or the forward failed.
     """
     masks.register()
     patch(module)
@@ -300,8 +300,8 @@ def inspect_forward(
     try:
         with (
             patched(module, replaced_forwards(module), configs, hooks=False),
-            activate(look),
-            head_inputs(head_of(inner), [look]) as (seen,),
+            activate(context),
+            head_inputs(head_of(inner), [context]) as (seen,),
         ):
             for config in configs:  # `patched` puts it back
                 config.__dict__["_attn_implementation_internal"] = masks.LOOK

@@ -59,7 +59,7 @@ class Steps:
         self._expected = expected
 
     def take(self, func: Any, given: Any) -> bool:
-        """Take a step; return whether it is the expected one."""
+        """Record a call; return whether it is the expected one."""
         expected, at = self._expected, len(self.taken)
         same_func = expected is not None and at < len(expected) and expected[at].func == func
         leaves = _leaves(given, None)
@@ -71,13 +71,13 @@ class Steps:
         return expected is None or (same_func and expected[at].by_position == step.by_position)
 
     def missing(self) -> Any:
-        """The function of the first step that was expected and did not come; None where all came."""
+        """Return the first expected function that was not called; None if all were."""
         left = (self._expected or ())[len(self.taken) :]
         return left[0].func if left else None
 
 
 def _leaves(given: Any, positions: range | None) -> list[Any]:
-    """Everything inside of `given`; of tensors only that they are there."""
+    """Return everything inside of `given`, with a marker in place of each tensor."""
     found: list[Any] = []
     _collect(given, positions, found)
     return found
@@ -99,7 +99,8 @@ def _collect(given: Any, positions: range | None, found: list[Any]) -> None:
 
 
 class Unseen(TorchDispatchMode):
-    """Notes what reaches torch without having been a step: torch.jit, extensions. For trials: it is slow.
+    """Records operations that reach torch without having been a step: torch.jit, extensions. Slow, for
+    trials only.
 
     Attributes:
         looked_at: a function that was a step, or need not be one, is being called right now.

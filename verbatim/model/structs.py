@@ -66,7 +66,7 @@ class LayerStruct(ctypes.Structure):
 
 
 def address_of(tensor: Any, dtype: torch.dtype) -> int:
-    """The address of a tensor that lies as it should; None has none."""
+    """Return the address of a contiguous tensor of `dtype`; 0 for None."""
     if tensor is None:
         return 0
     if type(tensor) not in (nn.Parameter, Tensor) or tensor.dtype is not dtype:
@@ -85,7 +85,8 @@ def matrix_at(
     depth: int,
     packing: WeightPacking | None,
 ) -> Matrix:
-    """A matrix `[cols, depth]`, the first one at `data`; NotFusable where the kernels can't read it.
+    """Return a matrix `[cols, depth]`, the first one at `data`; raise NotFusable if the kernels can't read
+    it.
 
     Args:
         dtype: of the activations.
@@ -104,7 +105,7 @@ def matrix_at(
 
 
 def matrix_of(linear: Any, dtype: torch.dtype) -> Matrix:
-    """A linear layer's weight and bias as the kernels read them; NotFusable where they can't."""
+    """Return a linear layer's weight and bias for the kernels; raise NotFusable if they can't read it."""
     bias = linear._parameters.get("bias")
     packing: WeightPacking | None = None
     if type(linear) is PackedLinear:
@@ -128,7 +129,7 @@ def _check_bias(bias: Tensor | None, cols: int) -> None:
 
 
 def norm_of(norm: Norm | None, dtype: torch.dtype, width: int, head_dim: int | None) -> NormStruct:
-    """A norm of `width`, or of `head_dim` for each head."""
+    """Return a norm of `width`, or of `head_dim` for each head."""
     if norm is None:
         return NormStruct(None, width, 0.0, NormKind.NONE)
     kind, name, eps = norm.parts

@@ -1,8 +1,8 @@
-"""The modules of a model, noted once, so that a look at all of them takes microseconds.
+"""A snapshot of a model's modules, compared in microseconds before each forward.
 
 A live module belongs to a caller who may edit it between any two forwards, so each forward begins with
-such a look. Walking `module.modules()` takes a millisecond for a few hundred modules; comparing what was
-noted takes a twentieth of it, since no Python runs for a single module.
+a comparison. Iterating over `module.modules()` takes a millisecond for a few hundred modules; the comparison
+takes a twentieth of it, since no Python runs for a single module.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _hooks, _pre_hooks = itemgetter("_forward_hooks"), itemgetter("_forward_pre_hook
 
 
 class Tree:
-    """Every module in `root`, and what they were when it was made. `root` itself is held weakly."""
+    """Every module in `root`, and its state when the snapshot was made. `root` itself is held weakly."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = weakref.ref(root)
         _, *self._inner = root.modules()
         self._fields: list[dict[str, Any]] = [_fields_of(m) for m in (root, *self._inner)]
-        self._found = self._look()
+        self._found = self._current()
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -42,10 +42,10 @@ class Tree:
         """
         return all(
             len(now) == len(before) and all(map(is_, now, before))
-            for now, before in zip(self._look(), self._found, strict=True)
+            for now, before in zip(self._current(), self._found, strict=True)
         )
 
-    def _look(self) -> tuple[list[Any], ...]:
+    def _current(self) -> tuple[list[Any], ...]:
         modules, children = self.modules, [*map(_children_of, self._fields)]
         return (
             [*map(type, modules)],
@@ -64,7 +64,7 @@ class Tree:
         )
 
     def in_training(self) -> list[nn.Module]:
-        """The modules that are in training mode."""
+        """Return the modules that are in training mode."""
         modules = self.modules
         return [m for m in modules if m.training] if any(map(_training, modules)) else []
 
@@ -76,7 +76,7 @@ def hooked_everywhere() -> bool:
 
 
 def _fields_of(module: nn.Module) -> dict[str, Any]:
-    """A module's own dictionary. A scripted one keeps its children elsewhere, and can't be edited."""
+    """Return a module's own dictionary. A scripted one keeps its children elsewhere, and can't be edited."""
     if isinstance(module.__dict__.get("_modules"), dict):
         return module.__dict__
     hooks, pre_hooks = module._forward_hooks, module._forward_pre_hooks

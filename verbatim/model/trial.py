@@ -2,7 +2,7 @@
 
 Two short sequences go through the flat path, in one piece and in two, and must give what the model's
 own forward gives for each of them alone; and bit for bit what the flat path gives for each alone. What the
-first look cannot see shows here: scores changed in ways of the model's own, positions that start
+inspection cannot see shows here: scores changed in ways of the model's own, positions that start
 elsewhere, keyword arguments that mean something, a scale taken over all rows.
 """
 
@@ -31,7 +31,7 @@ _CUT = (4, 1)
 
 
 class _TrialContext:
-    """Attention of the plainest kind, over keys and values kept in lists."""
+    """A forward context with plain attention, over keys and values kept in lists."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -107,7 +107,7 @@ def _choose(q: Tensor, k: Tensor, options: IndexOptions, start: int) -> Tensor:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-    """The last rows `q` `[R, H, Dk]` of a sequence with `k` and `v` `[L, Hkv, D]`, in float32."""
+    """Attend with the last rows `q` `[R, H, Dk]` of a sequence to `k` and `v` `[L, Hkv, D]`, in float32."""
     group = q.shape[1] // k.shape[1]
     keys, values = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
     scores = (q.float()[:, None] * keys).sum(-1) * options.scale  # [R, L, H]
@@ -156,7 +156,7 @@ def try_out(
         return
 
     def flat(context: _TrialContext, pieces: list[Tensor], starts: list[int]) -> list[Tensor]:
-        """Logits of each piece, in one flat forward."""
+        """Return the logits of each piece, in one flat forward."""
         context.start([len(piece) for piece in pieces])
         inputs: dict[str, Any] = {"input_ids": torch.cat(pieces)[None]}
         ranges = [
@@ -204,7 +204,7 @@ def _error(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _plain(module: nn.Module, ids: Tensor) -> Tensor:
-    """Logits `[T, V]` of the module's own forward, with eager attention."""
+    """Return the logits `[T, V]` of the module's own forward, with eager attention."""
     configs = configs_of(module)
     with quiet(progress=True), patched(module, [], configs, hooks=False):
         for config in configs:  # `patched` puts it back

@@ -1,4 +1,4 @@
-"""Model classes whose flat logits were held against transformers' eager ones by the sweep."""
+"""Model classes whose flat logits were compared with transformers' eager ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole model in one call of the kernels for all of its layers, with a few lines around it.
+"""A whole model in one kernel call for all of its layers, between embedding and logits.
 
 For models that look ids up, turn positions into angles, hand rows from layer to layer, norm them and
 multiply them by their head, and do nothing else. Most of what transformers does around the layers prepares

@@ -1,4 +1,4 @@
-"""CUDA graphs: a decode step is recorded once for each size, and then started by one call.
+"""CUDA graphs: a decode step is recorded once for each size, and then launched as a whole.
 
 A step of one row a sequence launches some hundred small kernels; at few rows the GPU waits for Python most
 of the time. Sizes are rounded up, and surplus rows belong to no sequence: they read and write the
@@ -29,12 +29,14 @@ Recorder = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
 def wanted() -> bool:
-    """`VERBATIM_CUDA_GRAPHS=0` runs every step kernel by kernel, to find out what one does."""
+    """Return False if `VERBATIM_CUDA_GRAPHS=0`, which runs every step kernel by kernel, for debugging."""
     return os.environ.get("VERBATIM_CUDA_GRAPHS") != "0"
 
 
 def rounded_rows(rows: int) -> int:
-    """The rows of the step that `rows` rows run in: powers of two to 8, then steps of 8, then of 32."""
+    """Return the size of the recorded step for `rows` rows: powers of two to 8, then steps of 8, then of
+    32.
+    """
     if rows <= 8:
         return 1 << (rows - 1).bit_length()
     step = 8 if rows <= 64 else 32
@@ -66,14 +68,16 @@ class DecodeGraphs:
         self.reason: str | None = None
 
     def run(self, batch: Batch) -> Tensor | None:
-        """Logits `[R, V]` of `batch`, to be read before the next forward; None: it must run plainly."""
+        """Return logits `[R, V]` of `batch`, to be read before the next forward; None if it can't be
+        replayed.
+        """
         rows = batch.num_tokens
         fits = rows == batch.num_sequences == len(batch.logit_rows) <= MAX_ROWS
         if self.reason or not fits or batch.block_copies or batch.wants_hidden:
             return None
         if batch.forced_experts is not None or not self._decoder.steps_can_be_recorded():
             return None
-        if self._pointers != self._look():  # a weight was replaced, or K and V slept
+        if self._pointers != self._current():  # a weight was replaced, or K and V slept
             self.forget()
         width = 1 << (batch.block_tables.shape[1] - 1).bit_length()
         key = rounded_rows(rows), max(width, _LEAST_CONTEXT // self._store.block_size)
@@ -93,12 +97,12 @@ class DecodeGraphs:
         return len(self._recorded)
 
     def forget(self) -> None:
-        """Let go of what was recorded; it is recorded again when it is needed."""
+        """Drop all recordings; they are made again when needed."""
         self._recorded.clear()
         self._weights = [*self._decoder.module.parameters()]
-        self._pointers = self._look()
+        self._pointers = self._current()
 
-    def _look(self) -> list[int]:
+    def _current(self) -> list[int]:
         layers = self._store.layers
         stores = [layers[0][0]] if layers else []
         if self._store.states is not None:
@@ -126,7 +130,7 @@ class DecodeGraphs:
         return _Recorded(batch, slots, replay)
 
     def _fill(self, recorded: _Recorded, batch: Batch) -> None:
-        """Put a step's numbers where the recorded one reads them, the surplus ones behind them."""
+        """Copy a step's inputs to where the recording reads them, followed by those of surplus rows."""
         rows, static = batch.num_tokens, recorded.batch
         tables = torch.full(tuple(static.block_tables.shape), SCRATCH_BLOCK, dtype=torch.int32)
         tables[:rows, : batch.block_tables.shape[1]] = batch.block_tables
@@ -148,7 +152,7 @@ class DecodeGraphs:
 
 
 def cuda_recorder(device: torch.device) -> Recorder:
-    """Records what a function launches on `device`, in memory that all recordings share."""
+    """Return a recorder of the kernels that a function launches on `device`; all recordings share memory."""
     pool: Any = torch.cuda.graph_pool_handle()
 
     def record(step: Callable[[], Tensor]) -> Callable[[], Tensor]:

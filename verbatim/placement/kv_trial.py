@@ -1,4 +1,4 @@
-"""A trial run for `kv_caches` modules: do they keep to the protocol, and may rows run together?
+"""A trial run of `kv_caches` modules: whether they follow the protocol, and whether rows may run together.
 
 Two short sequences that differ in their last token alone go through the module as it is, and token by token.
 Three longer ones go through it together, whole and in cuts; all their forwards must take the same steps.
@@ -57,7 +57,7 @@ def try_out(module: nn.Module, shape: CacheShape) -> Findings:
 
 
 class _Trial:
-    """Three sequences, and memory for their K and V. Two of them begin alike.
+    """Three sequences, and memory for their K and V. Two of them have a common prefix.
 
     Attributes:
         steps: of the first forward of all three.
@@ -78,7 +78,7 @@ class _Trial:
         self._module, self._shape = module, shape
 
     def alone(self) -> Tensor:
-        """Logits `[2, T, V]`, each token of two short sequences by itself."""
+        """Return logits `[2, T, V]`, each token of two short sequences by itself."""
         every = torch.arange(self._short)
         pieces = [
             Piece(self._ids[row, : self._short], 0, self._slots[row, : self._short], every)
@@ -89,7 +89,7 @@ class _Trial:
         )
 
     def _run(self, row: int) -> Tensor:
-        """The module as it is, on a short sequence in one piece."""
+        """Run the module as it is on a short sequence in one piece."""
         ids, slots = (x[row : row + 1, : self._short] for x in (self._ids, self._slots))
         return call(self._module, self._shape, self._store, ids, slots, 0)
 
@@ -101,7 +101,7 @@ class _Trial:
         return logits
 
     def compare(self, logits: Tensor, name: str) -> None:
-        """Hold `alone()`'s logits against themselves, and against the module as it is."""
+        """Compare `alone()`'s logits with a second run, and with the module as it is."""
         scale = float(logits.abs().max())
         if not math.isfinite(scale):  # a matter of weights
             return
@@ -146,7 +146,7 @@ class _Trial:
 
 
 def _apart(a: Tensor, b: Tensor) -> float:
-    """The largest difference; in half precision that of the median row, where a rounding may send a
+    """Return the largest difference; in half precision that of the median row, as a rounding may send a
     token to another expert.
     """
     if not a.numel():

@@ -9,8 +9,8 @@ from typing import Any
 
 from verbatim.device import CPU, Device
 from verbatim.errors import InvalidRequest, OutOfBlocks
-from verbatim.kv.quantized import KVDtype, settle_kv_dtype
-from verbatim.model.quantization import Quantization, settle_quantization
+from verbatim.kv.quantized import KVDtype, resolve_kv_dtype
+from verbatim.model.quantization import Quantization, resolve_quantization
 from verbatim.options import budget, memory_bytes, positive, switch, thread_count
 from verbatim.protocols import Runner
 
@@ -129,7 +129,7 @@ def engine_options(
         InvalidRequest, NotSupported: one is out of range.
     """
     return EngineOptions(
-        kv_dtype=None if kv_dtype == "auto" else settle_kv_dtype(kv_dtype),
+        kv_dtype=None if kv_dtype == "auto" else resolve_kv_dtype(kv_dtype),
         kv_bytes=None if kv_memory is None else memory_bytes(kv_memory, device.total_memory),
         block_size=positive("block_size", block_size),
         max_batch_tokens=(
@@ -144,7 +144,7 @@ def engine_options(
         prefix_folder=_prefix_folder(prefix_folder, prefix_cache),
         prefix_folder_bytes=budget("prefix_folder_bytes", prefix_folder_bytes),
         num_threads=thread_count(num_threads),
-        quantization=settle_quantization(quantization),
+        quantization=resolve_quantization(quantization),
         default_batch_tokens=max_batch_tokens is None,
         fused=switch("fused", fused),
         device=device,

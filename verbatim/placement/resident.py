@@ -15,7 +15,7 @@ from verbatim.device import Device
 from verbatim.errors import NotSupported, OutOfBlocks, VerbatimError
 from verbatim.heap import give_back_freed
 from verbatim.kv.flat import BlockStore, read_rows, write_rows
-from verbatim.kv.quantized import settle_kv_dtype
+from verbatim.kv.quantized import resolve_kv_dtype
 from verbatim.kv.states import open_states
 from verbatim.kv.store import KVStore, bytes_per_token, make_store
 from verbatim.model.decoder import Decoder
@@ -36,7 +36,7 @@ from verbatim.weights.update import Cut, NewWeights, WeightWriter
 
 
 class Resident:
-    """Runs the decoder and the sampler right here.
+    """Runs the decoder and the sampler in this process.
 
     Args:
         decoder: the model.
@@ -77,11 +77,11 @@ class Resident:
 
     @property
     def module(self) -> nn.Module:
-        """The module itself; EngineClosed when it was held weakly and is gone."""
+        """The module itself; EngineClosed if it was held weakly and is gone."""
         return self.decoder.module
 
     def refresh(self) -> None:
-        """Follow a live module that was edited; ModelChanged where that can't be done."""
+        """Inspect a live module again if it was edited; raise ModelChanged if its layout changed."""
         self.decoder.refresh()
 
     def forward(self, batch: Batch) -> Forward:
@@ -144,7 +144,7 @@ class Resident:
 
     def info(self) -> dict[str, Any]:
         module, spec, drafts = self.decoder.held, self.decoder.spec, self.draft_layers
-        kv_dtype, states = settle_kv_dtype(self.store.dtype_name), self.store.states
+        kv_dtype, states = resolve_kv_dtype(self.store.dtype_name), self.store.states
         gpu: dict[str, Any] | None = None
         if self.store.device.type == "cuda":
             name = torch.cuda.get_device_name(self.store.device)
@@ -244,7 +244,7 @@ def cached_in(kind: str, store: KVStore, records: Records, drafts: DraftLayers) 
 
 
 def move(loaded: LoadedModel, device: Device) -> None:
-    """Bring a model that we loaded to its device."""
+    """Move a model that was loaded here to its device."""
     loaded.module.to(device.torch)
     if loaded.checkpoint is not None:
         loaded.checkpoint.moved(loaded.module)
@@ -265,7 +265,7 @@ def open_resident(
     runner.packed = loaded.packed
     runner.original = loaded.original
     if options.device.is_gpu and not loaded.live and graphs.wanted():
-        runner.record_steps()  # a live module's owner may change what no look at it shows
+        runner.record_steps()  # a live module's owner may make changes that no check detects
     return runner
 
 

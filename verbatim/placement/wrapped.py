@@ -1,4 +1,4 @@
-"""Wrappers around a model: those that are removed, and shards that can't be run.
+"""Wrappers around a model: unwrapping, and refusal of shards.
 
 Classes are compared by name, so that no optional package is imported.
 """

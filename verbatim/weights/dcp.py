@@ -1,4 +1,4 @@
-"""A DCP checkpoint left where it is: how each weight is made of the numbers in its files.
+"""A DCP checkpoint as lazy weights: how each weight is computed from its files.
 
 What torch.save writes of a chunk holds its numbers as they are, so a chunk lies in its file as a tensor lies
 in one of safetensors. A tensor that was sharded by rows is those rows one after another; of any other, and
@@ -27,7 +27,8 @@ _aten = torch.ops.aten
 def leave_there(
     checkpoint: DcpCheckpoint, module: nn.Module, pieces: list[tuple[str, Piece]]
 ) -> Mapping[nn.Parameter, LazyWeight]:
-    """Take the weights of a module away, and tell how each is made; buffers, which are small, are read.
+    """Replace the weights of a module by placeholders, and return their lazy weights; buffers, which are
+    small, are read.
 
     Raises:
         ModelError: a tensor is damaged, or stored twice where the model shares it, as two.
@@ -158,7 +159,7 @@ def _put_together(
     places: tuple[Any, ...],
     parts: tuple[Tensor, ...],
 ) -> Tensor:
-    """A tensor of parts, each at its place: (size, strides, first number)."""
+    """Return a tensor assembled from parts, each given as (size, strides, first number)."""
     made = torch.empty_strided(shape, strides, dtype=dtype)
     for (size, steps, offset), part in zip(places, parts, strict=True):
         made.as_strided(size, steps, offset).copy_(part)

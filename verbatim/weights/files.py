@@ -1,4 +1,4 @@
-"""Reading files past the page cache, so that what is read is not kept twice."""
+"""Reading of files past the page cache, so that data is not kept twice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _VIEWS = 1024  # that one call of the system takes
 
 
 def up(nbytes: int) -> int:
-    """`nbytes` in whole pages."""
+    """Round `nbytes` up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
 
 
@@ -136,7 +136,7 @@ def _behind(views: list[memoryview], nbytes: int) -> list[memoryview]:
 
 
 def pages(nbytes: int) -> Tensor:
-    """Uninitialised memory of `nbytes`, uint8, that begins at a whole page."""
+    """Return `nbytes` of uninitialised memory, uint8, that begin at a page."""
     with torch.inference_mode(False):
         block = torch.empty(nbytes + PAGE, dtype=torch.uint8)
     shift = -block.data_ptr() % PAGE
@@ -144,13 +144,13 @@ def pages(nbytes: int) -> Tensor:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor."""
     array: Any = tensor.view(torch.uint8).flatten().numpy()
     return memoryview(array)
 
 
 def buffer_bytes(nbytes: int) -> int:
-    """Bytes of a buffer through which `read_into` reads tensors of at most `nbytes`."""
+    """Return the bytes of a buffer through which `read_into` reads tensors of at most `nbytes`."""
     return up(min(nbytes + PAGE, CHUNK + PAGE))
 
 

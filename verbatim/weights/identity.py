@@ -76,7 +76,7 @@ def _config_line(module: Any) -> str:
 
 
 def _glimpse(stored: Stored) -> bytes:
-    """A few bytes from the middle of a tensor."""
+    """Return a few bytes from the middle of a tensor."""
     with stored.path.open("rb", buffering=0) as file:
         return os.pread(file.fileno(), _GLIMPSE_BYTES, stored.offset + stored.nbytes // 2)
 

@@ -1,4 +1,4 @@
-"""Quantized weights on the disk, so that a model is packed once and not each time it is opened.
+"""A disk cache of quantized weights, so that a model is quantized once and not each time it is opened.
 
 One file for each folder, format and dtype, in safetensors' format, in the user's cache
 (`$XDG_CACHE_HOME/verbatim`, else `~/.cache/verbatim`). Its header tells which checkpoint it was made of and
@@ -77,7 +77,8 @@ class PackedCache:
     def read(
         self, expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     ) -> tuple[dict[str, Tensor], dict[str, list[float]]] | None:
-        """The tensors, and the two sums that tell how far off each packed one is; None: they must be made.
+        """Return the tensors, and the two sums of each one's quantization error; None if they must be
+        computed.
 
         Args:
             expected: the dtype and shape of every tensor.
@@ -153,7 +154,7 @@ class PackedCache:
 
 
 def _sweep(folder: Path) -> None:
-    """Delete what processes that were killed left unfinished."""
+    """Delete unfinished files of processes that were killed."""
     for path in folder.glob("*.part"):
         with suppress(OSError):  # another process was faster
             if path.stat().st_mtime < time.time() - _FORSAKEN:

@@ -1,4 +1,4 @@
-"""A model of which only the plan is in memory: the module, and where each of its weights lies."""
+"""A model without its weights in memory: the module, and the location of each weight."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def open_skeleton(
         if names:
             what = kind.replace("_keys", "")
             raise ModelError(f"{folder}: {len(names)} weights are {what}, such as {names[0]}")
-    lazy_weights = _settle_parameters(module)
-    _settle_buffers(module)
+    lazy_weights = _hollow_parameters(module)
+    _hollow_buffers(module)
     return module.eval(), lazy_weights, sorted(map(str, report["unexpected_keys"]))
 
 
@@ -115,7 +115,7 @@ def _load_traced(
     return module, report
 
 
-def _settle_parameters(module: nn.Module) -> dict[nn.Parameter, LazyWeight]:
+def _hollow_parameters(module: nn.Module) -> dict[nn.Parameter, LazyWeight]:
     """Put placeholders in place of traced parameters; tied ones stay tied."""
     placed: dict[int, nn.Parameter] = {}
     lazy_weights: dict[nn.Parameter, LazyWeight] = {}
@@ -136,7 +136,7 @@ def _settle_parameters(module: nn.Module) -> dict[nn.Parameter, LazyWeight]:
     return lazy_weights
 
 
-def _settle_buffers(module: nn.Module) -> None:
+def _hollow_buffers(module: nn.Module) -> None:
     """Read the buffers that a checkpoint holds; they are small."""
     from verbatim.weights.files import read_whole
     from verbatim.weights.lazy import materialize
@@ -178,11 +178,12 @@ def tensors_of(folder: Path, config: Any = None) -> dict[str, Stored]:
 
 
 class _Damage(Exception):
-    """Numbers of a header that can't be."""
+    """A header with impossible numbers."""
 
 
 def stored_in(path: Path) -> dict[str, Stored]:
-    """The tensors of one safetensors file: 8 bytes with the length of a JSON header, then that.
+    """Return the tensors of one safetensors file: 8 bytes with the length of a JSON header, then the
+    header.
 
     Raises:
         ModelError: it is damaged or cut short.

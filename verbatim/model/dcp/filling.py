@@ -48,13 +48,13 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def fill(checkpoint: DcpCheckpoint, pieces: Sequence[Piece], ignored: Iterable[str] = ()) -> None:
-    """Read every piece into its target; arguments and errors as in `settled`."""
+    """Read every piece into its target; arguments and errors as in `checked_pieces`."""
     with torch.no_grad():
-        for name, piece in settled(checkpoint, pieces, ignored):
+        for name, piece in checked_pieces(checkpoint, pieces, ignored):
             read(checkpoint, name, piece)
 
 
-def settled(
+def checked_pieces(
     checkpoint: DcpCheckpoint, pieces: Sequence[Piece], ignored: Iterable[str] = ()
 ) -> list[tuple[str, Piece]]:
     """Return the pieces to read, in order, with their names in the checkpoint, all checked.
@@ -66,7 +66,7 @@ def settled(
         ModelError: tensors that are missing, unused, of another size, or damaged.
     """
     names = names_in(checkpoint, [piece.key for piece in pieces])
-    wanted = _settle(checkpoint, names, pieces)
+    wanted = _checked(checkpoint, names, pieces)
     _check_left_over(checkpoint.folder, names, {piece.key for piece in pieces}, ignored)
     checkpoint.check(names[piece.key] for piece in wanted)
     return [(names[piece.key], piece) for piece in wanted]
@@ -120,7 +120,7 @@ def _prefix(folder: Path, plain: dict[str, str], keys: Sequence[str]) -> str:
     )
 
 
-def _settle(
+def _checked(
     checkpoint: DcpCheckpoint, names: dict[str, str], pieces: Sequence[Piece]
 ) -> list[Piece]:
     """Return the present pieces, in order; the first of a shared tensor fills it."""

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from verbatim.errors import InvalidRequest, ModelError, NotSupported, first_line
-from verbatim.model.dcp.filling import Piece, fill, pieces_by_name, settled, stored_dtype
+from verbatim.model.dcp.filling import Piece, checked_pieces, fill, pieces_by_name, stored_dtype
 from verbatim.model.dcp.folder import DcpCheckpoint, fingerprints
 from verbatim.model.kempner.config import KempnerConfig
 from verbatim.model.kempner.config import ModelConfig as KempnerModel
@@ -31,7 +31,7 @@ from verbatim.model.loader import (
     auto_class,
     building,
     read_config,
-    settle_dtype,
+    resolve_dtype,
 )
 from verbatim.model.unused import mtp_names
 from verbatim.untrusted import check_size
@@ -81,7 +81,7 @@ def load_dcp(
         path = builder.kempner.tokenizer_path
         tokenizer = Tokenizer.open(path, trust_remote_code=trust_remote_code).hf
     checkpoint = DcpCheckpoint(folder)
-    settled = settle_dtype(dtype, SimpleNamespace(dtype=builder.dtype(checkpoint)))
+    settled = resolve_dtype(dtype, SimpleNamespace(dtype=builder.dtype(checkpoint)))
     module: Any
     if leave is None:
         module = builder.module(checkpoint, settled)
@@ -180,7 +180,7 @@ class _ModuleBuilder:
         """
         with torch.inference_mode(False):
             module: Any = self._built(dtype)
-            pieces = settled(checkpoint, self._pieces(module), self._ignored(module))
+            pieces = checked_pieces(checkpoint, self._pieces(module), self._ignored(module))
             lazy_weights = leave(checkpoint, module, pieces)
         return self._finished(module), lazy_weights
 

@@ -74,10 +74,10 @@ class Cluster:
         if self.address is not None and not isinstance(self.address, str):
             raise InvalidRequest(f"address={self.address!r}: must be a string such as 'host:6379'")
         if self.layers is not None:
-            self._settle_layers()
+            self._resolve_layers()
         budget("keep", self.keep)
 
-    def _settle_layers(self) -> None:
+    def _resolve_layers(self) -> None:
         given = self.layers
         if isinstance(given, str | bytes) or not isinstance(given, Sequence) or not given:
             raise InvalidRequest(f"layers={given!r}: must be the number of layers of each stage")

@@ -44,7 +44,7 @@ def _token_path() -> Path:
     return Path(named)
 
 
-def settle_token() -> tuple[Path | None, bool]:
+def resolve_token() -> tuple[Path | None, bool]:
     """Return the file with this user's token, None for RAY_AUTH_TOKEN, and whether it was created now.
 
     Ray would make one that all users of this machine can read.
@@ -120,7 +120,7 @@ def begin_ray(given: str) -> None:
 
 
 class _Fixed(list[str]):
-    """A list to which nothing is added."""
+    """A list that ignores `extend`."""
 
     def extend(self, more: object) -> None:
         """Do nothing."""

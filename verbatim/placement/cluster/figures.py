@@ -16,7 +16,7 @@ class Figures:
         self._rest: list[float] = []
 
     def note(self, seconds: float, parts: int, answer: dict[str, Any]) -> None:
-        """A step in `parts` micro-batches has taken `seconds`, of which the answer tells where they went."""
+        """Add a step in `parts` micro-batches that took `seconds`, with the times in its answer."""
         busy = answer["busy"]
         self.steps += 1
         self.total_s += seconds
@@ -28,8 +28,9 @@ class Figures:
             del self._hops[:-1000], self._rest[:-1000]
 
     def as_dict(self) -> dict[str, float | None]:
-        """`hop_s`: from the end of one stage's work to the beginning of the next one's, on the same machine;
-        None where there was none. `rest_s`: of a step, all that neither computes nor draws.
+        """Return the timings. `hop_s`: from the end of one stage's work to the beginning of the next one's,
+        on the same machine; None without one. `rest_s`: the part of a step that neither computes nor
+        draws.
         """
         return {
             "steps": self.steps,

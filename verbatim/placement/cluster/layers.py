@@ -18,7 +18,7 @@ from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.errors import ModelChanged, VerbatimError
 from verbatim.kv.flat import BlockStore, read_rows, write_rows
 from verbatim.kv.hidden import HiddenStore
-from verbatim.kv.quantized import settle_kv_dtype
+from verbatim.kv.quantized import resolve_kv_dtype
 from verbatim.kv.states import open_states
 from verbatim.kv.store import KVStore, bytes_per_token, make_store
 from verbatim.model.draft_layers import DraftLayers
@@ -123,7 +123,7 @@ class Layers:
         for adapter in message.get("adapters", ()):
             self.load_adapter({"adapter": adapter})
         self._fingerprint = fingerprint(loaded)
-        kv = None if message["kv_dtype"] is None else settle_kv_dtype(message["kv_dtype"])
+        kv = None if message["kv_dtype"] is None else resolve_kv_dtype(message["kv_dtype"])
         dtype = part.shape.kv_dtype if kv is None else kv
         return {
             **part.shape.as_dict(),
@@ -151,7 +151,7 @@ class Layers:
         """
         part = self._opened()
         shape, blocks, size = part.shape, message["num_blocks"], message["block_size"]
-        kv = None if message["kv_dtype"] is None else settle_kv_dtype(message["kv_dtype"])
+        kv = None if message["kv_dtype"] is None else resolve_kv_dtype(message["kv_dtype"])
         cpu = torch.device("cpu")
         self._first_of = message["first_of"]
         self.store = make_store(
@@ -338,7 +338,7 @@ class Layers:
     def _open_draft_stores(self) -> None:
         store = self.store
         if store is not None:
-            kv_dtype = settle_kv_dtype(store.dtype_name)
+            kv_dtype = resolve_kv_dtype(store.dtype_name)
             self._drafts.open_stores(store.num_blocks, store.block_size, kv_dtype)
 
     def status(self) -> Message:

@@ -1,9 +1,9 @@
-"""A model's forward without its layers: the inputs of each layer, and the logits of made-up outputs.
+"""A model's forward without its layers: the inputs of each layer, and the logits of invented outputs.
 
 The outline is a copy of a model's module in which a layer's forward notes its arguments and returns made-up
 hidden states at once. Everything around the layers is the model's own code, so a change of one weight
 outside of them, or of what one layer returns, shows where it arrives. Weights outside of the layers
-are small constants that take no memory, and the head is left out; a walk takes milliseconds.
+are small constants that take no memory, and the head is left out; a run takes milliseconds.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """The form of what the layers of a model return.
+    """The form of the layers' outputs.
 
     Attributes:
         hidden: the hidden states, of a layer that was tried; their numbers mean nothing.
@@ -96,13 +96,13 @@ class Returned:
         return cls(hidden, tuple(made[1:]) if several else None)
 
     def passing(self, hidden: Tensor) -> Any:
-        """Return the output of a layer that does nothing."""
+        """Return the output of a layer that changes nothing."""
         if self.rest is None:
             return hidden
         return (hidden, *(None if isinstance(x, Tensor) else x for x in self.rest))
 
     def made_up(self, index: int, *, lost: bool) -> Any:
-        """Return made-up hidden states, different for each layer, or NaN."""
+        """Return invented hidden states, different for each layer, or NaN."""
         generator = torch.Generator().manual_seed(index)
         hidden = torch.randn(self.hidden.shape, generator=generator).to(self.hidden.dtype)
         if lost:
@@ -135,14 +135,14 @@ class Entry:
 
 
 @dataclass(slots=True)
-class Walk:
+class OutlineRun:
     """One forward of the outline."""
 
     entries: list[Entry] = field(default_factory=list)
     logits: Tensor | None = None
 
 
-class _InspectInside(InspectionContext):
+class _OneLayerContext(InspectionContext):
     """A forward context that allows attention only in the layer under trial."""
 
     inside = False
@@ -183,7 +183,7 @@ class Outline:
     Attributes:
         outside: the parameters of `module` that are used outside of its layers, in its order.
         returned: what the layers return.
-        plain: the walk with nothing lost.
+        plain: the run with nothing lost.
         vocab_size: width of the logits.
         takes_positions: its forward must be given `position_ids`.
 
@@ -209,36 +209,36 @@ class Outline:
         self._lost: int | None = None
         for index, layer in enumerate(self._layers):
             layer.__dict__["forward"] = partial(self._enter, index, layer)
-        self._look = _InspectInside()
-        self._walk = Walk()
-        self.plain = self._first_walk(inner)
+        self._context = _OneLayerContext()
+        self._run = OutlineRun()
+        self.plain = self._first_run(inner)
         assert self.plain.logits is not None
         self.vocab_size = self.plain.logits.shape[-1]
 
-    def _first_walk(self, inner: Any) -> Walk:
-        walk = self.walk()
-        if not self.takes_positions and self._look.needs_positions:
-            self.takes_positions = True  # as the look at a whole model does
-            walk = self.walk()
+    def _first_run(self, inner: Any) -> OutlineRun:
+        first = self.run()
+        if not self.takes_positions and self._context.needs_positions:
+            self.takes_positions = True  # as the inspection of a whole model does
+            first = self.run()
         for layer in self._layers:  # they are not called any more
             layer._modules.clear()
-        return walk
+        return first
 
-    def walk(self, lost: Iterable[nn.Parameter] = (), lost_layer: int | None = None) -> Walk:
+    def run(self, lost: Iterable[nn.Parameter] = (), lost_layer: int | None = None) -> OutlineRun:
         """Run one forward with these parameters, and the output of that layer, set to NaN."""
         nothing = [self._copies[p] for p in lost]
         for parameter in nothing:
             parameter.data = placeholder(parameter)
-        self._walk, self._lost = Walk(), lost_layer
+        self._run, self._lost = OutlineRun(), lost_layer
         inner = inner_model(self._module)
         try:
-            self._walk.logits, _ = inspect_forward(
-                self._module, inner, self._look, positions=self.takes_positions
+            self._run.logits, _ = inspect_forward(
+                self._module, inner, self._context, positions=self.takes_positions
             )
         finally:
             for parameter in nothing:
                 _fill(parameter)
-        return self._walk
+        return self._run
 
     def _enter(self, index: int, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         hidden = hidden_of(args, kwargs)
@@ -248,13 +248,13 @@ class Outline:
         beside = [x.as_subclass(Tensor).clone() for x in tree_leaves(rest) if isinstance(x, Tensor)]
         named = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
         objects = frozenset(name for name, x in named.items() if not isinstance(x, _PLAIN))
-        self._walk.entries.append(Entry(index, hidden.clone(), beside, objects))
+        self._run.entries.append(Entry(index, hidden.clone(), beside, objects))
         if self.returned is None:
-            self._look.inside = True
+            self._context.inside = True
             try:
                 made = type(layer).forward(layer, *args, **kwargs)
             finally:
-                self._look.inside = False
+                self._context.inside = False
             self.returned = Returned.by(made, hidden)
         return self.returned.made_up(index, lost=index == self._lost)
 

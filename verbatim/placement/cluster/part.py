@@ -107,7 +107,9 @@ class Part:
     def _open(self, skeleton: LoadedModel, embeds: bool, exits: bool) -> Decoder:
         split, first, end = self._split, self.first, self.end
         assert skeleton.lazy_weights is not None
-        module, layers, copies = hollow_copy(skeleton.module, split.layers, split.walked[first:end])
+        module, layers, copies = hollow_copy(
+            skeleton.module, split.layers, split.running[first:end]
+        )
         parameters = split.parameters(first, end, embeds=embeds, exits=exits)
         self._module, self._num_parameters = module, sum(p.numel() for p in parameters)
         self.report = load_weights(
@@ -117,15 +119,15 @@ class Part:
             read=read_whole,
         )
         self.whole = copy_path(module, layers)
-        for index in split.walked[:first]:
+        for index in split.running[:first]:
             layers[index].__dict__["forward"] = self._pass
         if first in split.direct:  # so that all own layers can be fused
-            layers[split.walked[first - 1]].__dict__["forward"] = self._receive
+            layers[split.running[first - 1]].__dict__["forward"] = self._receive
         elif not self.is_first:
-            layer = layers[split.walked[first]]
+            layer = layers[split.running[first]]
             layer.__dict__["forward"] = partial(self._enter, layer)
         if not self.is_last:
-            layers[split.walked[end]].__dict__["forward"] = self._leave
+            layers[split.running[end]].__dict__["forward"] = self._leave
         inner = inner_model(module)
         inner.__dict__["forward"] = self._forward_of(inner)
         decoder = Decoder(module, unseen=True, part=self)
@@ -240,7 +242,7 @@ class Part:
         return forward
 
     def _pass(self, *args: Any, **kwargs: Any) -> Any:
-        """ForwardContext hidden states through, in place of a layer of an earlier part."""
+        """Pass hidden states through, in place of a layer of an earlier part."""
         return self._split.returned.passing(hidden_of(args, kwargs))
 
     def _receive(self, *args: Any, **kwargs: Any) -> Any:

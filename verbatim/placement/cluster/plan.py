@@ -28,7 +28,7 @@ class Layout:
     cuts: tuple[int, ...]
 
     def bytes_of(self, first: int, end: int) -> int:
-        """Weights of a stage with these layers."""
+        """Return the bytes of weights of a stage with these layers."""
         held = self.everywhere + sum(self.layer_bytes[first:end])
         last = end == len(self.layer_bytes)
         return held + self.outside[0] * (first == 0) + self.outside[1] * last
@@ -36,7 +36,7 @@ class Layout:
     def divide(
         self, room: Sequence[float], speed: Sequence[float], part: Range | None = None
     ) -> list[Range]:
-        """`divide` of all layers, or of a range of them."""
+        """Divide all layers, or a range of them, as the function `divide`."""
         first, end = part or (0, len(self.layer_bytes))
         outside = self.outside[0] * (first == 0), self.outside[1] * (end == len(self.layer_bytes))
         cuts = [cut - first for cut in self.cuts]
@@ -52,7 +52,7 @@ def divide(
     room: Sequence[float],
     speed: Sequence[float],
 ) -> list[tuple[int, int]]:
-    """Contiguous ranges of layers, one a stage, so that the slowest stage is as fast as it can be.
+    """Return contiguous ranges of layers, one per stage, that make the slowest stage as fast as possible.
 
     Args:
         layer_bytes: weights of each layer.

@@ -50,7 +50,7 @@ class Remote(Forward):
 
 
 class Clustered:
-    """Sends batches down the line of stages, and takes ids from its end.
+    """Sends batches through the stages, and receives ids from the last one.
 
     Where a stage is lost, the step waits until its place is filled, and is computed once more.
 
@@ -170,11 +170,11 @@ class Clustered:
         group = self.group
         asked = {**message, "epoch": group.epoch, "step": remote.step, "parts": remote.parts}
 
-        def look() -> None:
+        def check() -> None:
             for member, report in group.reports():
                 self.supervisor.raise_if_failed(member, report, remote.step)
 
-        answer: Message = group.call_each([(group.members[-1], asked)], meanwhile=look)[0]
+        answer: Message = group.call_each([(group.members[-1], asked)], meanwhile=check)[0]
         return answer
 
     # Drafts.
@@ -274,7 +274,7 @@ class Clustered:
         """Do nothing: the stages have no other users."""
 
     def rebalance(self) -> list[tuple[int, int]]:
-        """Divide the layers anew, by what each stage has shown to be able to; sessions go on.
+        """Divide the layers anew, by the measured speed of each stage; sessions go on.
 
         Returns:
             The layers of each stage from now on, as (first, end).
@@ -410,7 +410,7 @@ class Clustered:
         }
 
     def stats(self) -> dict[str, Any]:
-        """Under "cluster": restarts, what they took, and where the time of a step goes."""
+        """Return restarts, their durations, and the parts of a step's time, under "cluster"."""
         supervisor = self.supervisor
         return {
             "cluster": {
@@ -428,13 +428,15 @@ class Clustered:
 
 
 def _let_go(process: int, supervisor: Supervisor) -> None:
-    """Let all stages go; they are not a forked child's."""
+    """Release all stages; they do not belong to a forked child."""
     if os.getpid() == process:
         supervisor.close()
 
 
 def _speed(member: StageHandle, told: Message) -> float:
-    """Weights a second, from what a stage has done; from how fast it reads memory, where that is little."""
+    """Return a stage's speed in weights/s, from its work so far, or from its memory bandwidth if that is
+    little.
+    """
     if told["frames"] < _FEW_FRAMES or not told["busy_s"]:
         return float(member.facts["speed"])
     return float(told["weight_bytes"] * told["frames"] / told["busy_s"])

@@ -66,7 +66,7 @@ class PartShape:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of its activations, which is that of its keys."""
+        """The dtype of activations and keys."""
         return self.kv_dtype
 
     def as_dict(self) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from verbatim.model.packing import choose_packings
 from verbatim.model.patching import exclusive
 from verbatim.model.refusals import reason_to_refuse
 from verbatim.model.spec import inner_model
-from verbatim.placement.cluster.outline import Beyond, Outline, Returned, Walk, same
+from verbatim.placement.cluster.outline import Beyond, Outline, OutlineRun, Returned, same
 
-_ONE_LIST = "its layers are not in one list that is walked through once, from its first to its last"
+_ONE_LIST = "its layers are not in one list that is called once, from its first to its last"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +47,7 @@ class Split:
     Attributes:
         skeleton: as given.
         layers: its list of layers.
-        walked: the indices in that list of the layers that run, in their order. Everything here counts
+        running: the indices in that list of the layers that run, in their order. Everything here counts
             layers in this order; nearly always it is the list's.
         num_layers: how many those are.
         layer_bytes: weights of each.
@@ -85,13 +85,13 @@ class Split:
 
     def _look_around(self, outline: Outline, inner: Any) -> None:
         plain, returned = outline.plain, outline.returned
-        self.walked = [entry.index for entry in plain.entries]
-        if self.walked != sorted(set(self.walked)):
+        self.running = [entry.index for entry in plain.entries]
+        if self.running != sorted(set(self.running)):
             raise UnsupportedModel(_ONE_LIST)
         assert returned is not None
         self.returned: Returned = returned
         self.vocab_size = outline.vocab_size
-        self.num_layers = len(self.walked)
+        self.num_layers = len(self.running)
         entered = plain.entries[-1].hidden
         assert plain.logits is not None
         rows = plain.logits.shape[:-1]
@@ -102,7 +102,7 @@ class Split:
         self.outer_dims = outer[0]
         self.hidden_size = entered.numel() // rows.numel()
         self.hidden_dtype = entered.dtype
-        self.layer_bytes = [self._nbytes(self.layers[i].parameters()) for i in self.walked]
+        self.layer_bytes = [self._nbytes(self.layers[i].parameters()) for i in self.running]
         self.outside = _outside(outline)
         self.blocked = _blocked_by_objects(plain, inner) | _blocked_by_flows(outline, inner)
         made = [returned.made_up(entry.index, lost=False) for entry in plain.entries]
@@ -147,19 +147,19 @@ class Split:
             wanted |= self.outside.before
         if exits or end == self.num_layers:
             wanted |= self.outside.after
-        for index in self.walked[first:end]:
+        for index in self.running[first:end]:
             wanted |= set(self.layers[index].parameters())
         return [p for p in self.skeleton.module.parameters() if p in wanted]
 
     @property
     def embedding(self) -> frozenset[nn.Parameter]:
-        """The parameters of the module that embeds ids."""
+        """Parameters of the module that embeds ids."""
         inner: Any = inner_model(self.skeleton.module)
         return frozenset(inner.get_input_embeddings().parameters())
 
     @property
     def embedding_bytes(self) -> int:
-        """Bytes of the embedding on the last part, 0 if it is there anyway."""
+        """Bytes of the embedding on the last part; 0 if the part has it anyway."""
         return self._nbytes(self.embedding - self.outside.after - self.outside.beside)
 
     def weight_bytes(self, first: int, end: int) -> int:
@@ -202,10 +202,10 @@ def _candidates(inner: Any) -> list[nn.ModuleList]:
     """Return lists of modules that are in no other list: the decoder's first, the largest first."""
     found: dict[int, nn.ModuleList] = {}
 
-    def walk(module: nn.Module) -> list[nn.ModuleList]:
+    def lists_in(module: nn.Module) -> list[nn.ModuleList]:
         lists: list[nn.ModuleList] = []
         for child in module.children():
-            lists += [child] if isinstance(child, nn.ModuleList) else walk(child)
+            lists += [child] if isinstance(child, nn.ModuleList) else lists_in(child)
         return sorted(lists, key=lambda one: -sum(p.nbytes for p in one.parameters()))
 
     try:
@@ -213,7 +213,7 @@ def _candidates(inner: Any) -> list[nn.ModuleList]:
     except (AttributeError, NotImplementedError):
         decoder = inner
     for module in (decoder, inner):
-        for one in walk(module) if isinstance(module, nn.Module) else ():
+        for one in lists_in(module) if isinstance(module, nn.Module) else ():
             found.setdefault(id(one), one)
     return list(found.values())
 
@@ -224,16 +224,16 @@ def _outside(outline: Outline) -> Outside:
     beside: set[nn.Parameter] = set()
     after: set[nn.Parameter] = set(outline.head_parameters)
 
-    def look(parameters: list[nn.Parameter]) -> None:
+    def search(parameters: list[nn.Parameter]) -> None:
         if not parameters:
             return
-        changes = _changes(outline.plain, outline.walk(lost=parameters))
+        changes = _changes(outline.plain, outline.run(lost=parameters))
         if not changes:
             return
         if len(parameters) > 1:
             half = len(parameters) // 2
-            look(parameters[:half])
-            look(parameters[half:])
+            search(parameters[:half])
+            search(parameters[half:])
             return
         if (0, "hidden") in changes:
             before.update(parameters)
@@ -244,11 +244,11 @@ def _outside(outline: Outline) -> Outside:
         if (len(outline.plain.entries), "logits") in changes:
             after.update(parameters)
 
-    look(outline.outside)
+    search(outline.outside)
     return Outside(frozenset(before), frozenset(beside), frozenset(after))
 
 
-def _changes(plain: Walk, other: Walk) -> set[tuple[int, str]]:
+def _changes(plain: OutlineRun, other: OutlineRun) -> set[tuple[int, str]]:
     """Return (index of the call, argument) that differ; the logits come after the last call."""
     if [e.index for e in other.entries] != [e.index for e in plain.entries]:
         raise UnsupportedModel("which of its layers run depends on numbers")
@@ -272,7 +272,7 @@ def _blocked_by_flows(outline: Outline, inner: Any) -> dict[int, str]:
     choosing = {i for i, kind in enumerate(indexers) if kind == "full"}
     for i, entry in enumerate(outline.plain.entries):
         allowed = {(i + 1, "hidden") if i + 1 < count else (count, "logits")}
-        changes = _changes(outline.plain, outline.walk(lost_layer=entry.index))
+        changes = _changes(outline.plain, outline.run(lost_layer=entry.index))
         if i + 1 in choosing:
             allowed.add((i + 1, "beside"))
         for reached, what in changes - allowed:
@@ -285,7 +285,7 @@ def _blocked_by_flows(outline: Outline, inner: Any) -> dict[int, str]:
     return blocked
 
 
-def _blocked_by_objects(plain: Walk, inner: Any) -> dict[int, str]:
+def _blocked_by_objects(plain: OutlineRun, inner: Any) -> dict[int, str]:
     """Return cuts across which layers share keys and values, or unknown objects."""
     count = len(plain.entries)
     names = {name for entry in plain.entries for name in entry.objects}

@@ -161,8 +161,8 @@ class Stage:
         self._ended()
 
     def _compute(self, link: Link, message: Message) -> None:
-        """One thing. What comes from the stage before is done by the thread that hears it: waking another one
-        costs as much as the message itself.
+        """Run one piece of work. The thread that receives hidden states computes them: waking another one
+        takes as long as the message itself.
         """
         with self._computing:
             self._busy_since = time.monotonic()

@@ -194,7 +194,7 @@ class Supervisor:
             member.behind = True
         for batch in self.held():
             self.replayed_tokens += batch.num_tokens
-            self._walk(batch, self.group.members[0], len(self.group.members) - 1, kept=False)
+            self._send_down(batch, self.group.members[0], len(self.group.members) - 1, kept=False)
         for member in members:
             member.behind = False
 
@@ -211,9 +211,9 @@ class Supervisor:
             while start > 0 and not kept:
                 start -= 1
                 kept = start not in places and highest < self.group.members[start].kept_blocks
-            self._walk(batch, self.group.members[start], last, kept=kept)
+            self._send_down(batch, self.group.members[start], last, kept=kept)
 
-    def _walk(self, batch: Batch, start: StageHandle, last: int, *, kept: bool) -> None:
+    def _send_down(self, batch: Batch, start: StageHandle, last: int, *, kept: bool) -> None:
         self.step += 1
         step = self.step
         self.send(batch, step, start.index, last, kept=kept, replays=True)

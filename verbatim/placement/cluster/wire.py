@@ -154,8 +154,8 @@ def rows_begin(
     times: tuple[int, int],
     clock: str,
 ) -> bytes:
-    """The head of a message of hidden states, up to its times as float64: when they were sent, seconds
-    in each stage, seconds between stages. Then come the states themselves.
+    """Return the first part of a message of hidden states, up to its times as float64: when they were sent,
+    seconds in each stage, seconds between stages. The states follow.
 
     Args:
         mark: epoch, step and micro-batch.

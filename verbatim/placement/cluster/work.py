@@ -58,7 +58,7 @@ class Work:
         }
 
     def take(self, do: str, message: Message) -> None:
-        """A micro-batch comes in two halves: the work from the head, and hidden states from the stage before.
+        """Take one half of a micro-batch: the work from the head, or hidden states from the previous stage.
 
         The head tells all stages at once, so that batches are unpacked before their hidden states arrive.
         """
@@ -135,7 +135,7 @@ class Work:
                 answer(link, message, self._draw)
 
     def when_made(self, link: Link, message: Message) -> None:
-        """Draw, or send logits, as soon as all of a step is computed."""
+        """Draw, or send logits, once all of a step is computed."""
         step = message.get("step", 0)
         if message.get("epoch") != self._neighbours.epoch or step < self.done.step:
             stale = VerbatimError(f"step {step} of epoch {message.get('epoch')} is of the past")

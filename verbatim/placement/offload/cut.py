@@ -12,7 +12,7 @@ from verbatim.batch import Batch, state_columns
 
 
 def cut(batch: Batch, max_sequences: int, max_rows: int) -> list[Batch]:
-    """Micro-batches of at most so many sequences and rows, in order.
+    """Return micro-batches of at most so many sequences and rows, in order.
 
     A sequence with more rows than that goes through in pieces, each in a micro-batch of its own: the
     later ones find the K and V of the earlier ones in the store.
@@ -39,7 +39,7 @@ def cut(batch: Batch, max_sequences: int, max_rows: int) -> list[Batch]:
 
 
 class _States:
-    """The slots of states that the parts of a batch read and write, taken in order.
+    """The state slots that the parts of a batch read and write, taken in order.
 
     A piece of a sequence hands its state to the next one in the slot that its last row will be written to.
     """

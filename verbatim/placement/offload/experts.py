@@ -103,7 +103,7 @@ class ExpertCache:
         self._readers.start()
 
     def _share_out(self, layers: Sequence[ExpertLayer], nbytes: int) -> list[CachedLayer]:
-        """Share the memory out among the shapes of experts, by what they come to."""
+        """Divide the memory among the shapes of experts, by their total sizes."""
         alike: dict[Any, list[ExpertLayer]] = {}
         for layer in layers:
             alike.setdefault(_shape_of(layer), []).append(layer)

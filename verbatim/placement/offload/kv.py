@@ -34,7 +34,7 @@ TIERS = ("gpu", "cpu", "disk")
 
 
 def assign_tiers(sizes: Sequence[int], percents: Percents) -> list[str]:
-    """A tier for each of `sizes`, so that any stretch of them has about these percents of its bytes."""
+    """Return a tier for each of `sizes`, so that any range has about these percents of its bytes."""
     given, total, tiers = [0.0, 0.0, 0.0], 0.0, []
     for size in sizes:
         total += size

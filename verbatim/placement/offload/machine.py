@@ -66,7 +66,7 @@ class Machine:
     threads: int = 0
 
     def product(self, rows: float) -> float:
-        """Seconds for each element of a matrix, with a number of rows that was not measured."""
+        """Return seconds per element of a matrix, for a number of rows that was not measured."""
         if rows <= 0:
             return 0.0
         (first, least), last = self.product_s[0], self.product_s[-1]
@@ -78,7 +78,7 @@ class Machine:
         return last[1] * rows / last[0]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return asdict(self)
 
 
@@ -104,7 +104,7 @@ def measure(
     dtype: torch.dtype,
     disk_limit: int | None = None,
 ) -> Machine:
-    """Measure what a plan for a model needs to know; what was measured in this process is known already.
+    """Measure what a plan for a model needs; results are cached in this process.
 
     Args:
         tensors: of the checkpoint, which are read.
@@ -150,7 +150,7 @@ def _once(key: tuple[Any, ...], find: Callable[[], Any]) -> Any:
 
 
 def _usual(function: Callable[[], object], times: int = 3) -> float:
-    """Seconds of a call: the median of some. What else the machine has to do is part of it."""
+    """Return the seconds of a call: the median of some, including the machine's other load."""
     found = []
     for _ in range(times):
         begin = perf_counter()
@@ -207,7 +207,7 @@ def _read_ahead(chunks: list[Stored]) -> tuple[float, float]:
 
 
 def _writing(folder: Path) -> float | None:
-    """bytes/s; None where the folder has no room to try, which says nothing against a smaller use of it."""
+    """Return bytes/s; None if the folder has no room for the trial, which does not rule out smaller uses."""
     scratch = Scratch(folder, None)
     try:
         data = torch.ones(_WRITTEN // 4, dtype=torch.uint8)
@@ -247,7 +247,7 @@ def _products(dtype: torch.dtype) -> tuple[tuple[int, float], ...]:
 
 
 def _attending(dtype: torch.dtype) -> tuple[float, float]:
-    """bytes/s in a decode step, and seconds for a pair of query and key in a prompt."""
+    """Return bytes/s in a decode step, and seconds per pair of query and key in a prompt."""
     sequences, blocks, tokens, heads, width = 8, 32, 16, 4, 128
     store = KVStore(
         [LayerShape(heads, width, width)],

@@ -1,4 +1,4 @@
-"""Attention to the likeliest keys alone: an approximation, and the same one in every schedule."""
+"""Attention to the keys of largest score only: an approximation, the same in every schedule."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def top_k_attention(
     value_size: int,
     packing: Packing | None = None,
 ) -> Tensor:
-    """`store.attend`, in which each query head of each row sees the `top_k` keys of largest score only.
+    """Compute `store.attend` with only the `top_k` keys of largest score for each query head of each row.
 
     The score is that of the softmax: with the scale, the soft cap and ALiBi. Of equal ones the earliest
     positions are taken. Sliding windows hold as ever, and sinks stay in the denominator. A row that sees
@@ -87,7 +87,7 @@ def _few(begin: int, end: int, top_k: int, options: AttentionOptions) -> int:
 
 
 def _in_one_piece(blocks: Tensor, width: int, packing: Packing | None) -> Tensor:
-    """Blocks `[n, Hkv, block_size, ...]` as `[Hkv, n * block_size, width]` float32."""
+    """Return blocks `[n, Hkv, block_size, ...]` as `[Hkv, n * block_size, width]` float32."""
     whole = blocks.float() if packing is None else unpack(blocks, width, packing)
     return whole.transpose(0, 1).flatten(1, 2)
 
@@ -95,7 +95,7 @@ def _in_one_piece(blocks: Tensor, width: int, packing: Packing | None) -> Tensor
 def _rows(
     q: Tensor, keys: Tensor, values: Tensor, position: int, options: AttentionOptions, top_k: int
 ) -> Tensor:
-    """Rows of one sequence that see more than `top_k` keys, the first at `position`."""
+    """Attend with rows of one sequence that see more than `top_k` keys, the first at `position`."""
     rows, heads, key_size = q.shape
     kv_heads = keys.shape[0]
     grouped = (kv_heads, heads // kv_heads)

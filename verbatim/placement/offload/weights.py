@@ -33,7 +33,7 @@ _ALIGNED = 64  # bytes; what torch's own products may round differently without
 
 
 class Weights:
-    """Lends a unit its parameters for as long as it computes.
+    """Provides the parameters of a unit while it computes.
 
     Args:
         units: with a tier for each slot. Those in "gpu" and "cpu" are read at once.

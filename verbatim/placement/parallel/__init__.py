@@ -1,1 +1,1 @@
-"""One model over several processes of one machine, without a bit of difference."""
+"""One model over several processes of one machine, bit-equal to one process."""

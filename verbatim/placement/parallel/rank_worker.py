@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.errors import TierFailed, VerbatimError
-from verbatim.kv.quantized import settle_kv_dtype
+from verbatim.kv.quantized import resolve_kv_dtype
 from verbatim.kv.states import open_states
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.numerics import numerics_key
@@ -89,7 +89,7 @@ class RankWorker:
 
     def _do_store(self, message: Message) -> None:
         shared, spec = self._shared, self._shared.decoder.spec
-        kv_dtype = settle_kv_dtype(message["kv_dtype"])
+        kv_dtype = resolve_kv_dtype(message["kv_dtype"])
         store = HeadStore(
             spec.layers,
             spec.query_heads,
