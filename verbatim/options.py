@@ -19,21 +19,21 @@ _AMOUNT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*$")
 
 
 def positive(name: str, value: Any) -> int:
-    """`value` as an integer above 0."""
+    """Return `value` as an integer above 0."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidRequest(f"{name}={value!r}: must be an integer, 1 or more")
     return value
 
 
 def switch(name: str, value: Any) -> bool:
-    """`value` if it is a bool."""
+    """Return `value` if it is a bool."""
     if not isinstance(value, bool):
         raise InvalidRequest(f"{name}={value!r}: must be True or False")
     return value
 
 
 def thread_count(value: Any) -> int | None:
-    """`num_threads`: None, or 1 to four times the processors (64 at least)."""
+    """Return `num_threads`: None, or 1 to four times the processors (64 at least)."""
     most = max(64, 4 * (os.cpu_count() or 1))
     if value is not None and positive("num_threads", value) > most:
         raise InvalidRequest(f"num_threads={value}: at most {most} on this machine")
@@ -41,7 +41,7 @@ def thread_count(value: Any) -> int | None:
 
 
 def memory_bytes(value: int | str, total: int) -> int:
-    """Bytes meant by 5000000, "512MB", "2GiB" or "40%" (of `total`).
+    """Return the bytes of 5000000, "512MB", "2GiB" or "40%" (of `total`).
 
     Raises:
         InvalidRequest: anything else, nothing, or more than `total`.
@@ -67,7 +67,7 @@ def memory_bytes(value: int | str, total: int) -> int:
 
 
 def budget(name: str, value: Any) -> int:
-    """Bytes meant by 0, 5000000 or "16GB", which may be more than this machine has."""
+    """Return the bytes of 0, 5000000 or "16GB", which may be more than this machine has."""
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         value = int(value)
         if value == 0:
@@ -83,12 +83,12 @@ def budget(name: str, value: Any) -> int:
 
 
 def total_memory() -> int:
-    """Bytes of RAM in this machine."""
+    """Return the bytes of RAM in this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def available_memory() -> int:
-    """Bytes of RAM that are free or can be freed now."""
+    """Return the bytes of RAM that are free or can be freed now."""
     try:
         with open("/proc/meminfo") as lines:
             for line in lines:
@@ -100,7 +100,7 @@ def available_memory() -> int:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """ "float32" for `torch.float32`."""
+    """Return "float32" for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -96,8 +96,8 @@ def instruction_set() -> str | None:
 
 
 def triton_serves(device: torch.device) -> bool:
-    """Do the kernels in `verbatim.kernels.triton` compute what lies on `device`? On a GPU; on the CPU
-    where `VERBATIM_KERNELS=triton` asks for it, to check them (which takes seconds for a token).
+    """Return whether the Triton kernels compute tensors on `device`: on a GPU, and on the CPU if
+    `VERBATIM_KERNELS=triton` asks for it, for tests (seconds per token).
     """
     if device.type == "cuda":
         return True

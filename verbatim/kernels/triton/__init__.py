@@ -1,4 +1,4 @@
-"""The kernels of a GPU, in Triton: attention over blocks, products, norms, rotary angles, draws.
+"""The GPU kernels in Triton: attention over blocks, products, norms, rotary embeddings, draws.
 
 Imported only when something has to run on a GPU, or when `VERBATIM_KERNELS=triton` asks for these
 kernels on the CPU under Triton's interpreter (`TRITON_INTERPRET=1`), which is how they are checked

@@ -1,4 +1,4 @@
-"""Attention over KV blocks: one kernel for decode and prefill, and one that puts the pieces together.
+"""Attention over KV blocks: one kernel for decode and prefill, and one that combines its partial results.
 
 A tile holds the query rows of a few tokens of one sequence and all the heads of one KV head. Its keys
 come in splits of `SPLIT` positions, counted from position 0 of the sequence, and in tiles of `KEYS`
@@ -34,7 +34,7 @@ MAX_WIDTH = 256  # of a head
 
 
 def served(q: Tensor, k_store: Tensor, v_store: Tensor) -> bool:
-    """Can the kernels take these dtypes and widths?"""
+    """Return whether the kernels support these dtypes and widths."""
     return (
         q.dtype in DTYPES
         and k_store.dtype in DTYPES
@@ -215,8 +215,8 @@ def _finish(
     HAS_SINKS: tl.constexpr,
     OUT: tl.constexpr,
 ):
-    """One row, the heads of one KV head: the states of its groups of splits in order, then the sink,
-    then the quotient.
+    """Combine one row's heads of one KV head: the states of its groups of splits in order, the sink, the
+    quotient.
     """
     row, kv_head = tl.program_id(0), tl.program_id(1)
     low: tl.int32 = 0
@@ -265,7 +265,7 @@ def paged_attention(
     *,
     batch_invariant: bool = True,
 ) -> Tensor:
-    """`verbatim.kv.attention.paged_attention` for tensors that are all on one GPU; `served` must hold.
+    """Compute `verbatim.kv.attention.paged_attention` for tensors on one GPU; `served` must hold.
 
     Nothing is read back from the GPU: how long a context may be is told by the width of `block_tables`.
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter, mended where numpy would break it."""
+"""Fixes for Triton's interpreter where numpy would fail."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import numpy as np
 
 
 def mend() -> None:
-    """Let a kernel's scalars be the bounds of a loop, and infinities come about without a warning;
-    harmless when it is done twice.
+    """Allow scalars of kernels as bounds of loops, and infinities without warnings; idempotent.
 
     The interpreter holds a scalar as an array of one element and asks `int` for its value, which numpy
     refuses since 2.4.

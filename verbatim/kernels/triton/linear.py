@@ -21,7 +21,7 @@ _GROUP = 8  # tiles of rows that run side by side and share a tile of the matrix
 
 
 def served(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Can the kernel take these dtypes? All alike, float32, bfloat16 or float16."""
+    """Return whether the kernel supports these dtypes: all equal, float32, bfloat16 or float16."""
     return x.dtype in DTYPES and weight.dtype is x.dtype and (bias is None or bias.dtype is x.dtype)
 
 
@@ -44,7 +44,7 @@ def _linear(
     HAS_BIAS: tl.constexpr,
     OUT: tl.constexpr,
 ):
-    """One tile of the result; `weight` is read as [num_columns, depth] with any strides."""
+    """Compute one tile of the result; `weight` is read as [num_columns, depth] with any strides."""
     program = tl.program_id(0)
     row_tiles = (num_rows + ROWS - 1) // ROWS
     column_tiles = (num_columns + COLUMNS - 1) // COLUMNS
@@ -80,7 +80,7 @@ def _linear(
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, float32: bool = False
 ) -> Tensor:
-    """`x @ weight.T + bias`, each row by itself, for tensors on one GPU; `served` must hold.
+    """Compute `x @ weight.T + bias`, each row by itself, for tensors on one GPU; `served` must hold.
 
     `x` is [..., K], `weight` [N, K] with any strides, `bias` [N]; the result is [..., N] in `x`'s dtype,
     or in float32.

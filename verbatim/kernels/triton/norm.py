@@ -1,4 +1,4 @@
-"""RMS norms: a program a row, so that nothing of a row depends on the rows beside it."""
+"""RMS norms: one program per row, so that a row's bits do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _rms_norm(
 
 
 def served(x: Tensor, weight: Tensor | None) -> bool:
-    """Can the kernel take these dtypes?"""
+    """Return whether the kernel supports these dtypes."""
     return x.dtype in DTYPES and (weight is None or weight.dtype is x.dtype)
 
 

@@ -37,7 +37,7 @@ EXACT = {"enable_fp_fusion": False}
 
 @helper
 def widened(x):
-    """To float32, exactly."""
+    """Convert to float32, exactly."""
     if INTERPRETED and x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)
@@ -45,7 +45,7 @@ def widened(x):
 
 @helper
 def rounded(x, dtype: tl.constexpr):
-    """From float32 to `dtype`, to the nearest, ties to even."""
+    """Round from float32 to `dtype`, to the nearest, ties to even."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -55,7 +55,7 @@ def rounded(x, dtype: tl.constexpr):
 
 @helper
 def product(a, b, total):
-    """`total + a @ b`, summed in float32; float32 factors are not cut to TF32."""
+    """Return `total + a @ b`, summed in float32; float32 factors are not cut to TF32."""
     if INTERPRETED:  # numpy's product rounds a row by its place
         return total + tl.sum(widened(a)[:, :, None] * widened(b)[None, :, :], 1)
     return tl.dot(a, b, total, input_precision="ieee")

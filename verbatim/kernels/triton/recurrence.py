@@ -55,7 +55,7 @@ def _causal_conv(
     HAS_BIAS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """One row of some channels; inputs before the first row of its sequence are in the state."""
+    """Convolve one row of some channels; inputs before the first row of its sequence are in the state."""
     row = tl.program_id(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     held = channel < channels
@@ -136,7 +136,7 @@ def _linear_recurrence(
     COLUMNS: tl.constexpr,
     TILE_HEADS: tl.constexpr,
 ):
-    """All rows of one sequence, for some of the columns of all heads with one key head.
+    """Run all rows of one sequence, for some of the columns of all heads with one key head.
 
     A head of Mamba has one column, and a tile many heads; elsewhere a tile is a part of one head.
     """

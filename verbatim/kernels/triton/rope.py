@@ -1,4 +1,4 @@
-"""Rotary angles and the writing of K and V, in one kernel: a program turns one token's heads.
+"""Rotary embeddings and the writing of K and V in one kernel, one program per token.
 
 As in transformers, `x * cos + rotate_half(x) * sin` with every product and the sum rounded to the
 dtype, so that the bits are those of a layer that runs module by module.
@@ -87,12 +87,12 @@ def _rope_and_write(
 
 
 def served(k: Tensor, v: Tensor, k_store: Tensor) -> bool:
-    """Can the kernel take these dtypes?"""
+    """Return whether the kernel supports these dtypes."""
     return k.dtype in DTYPES and v.dtype is k.dtype and k_store.dtype in DTYPES
 
 
 def _rows(x: Tensor) -> Tensor:
-    """`[T, H, D]` with the heads of a token in one run."""
+    """Return `[T, H, D]` with the heads of a token adjacent in memory."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
@@ -106,7 +106,7 @@ def rope_and_write(
     v_store: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    """Turn `q` `[T, H, D]` and `k` `[T, Hkv, D]`, and put `k` and `v` `[T, Hkv, Dv]` into the stores.
+    """Rotate `q` `[T, H, D]` and `k` `[T, Hkv, D]`, and write `k` and `v` `[T, Hkv, Dv]` to the stores.
 
     Args:
         cos, sin: `[T, R]` in the dtype of `q`, the second half a repetition of the first; the first R of
@@ -159,7 +159,7 @@ def rope_and_write(
 
 
 def write_kv(k: Tensor, v: Tensor, k_store: Tensor, v_store: Tensor, slots: Tensor) -> None:
-    """`verbatim.kv.attention.write_kv` for tensors on one GPU; `served` must hold."""
+    """Compute `verbatim.kv.attention.write_kv` for tensors on one GPU; `served` must hold."""
     rope_and_write(k, k, v, None, None, k_store, v_store, slots)
 
 

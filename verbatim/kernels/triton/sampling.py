@@ -1,4 +1,4 @@
-"""Draws on a GPU: noise and argmax for rows that nothing filters, and the masses of their log-probs.
+"""Draws on a GPU: noise and argmax for rows without filters, and the masses of their log-probs.
 
 The numbers are those of `verbatim.sampling` bit for bit, so that it does not show in a result which rows
 were drawn where: the noise is the same function of (seed, sample index, position, id), divisions and
@@ -111,7 +111,7 @@ def _pick(
 
 @helper
 def _mass(value, top):
-    """`verbatim.sampling.logprobs.exp_falling` of a logit less the largest."""
+    """Compute `verbatim.sampling.logprobs.exp_falling` of a logit less the largest."""
     t = (value.to(tl.float64) - top.to(tl.float64)) * 1.4426950408889634
     t = tl.where(t < -1000.0, -1000.0, t)
     n = (t + _ROUNDER) - _ROUNDER
