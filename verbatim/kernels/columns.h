@@ -29,8 +29,21 @@ template <int N, typename F> static INLINE inline void each(F f) {
     each_of(f, std::make_integer_sequence<int, N>());
 }
 
-template <typename T, typename O> struct Product {
-    O *out;
+// Where a product of T is written: rounded to T, or as the floats that its sums are.
+template <typename T> struct Output {
+    void *at;
+    bool floats;
+    Output operator+(int64_t n) const {
+        return {(char *)at + n * (int64_t)(floats ? sizeof(float) : sizeof(T)), floats};
+    }
+    template <typename F> INLINE inline void as_pointer(F f) const {
+        if (floats) f((float *)at);
+        else f((T *)at);
+    }
+};
+
+template <typename T> struct Product {
+    Output<T> out;
     const T *x, *w, *bias;
     int64_t rows, cols, depth, x_stride, w_stride, out_stride;
     int format, group;  // of a weight that is quantized down its columns; 0: it is plain
@@ -223,27 +236,28 @@ static inline void in_order(Lanes *, const bf16 *) {}
 #endif
 static inline void in_order(Lanes *, const float *) {}
 
-template <bool FULL, typename T, typename O>
-static inline void finish_row(const Product<T, O> &p, Lanes *v, int64_t row, int64_t col, int n) {
+template <bool FULL, typename T>
+static inline void finish_row(const Product<T> &p, Lanes *v, int64_t row, int64_t col, int n) {
     in_order(v, p.x);
-    O *out = p.out + row * p.out_stride + col;
-    for (int i = 0; i < VECTORS; i++) {
-        const int m = FULL ? 16 : std::max(0, std::min(16, n - 16 * i));
-        f32x16 sums = as_vector(v[i]);
-        if (p.bias) {
-            const T *bias = p.bias + col + 16 * i;
-            sums += FULL ? load(bias) : load_first(bias, m);
+    (p.out + row * p.out_stride + col).as_pointer([&](auto *out) INLINE {
+        std::remove_pointer_t<decltype(out)> lanes[16];
+        for (int i = 0; i < VECTORS; i++) {
+            const int m = FULL ? 16 : std::max(0, std::min(16, n - 16 * i));
+            f32x16 sums = as_vector(v[i]);
+            if (p.bias) {
+                const T *bias = p.bias + col + 16 * i;
+                sums += FULL ? load(bias) : load_first(bias, m);
+            }
+            store_all(lanes, sums);
+            if (FULL) std::memcpy(out + 16 * i, lanes, sizeof lanes);
+            else std::memcpy(out + 16 * i, lanes, m * sizeof *lanes);
         }
-        O lanes[16];
-        store_all(lanes, sums);
-        if (FULL) std::memcpy(out + 16 * i, lanes, sizeof lanes);
-        else std::memcpy(out + 16 * i, lanes, m * sizeof(O));
-    }
+    });
 }
 
 // Columns from `col` on, over K from `begin` to `end`; `w` is their weight at `begin`.
-template <int R, bool FULL, typename T, typename O>
-static NOINLINE void column_tile(const Product<T, O> &p, const T *w, int64_t w_stride, int64_t row,
+template <int R, bool FULL, typename T>
+static NOINLINE void column_tile(const Product<T> &p, const T *w, int64_t w_stride, int64_t row,
                                  int64_t col, int n, int64_t begin, int64_t end, int64_t ahead,
                                  Lanes *kept) {
     Lanes acc[R][VECTORS];
@@ -256,8 +270,8 @@ static NOINLINE void column_tile(const Product<T, O> &p, const T *w, int64_t w_s
         for (int r = 0; r < R; r++) finish_row<FULL>(p, kept + r * VECTORS, row + r, col, n);
 }
 
-template <bool FULL, typename T, typename O>
-static void column_tile_of(int64_t rows, const Product<T, O> &p, const T *w, int64_t w_stride,
+template <bool FULL, typename T>
+static void column_tile_of(int64_t rows, const Product<T> &p, const T *w, int64_t w_stride,
                            int64_t row, int64_t col, int n, int64_t begin, int64_t end,
                            int64_t ahead, Lanes *kept) {
     switch (rows) {
@@ -283,13 +297,13 @@ static void column_tile_of(int64_t rows, const Product<T, O> &p, const T *w, int
 constexpr int64_t STRIP_COLS = 256, STRIP_ROWS = 48, PART_DEPTH = 128;
 constexpr int64_t FEW_COLUMN_ROWS = ROWS > 1 ? 24 : 4, FEW_DEPTH = 16;
 
-template <typename T, typename O> static bool few(const Product<T, O> &p) {
+template <typename T> static bool few(const Product<T> &p) {
     return p.rows <= FEW_COLUMN_ROWS && !p.format;
 }
 
 // Numbers of a part of a strip: as they are, or read back to `room`.
-template <typename T, typename O>
-static const T *numbers_at(const Product<T, O> &p, int64_t begin, int64_t end, int64_t col,
+template <typename T>
+static const T *numbers_at(const Product<T> &p, int64_t begin, int64_t end, int64_t col,
                            int64_t cols, T *room) {
     if (!p.format) return p.w + begin * p.w_stride + col;
     const RowLayout layout(p.depth, p.format, p.group);
@@ -305,8 +319,8 @@ static const T *numbers_at(const Product<T, O> &p, int64_t begin, int64_t end, i
     return room;
 }
 
-template <typename T, typename O>
-static void column_strip(const Product<T, O> &p, int64_t row, int64_t rows, int64_t col,
+template <typename T>
+static void column_strip(const Product<T> &p, int64_t row, int64_t rows, int64_t col,
                          int64_t cols) {
     const int64_t panels = (rows + ROWS - 1) / ROWS, tiles = (cols + TILE_COLS - 1) / TILE_COLS;
     const int64_t part = few(p) ? FEW_DEPTH : PART_DEPTH;
@@ -333,8 +347,8 @@ static void column_strip(const Product<T, O> &p, int64_t row, int64_t rows, int6
     }
 }
 
-template <typename T, typename O>
-static void by_columns(const std::vector<Product<T, O>> &products, int threads) {
+template <typename T>
+static void by_columns(const std::vector<Product<T>> &products, int threads) {
     int64_t all = 0, count = 0;
     for (const auto &p : products) all += p.cols;
     const int64_t share = all / (2 * threads) / TILE_COLS * TILE_COLS;
@@ -353,7 +367,7 @@ static void by_columns(const std::vector<Product<T, O>> &products, int threads) 
         return [&](int64_t n, int64_t) {
             size_t i = 0;
             while (n >= cuts[i].end) i++;
-            const Product<T, O> &p = products[i];
+            const Product<T> &p = products[i];
             const int64_t local = n - (i ? cuts[i - 1].end : 0), width = cuts[i].width;
             const int64_t row = local / cuts[i].strips * STRIP_ROWS;
             const int64_t col = local % cuts[i].strips * width;

@@ -66,14 +66,14 @@ template <typename T> struct Panels {
     int64_t at(int64_t i) const { return begin + (end - begin) * i / count(); }
 };
 
-template <typename T, typename O> struct Work {
+template <typename T> struct Work {
     const T *x;
     const Input<T> *input;  // what tiles read: x, or a copy of it
     int64_t rows, x_stride;
     bool interleaved;  // a panel's rows lie there step by step, all of the first step together
     const Matrix *matrices;
     int count;
-    O *out;
+    Output<T> out;
     int64_t out_stride, share;  // share: columns, a thread's half
 
     int64_t width(const Matrix &m) const {
@@ -99,7 +99,7 @@ struct Strip {
     }
 };
 
-template <typename T, typename O> static Strip strip_at(const Work<T, O> &work, int64_t n) {
+template <typename T> static Strip strip_at(const Work<T> &work, int64_t n) {
     int64_t out = 0;
     for (const Matrix *m = work.matrices;; out += m->cols, m++) {
         const int64_t width = work.width(*m), strips = work.strips(*m);
@@ -136,17 +136,17 @@ template <typename F> static inline void of_height(int64_t rows, F f) {
 }
 
 // `rows` from `row` on: a panel.
-template <typename T, typename O>
-static Place<T, O> place(const Work<T, O> &work, const Strip &strip, int64_t row, int64_t rows) {
+template <typename T>
+static Place<T> place(const Work<T> &work, const Strip &strip, int64_t row, int64_t rows) {
     const T *bias = (const T *)strip.matrix->bias;
     return {work.input + row * work.x_stride, work.interleaved ? STEP<T> : work.x_stride,
             work.interleaved ? rows : 1, strip.matrix->depth, bias ? bias + strip.col : nullptr,
             work.out + row * work.out_stride + strip.out, work.out_stride};
 }
 
-template <typename T, typename O>
-static void few_rows(const Work<T, O> &work, const Strip &strip, const char *after) {
-    const Place<T, O> p = place(work, strip, 0, work.rows);
+template <typename T>
+static void few_rows(const Work<T> &work, const Strip &strip, const char *after) {
+    const Place<T> p = place(work, strip, 0, work.rows);
     of_height(work.rows, [&](auto r, auto cols) {
         lone_strip<r.value, cols.value>(p, (const T *)strip.begin<T>(), strip.matrix->stride,
                                         strip.width, after);
@@ -163,8 +163,8 @@ template <typename T> static int64_t even(int64_t whole, int64_t most) {
 
 // The panels share the work of fetching the strip that comes `after`: evenly where it takes all of
 // them, so that memory is never idle. Its columns are `after_stride` bytes apart.
-template <typename T, typename O>
-static void panels(const Work<T, O> &work, const Strip &strip, int64_t row, int64_t row_end,
+template <typename T>
+static void panels(const Work<T> &work, const Strip &strip, int64_t row, int64_t row_end,
                    const T *weights, int64_t stride, bool cold, const char *after,
                    int64_t after_stride) {
     const Panels<T> cut{row, row_end};
@@ -181,7 +181,7 @@ static void panels(const Work<T, O> &work, const Strip &strip, int64_t row, int6
     const int64_t advance = std::max<int64_t>(64, 4 * after_stride / (fetching * steps) + 1);
     const auto pass = [&](int64_t i, int64_t from, int64_t to) {
         const int64_t height = cut.at(i + 1) - cut.at(i);
-        const Place<T, O> p = place(work, strip, cut.at(i), height);
+        const Place<T> p = place(work, strip, cut.at(i), height);
         const bool ahead = cold && i == 0;
         const int64_t fetched = (i - cold) * steps * advance;
         const bool enough = !after || fetched >= 4 * after_stride || advance > 256;
@@ -237,11 +237,10 @@ template <typename T> struct Unpacked : Scratch<T> {
 };
 
 #if defined(__AVX512BF16__)
-template <typename O>
-static void few_rows_packed(const Work<bf16, O> &work, const Strip &strip, const char *after) {
+static void few_rows_packed(const Work<bf16> &work, const Strip &strip, const char *after) {
     const Matrix &m = *strip.matrix;
     const RowLayout row = strip.layout();
-    const Place<bf16, O> p = place(work, strip, 0, work.rows);
+    const Place<bf16> p = place(work, strip, 0, work.rows);
     of_kind(m.format, m.group, [&](auto code, auto group) {
         of_height(work.rows, [&](auto r, auto cols) {
             // codes of 8 bits take more registers on their way
@@ -256,18 +255,16 @@ static void few_rows_packed(const Work<bf16, O> &work, const Strip &strip, const
     });
 }
 #else
-template <typename O>
-static void few_rows_packed(const Work<bf16, O> &, const Strip &, const char *) {}
+static void few_rows_packed(const Work<bf16> &, const Strip &, const char *) {}
 #endif
-template <typename O>
-static void few_rows_packed(const Work<float, O> &, const Strip &, const char *) {}
+static void few_rows_packed(const Work<float> &, const Strip &, const char *) {}
 
 // ---- all of it ----
 
 // One strip against rows `row` to `row_end`. `after` is the strip that the thread comes to next, or
 // null; `cold`: nobody has fetched this one.
-template <typename T, typename O>
-static void run(const Work<T, O> &work, const Strip &strip, const Strip *after, int64_t row,
+template <typename T>
+static void run(const Work<T> &work, const Strip &strip, const Strip *after, int64_t row,
                 int64_t row_end, bool cold) {
     const char *ahead = after ? after->begin<T>() : nullptr;
     if (in_streams<T>(*strip.matrix, work.rows))
@@ -295,7 +292,7 @@ static void interleave(Input<T> *out, const T *x, int64_t x_stride, int64_t rows
     }
 }
 
-template <typename T, typename O> static bool wants_interleaving(const Work<T, O> &work) {
+template <typename T> static bool wants_interleaving(const Work<T> &work) {
     if (!std::is_same_v<Input<T>, T>) return true;
     if (PANEL_ROWS == 1 || work.rows < 2) return false;
     return work.rows <= FEW_ROWS<T> || in_conflict<T>(work.x_stride);
@@ -312,9 +309,9 @@ template <typename T> struct Blocks {
 };
 
 // Products that run together, in pieces: each block of rows against each strip of columns.
-template <typename T, typename O> class Pieces {
+template <typename T> class Pieces {
   public:
-    explicit Pieces(const std::vector<Work<T, O>> &works) : works(works) {
+    explicit Pieces(const std::vector<Work<T>> &works) : works(works) {
         int64_t end = 0;
         for (const auto &work : works) ends.push_back(end += blocks(work) * strips(work));
     }
@@ -322,33 +319,33 @@ template <typename T, typename O> class Pieces {
     int64_t count() const { return ends.back(); }
 
     struct Piece {
-        const Work<T, O> *work;
+        const Work<T> *work;
         Panels<T> rows;
         Strip strip;
     };
 
     Piece operator[](int64_t n) const {
         const size_t i = std::upper_bound(ends.begin(), ends.end(), n) - ends.begin();
-        const Work<T, O> &work = works[i];
+        const Work<T> &work = works[i];
         const int64_t local = n - (i ? ends[i - 1] : 0), across = strips(work);
         return {&work, Blocks<T>(work.rows)[local / across], strip_at(work, local % across)};
     }
 
   private:
-    static int64_t blocks(const Work<T, O> &work) { return Blocks<T>(work.rows).count; }
-    static int64_t strips(const Work<T, O> &work) {
+    static int64_t blocks(const Work<T> &work) { return Blocks<T>(work.rows).count; }
+    static int64_t strips(const Work<T> &work) {
         int64_t count = 0;
         for (int i = 0; i < work.count; i++) count += work.strips(work.matrices[i]);
         return count;
     }
 
-    const std::vector<Work<T, O>> &works;
+    const std::vector<Work<T>> &works;
     std::vector<int64_t> ends;
 };
 
 // A panel's rows go step by step where that is faster, to `panels`, which has room for all of them.
-template <typename T, typename O>
-static void interleave_rows(std::vector<Work<T, O>> &works, Input<T> *panels, int64_t stride,
+template <typename T>
+static void interleave_rows(std::vector<Work<T>> &works, Input<T> *panels, int64_t stride,
                             int threads) {
     struct Rows {
         Panels<T> rows;
@@ -376,8 +373,8 @@ static void interleave_rows(std::vector<Work<T, O>> &works, Input<T> *panels, in
     });
 }
 
-template <typename T, typename O>
-static void multiply_together(std::vector<Work<T, O>> &works, int threads) {
+template <typename T>
+static void multiply_together(std::vector<Work<T>> &works, int threads) {
     const int64_t depth = works[0].matrices->depth;
     const int64_t stride = (depth + STEP<T> - 1) / STEP<T> * STEP<T>;
     int64_t rows = 0;
@@ -387,7 +384,7 @@ static void multiply_together(std::vector<Work<T, O>> &works, int threads) {
     }
     const Scratch<Input<T>> panels(rows * stride);
     if (rows) interleave_rows(works, panels.data, stride, threads);
-    const Pieces<T, O> pieces(works);
+    const Pieces<T> pieces(works);
     share_out(pieces.count(), threads, [&](int) {
         return [&, last = (int64_t)-2](int64_t n, int64_t range_end) mutable {
             const auto piece = pieces[n];
@@ -423,10 +420,10 @@ template <typename T> struct Groups {
     }
 };
 
-template <typename T, typename O>
-static void multiply_numbers(const Groups<T> &all, O *out, int64_t out_stride, int threads) {
+template <typename T>
+static void multiply_numbers(const Groups<T> &all, Output<T> out, int64_t out_stride, int threads) {
     threads = all.threads(threads);
-    std::vector<Work<T, O>> works;
+    std::vector<Work<T>> works;
     int64_t rows = 0;
     const auto flush = [&] {
         const int64_t share = (int64_t)works.size() * all.cols() / (2 * threads);
@@ -447,9 +444,9 @@ static void multiply_numbers(const Groups<T> &all, O *out, int64_t out_stride, i
     flush();
 }
 
-template <typename T, typename O>
-static void multiply_columns(const Groups<T> &all, O *out, int64_t out_stride, int threads) {
-    std::vector<Product<T, O>> products;
+template <typename T>
+static void multiply_columns(const Groups<T> &all, Output<T> out, int64_t out_stride, int threads) {
+    std::vector<Product<T>> products;
     for (int64_t g = 0; g < all.num_groups; g++) {
         const RowGroup &group = all.groups[g];
         int64_t col = 0;
@@ -468,8 +465,8 @@ static void multiply_columns(const Groups<T> &all, O *out, int64_t out_stride, i
 
 // Neighbours of one kind go together: those whose activations become codes, of one size of groups, and
 // those whose activations stay numbers.
-template <typename T, typename O>
-static void multiply_all(Groups<T> all, O *out, int64_t out_stride, int threads) {
+template <typename T>
+static void multiply_all(Groups<T> all, Output<T> out, int64_t out_stride, int threads) {
     const auto kind = [](const Matrix &m) {
         return of_integers(m) ? m.format + 64 * m.group : m.transposed != 0;
     };
@@ -480,11 +477,13 @@ static void multiply_all(Groups<T> all, O *out, int64_t out_stride, int threads)
         for (end = begin; end < count && kind(matrices[end]) == kind(matrices[begin]);) end++;
         all.first = begin, all.count = end - begin;
         if (of_integers(matrices[begin]))
-            multiply_integers(all.x, all.x_stride, all.groups, all.num_groups, begin, end, out,
-                              out_stride, threads);
+            out.as_pointer([&](auto *to) {
+                multiply_integers(all.x, all.x_stride, all.groups, all.num_groups, begin, end, to,
+                                  out_stride, threads);
+            });
         else if (matrices[begin].transposed) multiply_columns(all, out, out_stride, threads);
         else multiply_numbers(all, out, out_stride, threads);
-        out += all.cols();
+        out = out + all.cols();
     }
 }
 
@@ -495,7 +494,8 @@ template <typename T> constexpr int32_t PLAIN = sizeof(T) == 4 ? FLOAT : BF16;
 template <typename T>
 void vb::multiply_groups(const T *x, int64_t x_stride, const RowGroup *groups, int64_t num_groups,
                          int count, T *out, int64_t out_stride, int threads) {
-    multiply_all(Groups<T>{x, x_stride, groups, num_groups, 0, count}, out, out_stride, threads);
+    multiply_all(Groups<T>{x, x_stride, groups, num_groups, 0, count},
+                 Output<T>{out, sizeof(T) == sizeof(float)}, out_stride, threads);
 }
 
 template <typename T>
@@ -519,8 +519,8 @@ INSTANCES(bf16)
                          int threads) {                                                            \
         const RowGroup all{0, rows, matrices};                                                     \
         const Groups<T> groups{x, x_stride, &all, 1, 0, count};                                    \
-        if (out_f32) multiply_all(groups, (float *)out, out_stride, threads);                      \
-        else multiply_all(groups, (T *)out, out_stride, threads);                                  \
+        const bool floats = out_f32 || sizeof(T) == sizeof(float);                                 \
+        multiply_all(groups, Output<T>{out, floats}, out_stride, threads);                         \
     }
 
 EXPORT_MANY(vb_multiply_f32, float)

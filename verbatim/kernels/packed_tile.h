@@ -10,8 +10,8 @@ namespace {
 
 // Columns' sums over all of K, each stream fetched ahead. False where the numbers need the slow
 // rounding.
-template <int R, int C, int CODE, int GROUP, typename O>
-static INLINE inline bool packed_sums(Accumulators<R, C> &acc, const Place<bf16, O> &p,
+template <int R, int C, int CODE, int GROUP>
+static INLINE inline bool packed_sums(Accumulators<R, C> &acc, const Place<bf16> &p,
                                       const uint8_t *const (&w)[C], const RowLayout &row,
                                       int64_t next) {
     constexpr int BITS = bits_of(CODE), BYTES = GROUP * BITS / 8;
@@ -62,8 +62,8 @@ static INLINE inline bool packed_sums(Accumulators<R, C> &acc, const Place<bf16,
 }
 
 // As lone_strip: the rows are interleaved. False, with some columns or none stored, where the numbers need the slow rounding.
-template <int R, int C, int CODE, int GROUP, typename O>
-static NOINLINE bool packed_strip(const Place<bf16, O> &p, const uint8_t *weights,
+template <int R, int C, int CODE, int GROUP>
+static NOINLINE bool packed_strip(const Place<bf16> &p, const uint8_t *weights,
                                   const RowLayout &layout, int64_t width, const char *after) {
     const RowLayout row = layout;
     bool all = true;

@@ -64,12 +64,12 @@ template <int FIRST, int FOURS> static INLINE inline f32x16 sums(const f32x16 (&
 
 // A panel of rows against a strip of columns. It is made once for many tiles: to write it for each and
 // read it back at once would hold every tile up until the one before it is done.
-template <typename T, typename O> struct Place {
+template <typename T> struct Place {
     const Input<T> *x;              // element k of row r at r * x_row + k * x_step, k a whole number of steps
     int64_t x_row, x_step;   // STEP and the number of rows where they are interleaved
     int64_t depth;
     const T *bias;  // of the first column, or null
-    O *out;         // of the first row and column
+    Output<T> out;  // of the first row and column
     int64_t out_stride;
 };
 
@@ -80,8 +80,8 @@ struct Columns {
     int count;
 };
 
-template <int C, typename T, typename O>
-static INLINE inline void finish(const Place<T, O> &p, const Columns &at, f32x16 v, int row,
+template <int C, typename T>
+static INLINE inline void finish(const Place<T> &p, const Columns &at, f32x16 v, int row,
                                  int rows) {
     constexpr int WIDTH = places(C);
     if (p.bias) {
@@ -90,27 +90,29 @@ static INLINE inline void finish(const Place<T, O> &p, const Columns &at, f32x16
         for (int i = WIDTH; i < 16; i++) b[i] = b[i - WIDTH];
         v += load(b);
     }
-    O lanes[16];
-    store_all(lanes, v);
-    O *out = p.out + row * p.out_stride + at.first;
-    for (int r = 0; r < rows; r++, out += p.out_stride) {
-        if (at.apart == 1 && at.count == C) std::memcpy(out, lanes + WIDTH * r, C * sizeof(O));
-        else
-            for (int c = 0; c < at.count; c++) out[c * at.apart] = lanes[WIDTH * r + c];
-    }
+    (p.out + row * p.out_stride + at.first).as_pointer([&](auto *out) INLINE {
+        std::remove_pointer_t<decltype(out)> lanes[16];
+        store_all(lanes, v);
+        for (int r = 0; r < rows; r++, out += p.out_stride) {
+            if (at.apart == 1 && at.count == C)
+                std::memcpy(out, lanes + WIDTH * r, C * sizeof *lanes);
+            else
+                for (int c = 0; c < at.count; c++) out[c * at.apart] = lanes[WIDTH * r + c];
+        }
+    });
 }
 
 #if defined(__AVX512F__)
-template <int R, int C, typename T, typename O>
-static INLINE inline void finish_all(const Place<T, O> &p, const Columns &at,
+template <int R, int C, typename T>
+static INLINE inline void finish_all(const Place<T> &p, const Columns &at,
                                      const Accumulators<R, C> &acc) {
     constexpr int EACH = 16 / places(C);
     finish<C>(p, at, sums<0>(acc.at), 0, std::min(R, EACH));
     if constexpr (R > EACH) finish<C>(p, at, sums<4>(acc.at), EACH, R - EACH);
 }
 #else
-template <int R, int C, typename T, typename O>
-static INLINE inline void finish_all(const Place<T, O> &p, const Columns &at,
+template <int R, int C, typename T>
+static INLINE inline void finish_all(const Place<T> &p, const Columns &at,
                                      Accumulators<R, C> &acc) {
     each<R>([&](auto r) INLINE {
         each<C>([&](auto c) INLINE {
@@ -118,7 +120,9 @@ static INLINE inline void finish_all(const Place<T, O> &p, const Columns &at,
             const int64_t col = at.first + c * at.apart;
             const float bias = p.bias ? to_float(p.bias[col]) : 0.0f;
             const float total = sum(acc.of(r, c));
-            put(p.out + r * p.out_stride + col, p.bias ? total + bias : total);
+            (p.out + r * p.out_stride + col).as_pointer([&](auto *out) INLINE {
+                put(out, p.bias ? total + bias : total);
+            });
         });
     });
 }
@@ -198,8 +202,8 @@ static INLINE inline void begins(const W *(&w)[C], const W *first, int64_t apart
 
 // Columns `col` to `col_end` of a strip, over part of K: from `begin` to `end`. All but the last part
 // are whole steps; `kept` has the accumulators between parts.
-template <int R, int C, typename Fetch, typename T, typename O>
-static NOINLINE void tiles(const Place<T, O> &p, const T *weights, int64_t stride, int64_t col,
+template <int R, int C, typename Fetch, typename T>
+static NOINLINE void tiles(const Place<T> &p, const T *weights, int64_t stride, int64_t col,
                            int64_t col_end, int64_t begin, int64_t end, Lanes *kept, Fetch fetch) {
     const Input<T> *x = p.x;
     const int64_t x_row = p.x_row, x_step = p.x_step, depth = p.depth;
@@ -240,8 +244,8 @@ static INLINE inline void each_in_streams(int64_t width, const char *first, int6
 
 // A strip from memory against interleaved rows, all of K at a time, each stream fetched ahead. Within the last bytes of a
 // column that means the one after it.
-template <int R, int C, typename T, typename O>
-static NOINLINE void lone_strip(const Place<T, O> &p, const T *weights, int64_t stride,
+template <int R, int C, typename T>
+static NOINLINE void lone_strip(const Place<T> &p, const T *weights, int64_t stride,
                                 int64_t width, const char *after) {
     const Input<T> *x = p.x;
     const int64_t depth = p.depth, size = sizeof(T);
