@@ -494,8 +494,8 @@ template <typename T> constexpr int32_t PLAIN = sizeof(T) == 4 ? FLOAT : BF16;
 template <typename T>
 void vb::multiply_groups(const T *x, int64_t x_stride, const RowGroup *groups, int64_t num_groups,
                          int count, T *out, int64_t out_stride, int threads) {
-    multiply_all(Groups<T>{x, x_stride, groups, num_groups, 0, count},
-                 Output<T>{out, sizeof(T) == sizeof(float)}, out_stride, threads);
+    multiply_all(Groups<T>{x, x_stride, groups, num_groups, 0, count}, Output<T>{out, false},
+                 out_stride, threads);
 }
 
 template <typename T>
@@ -519,8 +519,7 @@ INSTANCES(bf16)
                          int threads) {                                                            \
         const RowGroup all{0, rows, matrices};                                                     \
         const Groups<T> groups{x, x_stride, &all, 1, 0, count};                                    \
-        const bool floats = out_f32 || sizeof(T) == sizeof(float);                                 \
-        multiply_all(groups, Output<T>{out, floats}, out_stride, threads);                         \
+        multiply_all(groups, Output<T>{out, out_f32 != 0}, out_stride, threads);                   \
     }
 
 EXPORT_MANY(vb_multiply_f32, float)

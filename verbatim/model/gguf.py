@@ -77,10 +77,10 @@ def load_gguf(
     where = {"trust_remote_code": False, "local_files_only": True, "gguf_file": path.name}
     source = str(path.parent)
     config = read_config(source, where)
-    settled = resolve_dtype(dtype, config)
+    resolved = resolve_dtype(dtype, config)
 
     def read() -> Any:
-        return built_module(source, config, settled, where)
+        return built_module(source, config, resolved, where)
 
     def fingerprints(folder: Path) -> dict[str, tuple[int, int]]:
         stat = path.stat() if path.exists() else None

@@ -177,7 +177,7 @@ class LayerTrial:
         call = partial(type(twin).forward, twin, x, **kwargs)
         if self._slot is None:
             return self._fuse_recurrent(own, mixtures, call, x, kwargs)
-        expected, (seen,) = _watched(call)
+        expected, seen = watched(call)
         if not isinstance(expected, Tensor):
             raise NotFusable("it returns more than hidden states")
         q, k, v, options = seen
@@ -206,7 +206,7 @@ class LayerTrial:
                     if mixture is None:
                         raise
                     continue
-                made, (ours,) = _watched(partial(layer.forward(_refuse), x, **kwargs))
+                made, ours = watched(partial(layer.forward(_refuse), x, **kwargs))
                 if not all(bit_equal(a, b) for a, b in zip(ours[:3], seen[:3], strict=True)):
                     break
                 if bit_equal(made, expected):
@@ -277,14 +277,14 @@ def _has_sinks(attention: nn.Module, options: AttentionOptions) -> bool:
     return now is not None and options.sinks is not None and torch.equal(now, options.sinks)
 
 
-def _watched(call: Callable[[], Any]) -> tuple[Any, list[Any]]:
+def watched(call: Callable[[], Any]) -> tuple[Any, Any]:
     """Return the result of `call`, and its one call of attention."""
     watch = Watch()
     with activate(watch):
         returned = call()
     if len(watch.seen) != 1:
         raise NotFusable(f"it attends {len(watch.seen)} times")
-    return returned, watch.seen
+    return returned, watch.seen[0]
 
 
 def bit_equal(a: Tensor, b: Tensor) -> bool:

@@ -277,7 +277,7 @@ def load(
     else:
         where["revision"] = revision
     config = read_config(source, where)
-    settled = resolve_dtype(dtype, config)
+    resolved = resolve_dtype(dtype, config)
     tokenizer = _tokenizer(source, where) if with_tokenizer else None
     if skeleton is None and is_quantized(config):
         if decode is None:
@@ -285,7 +285,7 @@ def load(
         skeleton = decode
     if skeleton is not None:
         folder = _all_files(source, where)
-        module, lazy_weights, unused = skeleton(folder, config, settled, trust_remote_code)
+        module, lazy_weights, unused = skeleton(folder, config, resolved, trust_remote_code)
         if unused_weights == "error":
             refuse_unused(source, module, config, unused)
         generation = _generation_config(folder, config)
@@ -298,13 +298,13 @@ def load(
             folder=folder,
             wrapper=config,
         )
-    module = built_module(source, config, settled, where, unused_weights)
+    module = built_module(source, config, resolved, where, unused_weights)
     folder = _folder(source, where)
 
     def read() -> nn.Module:
         here = {"trust_remote_code": trust_remote_code, "local_files_only": True}
         again = read_config(str(folder), here)
-        module: nn.Module = built_module(str(folder), again, settled, here, unused_weights)
+        module: nn.Module = built_module(str(folder), again, resolved, here, unused_weights)
         return module
 
     checkpoint = Checkpoint(folder, module, read=read, fingerprints=fingerprints)

@@ -81,7 +81,7 @@ def open_skeleton(
             what = kind.replace("_keys", "")
             raise ModelError(f"{folder}: {len(names)} weights are {what}, such as {names[0]}")
     lazy_weights = _hollow_parameters(module)
-    _hollow_buffers(module)
+    _read_buffers(module)
     return module.eval(), lazy_weights, sorted(map(str, report["unexpected_keys"]))
 
 
@@ -136,7 +136,7 @@ def _hollow_parameters(module: nn.Module) -> dict[nn.Parameter, LazyWeight]:
     return lazy_weights
 
 
-def _hollow_buffers(module: nn.Module) -> None:
+def _read_buffers(module: nn.Module) -> None:
     """Read the buffers that a checkpoint holds; they are small."""
     from verbatim.weights.files import read_whole
     from verbatim.weights.lazy import materialize

@@ -81,12 +81,12 @@ def load_dcp(
         path = builder.kempner.tokenizer_path
         tokenizer = Tokenizer.open(path, trust_remote_code=trust_remote_code).hf
     checkpoint = DcpCheckpoint(folder)
-    settled = resolve_dtype(dtype, SimpleNamespace(dtype=builder.dtype(checkpoint)))
+    resolved = resolve_dtype(dtype, SimpleNamespace(dtype=builder.dtype(checkpoint)))
     module: Any
     if leave is None:
-        module = builder.module(checkpoint, settled)
+        module = builder.module(checkpoint, resolved)
     else:
-        module, lazy_weights = builder.skeleton(checkpoint, settled, leave)
+        module, lazy_weights = builder.skeleton(checkpoint, resolved, leave)
     if builder.kempner is not None and tokenizer is not None:
         module.generation_config.eos_token_id = tokenizer.eos_token_id
     loaded = LoadedModel(module, tokenizer, module.generation_config, str(folder))
@@ -96,7 +96,7 @@ def load_dcp(
     loaded.checkpoint = Checkpoint(
         folder,
         module,
-        read=lambda: builder.module(DcpCheckpoint(folder), settled),
+        read=lambda: builder.module(DcpCheckpoint(folder), resolved),
         fingerprints=fingerprints,
     )
     return loaded

@@ -178,11 +178,15 @@ def _lead(
             raise group.failure(error) from error
         answers = group.answers(timeout_s)
         spec = shared.decoder.spec
-        settled = options.kv_dtype or spec.dtype
+        cache_dtype = options.kv_dtype or spec.dtype
         state_bytes = size * sum(state.nbytes for state in spec.states)
         num_states = options.num_states(state_bytes)
-        blocks = _num_blocks(shared, size, options, settled, limit, num_states * state_bytes)
-        told = {"num_blocks": blocks, "block_size": options.block_size, "kv_dtype": _name(settled)}
+        blocks = _num_blocks(shared, size, options, cache_dtype, limit, num_states * state_bytes)
+        told = {
+            "num_blocks": blocks,
+            "block_size": options.block_size,
+            "kv_dtype": _name(cache_dtype),
+        }
         group.tell({"do": "store", "num_states": num_states, **told})
         store = HeadStore(
             spec.layers,
@@ -190,11 +194,11 @@ def _lead(
             ranks,
             blocks,
             options.block_size,
-            settled,
+            cache_dtype,
             open_states(spec.states, num_states),
         )
         undo.callback(store.release)
-        shared.draft_layers.open_stores(blocks, options.block_size, settled)
+        shared.draft_layers.open_stores(blocks, options.block_size, cache_dtype)
         kv = group.answers(timeout_s)
         runner = Leading(
             shared,
