@@ -326,7 +326,11 @@ def test_layers_that_can_not_have_an_adapter_are_refused_by_name(
 @pytest.mark.parametrize(
     ("error", "words", "change"),
     [
-        (NotSupported, "use_dora", {"use_dora": True}),
+        (ModelError, "must have lora_A, lora_B, lora_magnitude", {"use_dora": True}),
+        (NotSupported, "init_lora_weights='pissa_niter_4'", {"init_lora_weights": "pissa_niter_4"}),
+        (NotSupported, "init_lora_weights='loftq'", {"init_lora_weights": "loftq"}),
+        (NotSupported, "a_new_field", {"a_new_field": 1}),
+        (NotSupported, "rank 300; at most 256", {"rank": 300}),
         (NotSupported, "peft_type='IA3'", {"peft_type": "IA3"}),
         (ModelError, "must be a number", {"lora_alpha": "8"}),
         (ModelError, "must be a finite number", {"lora_alpha": float("inf")}),
@@ -353,25 +357,27 @@ def test_damaged_adapters_are_refused(toy: Toy, llm: LLM, tmp_path: Path) -> Non
             llm.load_adapter("b", folder)
 
     nan = torch.full_like(tensors[first], torch.nan)
-    high, wide = torch.zeros(300, 192), torch.zeros(2, 7)
+    wide = torch.zeros(2, 7)
     refused({**tensors, first: nan}, ModelError, "NaN or infinity")
     refused({**tensors, first: wide}, InvalidRequest, "map 7 to")
     refused({**tensors, first: tensors[first][:1].clone()}, ModelError, "do not fit together")
     refused({**tensors, first: tensors[first].int()}, ModelError, "do not fit together")
-    ranks = {first: high, f"{layer}.lora_B.weight": torch.zeros(192, 300)}
-    refused({**tensors, **ranks}, NotSupported, "rank 300; at most 256")
+    ranks = {first: torch.zeros(3, 192), f"{layer}.lora_B.weight": torch.zeros(192, 3)}
+    refused({**tensors, **ranks}, ModelError, "r of .* is not 3")
+    large = torch.full_like(tensors[first], torch.finfo(torch.float32).max)
+    refused({**tensors, first: large}, ModelError, r"infinity in torch\.bfloat16")
     refused(
         {k: v for k, v in tensors.items() if k != f"{layer}.lora_B.weight"}, ModelError, "lora_B"
     )
-    refused({**tensors, "x.modules_to_save": wide}, NotSupported, "is not a LoRA matrix")
+    refused({**tensors, "base_model.model.x.weight": wide}, NotSupported, "is not a LoRA matrix")
     refused({}, ModelError, "no LoRA matrices")
     bare = {key.removeprefix("base_model.model."): x.clone() for key, x in tensors.items()}
-    refused(tensors | bare, ModelError, "twice")
+    refused(tensors | bare, ModelError, "does not begin with")
     file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(ModelError, match="Git LFS pointer"):
         llm.load_adapter("b", folder)
-    file.unlink()
-    with pytest.raises(ModelError, match=r"holds no adapter_model\.safetensors"):
+    file.rename(folder / "adapter_model.bin")
+    with pytest.raises(ModelError, match=r"holds no adapter_model\.safetensors; load"):
         llm.load_adapter("b", folder)
 
 

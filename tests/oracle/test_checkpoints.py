@@ -207,12 +207,48 @@ def test_an_adapter_folder_opens_through_its_base(tmp_path: Path) -> None:
         llm.score(PROMPTS)
 
 
+@pytest.mark.parametrize("kind", ["tied head", "tied embedding", "square Conv1D", "DoRA"])
+def test_an_adapter_changes_the_layers_that_it_names(kind: str, tmp_path: Path) -> None:
+    """Not what shares a tensor with them; and each as its class stores it, whatever the config says."""
+    name, layer = "gpt2" if kind == "square Conv1D" else "qwen2", "model.layers.1.mlp.up_proj"
+    layer = {"square Conv1D": "transformer.h.1.attn.c_proj", "tied head": "lm_head"}.get(
+        kind, layer
+    )
+    module = make_toy(name, tie_word_embeddings=True)
+    module.save_pretrained(base := tmp_path / "base")
+    module = make_toy(name, tie_word_embeddings=False)
+    module.load_state_dict(type(module).from_pretrained(base).state_dict())
+    weight = module.get_submodule(layer).weight
+    tall = weight.t() if name == "gpt2" else weight
+    a, b, magnitude = torch.randn(2, tall.shape[1]), torch.randn(tall.shape[0], 2) / 8, None
+    tensors = {f"{layer}.lora_A.weight": a, f"{layer}.lora_B.weight": b}
+    with torch.no_grad():
+        tall += 2 * b @ a
+        if kind == "DoRA":
+            tensors[f"{layer}.lora_magnitude_vector"] = magnitude = torch.rand(len(tall)) + 1
+            tall *= (magnitude / tall.norm(dim=1))[:, None]
+        if kind == "tied embedding":
+            embedding = torch.randn(module.model.embed_tokens.weight.shape)
+            tensors["model.embed_tokens.weight"] = embedding
+            module.model.embed_tokens.weight.copy_(embedding)
+    fields = dict(peft_type="LORA", base_model_name_or_path=str(base), r=2, lora_alpha=4)
+    fields |= dict(use_dora=kind == "DoRA", fan_in_fan_out=kind == "tied head")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    save_file(
+        {f"base_model.model.{key}": tensor for key, tensor in tensors.items()},
+        tmp_path / "adapter_model.safetensors",
+    )
+    with LLM(tmp_path) as llm:
+        found = torch.tensor(llm.score(PROMPTS[0])[1:])
+    torch.testing.assert_close(found, expected_scores(module, PROMPTS[0]), atol=2e-4, rtol=0)
+
+
 def test_adapters_that_can_not_be_added_are_refused_by_name(tmp_path: Path) -> None:
     module = make_toy("llama", **SHAPE)
     module.save_pretrained(tmp_path / "base")
-    save_adapter(tmp_path / "dora", tmp_path / "base", module, use_dora=True)
-    with pytest.raises(NotSupported, match="use_dora"):
-        LLM(tmp_path / "dora")
+    save_adapter(tmp_path / "olora", tmp_path / "base", module, init_lora_weights="olora")
+    with pytest.raises(NotSupported, match="init_lora_weights='olora'"):
+        LLM(tmp_path / "olora")
     make_toy("llama").save_pretrained(tmp_path / "other")
     save_adapter(tmp_path / "adapter", tmp_path / "other", module)
     with pytest.raises(ModelError, match="does not fit the base model"):

@@ -262,7 +262,7 @@ def load(
                 revision=base_revision,
                 trust_remote_code=trust_remote_code,
                 with_tokenizer=with_tokenizer,
-                skeleton=partial(open_, adapter=adapter),
+                skeleton=partial(open_, adapter_folder=adapter),
                 unused_weights=unused_weights,
             )
             where["local_files_only"] = True
@@ -317,7 +317,7 @@ def _base_of(adapter: Path) -> tuple[str, str | None]:
     """Return the base model of a PEFT adapter, and its revision.
 
     Raises:
-        ModelError: adapter_config.json names none that is there, or the adapter has no safetensors.
+        ModelError: adapter_config.json names none that is there.
     """
     for path in adapter.iterdir():
         refuse_lfs_pointer(path)
@@ -334,8 +334,6 @@ def _base_of(adapter: Path) -> tuple[str, str | None]:
         raise NotSupported(
             f"{adapter}: its base model {base[:200]!r} is an adapter, too; merge it first"
         )
-    if not (adapter / "adapter_model.safetensors").is_file():
-        raise ModelError(f"{adapter} holds no adapter_model.safetensors")
     return base, revision
 
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from verbatim import kernels
 from verbatim.batch import Adapter, Batch
-from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.errors import InvalidRequest, ModelError, NotSupported
 from verbatim.model import products
 from verbatim.model.context import active_context
 from verbatim.model.layer import FusedLayer
@@ -138,7 +138,8 @@ class Adapters:
             The names of the layers that it has matrices for here.
 
         Raises:
-            NotSupported, InvalidRequest: it does not fit the model; nothing is held then.
+            NotSupported, InvalidRequest, ModelError: it does not fit the model, or has NaN or infinity in the
+                model's dtype; nothing is held then.
         """
         layers = adapter.layers
         if partial:
@@ -149,6 +150,10 @@ class Adapters:
             device = next(iter([*module.parameters(), *module.buffers()])).device
             a = low.a.to(device, self._dtype).contiguous()
             b = F.pad(low.b.to(device, self._dtype), (0, 0, 0, -low.b.shape[0] % _PANEL))
+            if not (a.isfinite().all() and b.isfinite().all()):
+                raise ModelError(
+                    f"adapter {adapter.name!r}: {name[:200]} has NaN or infinity in {self._dtype}"
+                )
             panels = b.unflatten(0, (-1, _PANEL)).transpose(1, 2).contiguous()
             struct = _LowRankStruct(a.data_ptr(), panels.data_ptr(), a.shape[0], low.scaling)
             made[name] = _Matrices(a, panels, low.scaling, struct)

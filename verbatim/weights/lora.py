@@ -1,134 +1,143 @@
-"""PEFT adapter folders: LoRA matrices, added to the lazy weights of the base model.
+"""Adding an adapter to the lazy weights of its base model.
 
 `W + scaling * B A`, computed in float32 by the engine's own product, so that it has the same bits in every
-placement, and rounded once to the model's dtype.
+placement, and rounded once to the weight's dtype.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from verbatim.errors import ModelError, NotSupported
 from verbatim.model import products
-from verbatim.untrusted import read_json
+from verbatim.model.packed import placeholder
+from verbatim.weights.adapter import AdapterFolder
 from verbatim.weights.formats.stored import Decoded
-from verbatim.weights.lazy import Computed, LazyWeight, Stored
+from verbatim.weights.lazy import Computed, LazyWeight
 
-_PREFIX = "base_model.model."
-# Fields that change what is computed beside W + scaling * B A, and must be absent or false.
-_OTHERS = (
-    *("use_dora", "use_qalora", "lora_bias", "target_parameters", "trainable_token_indices"),
-    *("alora_invocation_tokens", "arrow_config", "layer_replication", "megatron_config"),
-)
-# A name of a layer, or its end: other patterns of a file can take exponential time.
-_PATTERN = re.compile(r"\^?[\w.-]+")
-_MOST = torch.finfo(torch.float32).max
+_EXPERT = ".experts."
 
 
-def add_adapter(
-    folder: Path,
-    stored: Mapping[str, Stored],
-    table: Mapping[str, LazyWeight],
-    dtype: torch.dtype,
-) -> dict[str, LazyWeight]:
-    """Return the lazy weights of a base model with an adapter.
+def merge_experts(
+    adapter: AdapterFolder, table: Mapping[str, LazyWeight], dtype: torch.dtype
+) -> tuple[AdapterFolder, dict[str, LazyWeight]]:
+    """Add the matrices of single experts to the lazy weights of a checkpoint.
+
+    A module has one tensor for all experts; adapters made with transformers 4 name each of them, as
+    checkpoints do.
+
+    Returns:
+        What is left of the adapter, and the lazy weights.
+
+    Raises:
+        ModelError: the matrices do not fit.
+        NotSupported: ranks or alphas by names, which PEFT replaces for experts.
+    """
+    merged, left = dict(table), dict(adapter.pairs)
+    for layer, pair in adapter.pairs.items():
+        name = f"{layer}.weight"
+        if _EXPERT not in layer or name not in table:
+            continue
+        if adapter.config.get("rank_pattern") or adapter.config.get("alpha_pattern"):
+            raise NotSupported(
+                f"{adapter.folder}: rank_pattern and alpha_pattern are not supported with experts"
+            )
+        base: Any = table[name]
+        shape = (base.func if isinstance(base, Computed) else base).shape
+        merge = Decoded(shape, dtype, _merge(adapter, layer, shape, dtype, transposed=False))
+        merged[name] = Computed(merge, (base, pair.a, pair.b, pair.magnitude), {}, None)
+        del left[layer]
+    return replace(adapter, pairs=left), merged
+
+
+def merge_adapter(
+    adapter: AdapterFolder, module: nn.Module, weights: dict[nn.Parameter, LazyWeight]
+) -> None:
+    """Put the weights with an adapter in place of a model's lazy weights.
+
+    A tied weight that the adapter changes in one place is not tied afterwards, as with PEFT.
 
     Args:
-        folder: of the adapter.
-        stored: its tensors.
-        table: the lazy weights of the base model.
+        weights: of the parameters of `module`; changed with them.
 
     Raises:
-        NotSupported: another adapter than LoRA.
-        ModelError: it is for another model.
+        ModelError: the adapter is for another model.
     """
-    config = read_config(folder)
-    found, left = dict(table), dict(stored)
-    for key in sorted(key for key in stored if key.endswith(".lora_A.weight")):
-        a, b = left.pop(key), left.pop(key.replace(".lora_A.", ".lora_B."), None)
-        module = layer_of(key)
-        name = f"{module}.weight"
-        base: Any = found.get(name)
-        base = base.func if isinstance(base, Computed) else base
-        turned = bool(config.get("fan_in_fan_out"))
-        if b is None or base is None or b.shape[1:] != a.shape[:1]:
-            raise _misfit(folder, key)
-        shape = (b.shape[0], *a.shape[1:])
-        if base.shape != (shape[::-1] if turned else shape):
-            raise _misfit(folder, key)
-        scaling = scaling_of(config, module, a.shape[0])
-        merge = Decoded(base.shape, dtype, _merge(dtype, scaling, turned))
-        found[name] = Computed(merge, (found[name], a, b), {}, None)
-    for key, tensor in left.items():  # of modules that were trained whole
-        name = key.removeprefix(_PREFIX)
-        if "lora_" in key or name not in found:
-            raise _misfit(folder, key)
-        found[name] = tensor
-    return found
+    from transformers.pytorch_utils import Conv1D
+
+    layers = dict(module.named_modules())
+
+    def parameter_of(layer: str, name: str) -> nn.Parameter:
+        parameters: Any = layers[layer]._parameters if layer in layers else {}
+        parameter: nn.Parameter | None = parameters.get(name)
+        if parameter is None or parameter not in weights:
+            raise _misfit(adapter, f"{layer}.{name}")
+        return parameter
+
+    def put(layer: str, name: str, lazy: LazyWeight) -> None:
+        parameter = nn.Parameter(placeholder(parameter_of(layer, name)), requires_grad=False)
+        layers[layer]._parameters[name] = parameter
+        weights[parameter] = lazy
+
+    for key, stored in adapter.whole.items():
+        layer, _, name = key.rpartition(".")
+        parameter = parameter_of(layer.removesuffix(".base_layer"), name)
+        if stored.shape != parameter.shape:
+            raise _misfit(adapter, key)
+        lazy = Computed(partial(_finite, adapter, key, parameter.dtype), (stored,), {}, None)
+        if layer.endswith(".base_layer"):  # PEFT writes into the tensor, also where it is tied
+            weights[parameter] = lazy
+        else:
+            put(layer, name, lazy)
+    for layer, pair in adapter.pairs.items():
+        parameter = parameter_of(layer, "weight")
+        transposed = isinstance(layers[layer], nn.Embedding | Conv1D)
+        if not transposed and not isinstance(layers[layer], nn.Linear):
+            raise _misfit(adapter, layer)
+        merge = _merge(adapter, layer, parameter.shape, parameter.dtype, transposed=transposed)
+        parts = weights[parameter], pair.a, pair.b, pair.magnitude
+        put(layer, "weight", Computed(merge, parts, {}, None))
+    used = set(module.parameters())
+    for parameter in [p for p in weights if p not in used]:
+        del weights[parameter]
 
 
-def _misfit(folder: Path, name: str) -> ModelError:
-    return ModelError(f"{folder}: {name} does not fit the base model's weights")
+def _misfit(adapter: AdapterFolder, name: str) -> ModelError:
+    return ModelError(f"{adapter.folder}: {name[:200]} does not fit the base model's weights")
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read the config of an adapter.
-
-    Raises:
-        ModelError: it can't be read.
-        NotSupported: another adapter than LoRA.
-    """
-    config = read_json(folder / "adapter_config.json")
-    others = [name for name in _OTHERS if config.get(name)]
-    if config.get("peft_type") != "LORA" or others:
-        what = ", ".join(others) or f"peft_type={str(config.get('peft_type'))[:80]!r}"
-        raise NotSupported(
-            f"{folder}: adapter_config.json: {what} is not supported: must be plain LORA; merge it "
-            "with peft's merge_and_unload"
-        )
-    return config
+def _finite(adapter: AdapterFolder, name: str, dtype: torch.dtype, values: Tensor) -> Tensor:
+    values = values.to(dtype)
+    if not values.isfinite().all():
+        raise ModelError(f"{adapter.folder}: {name[:200]} has NaN or infinity in {dtype}")
+    return values.contiguous()
 
 
-def layer_of(key: str) -> str:
-    """Return the name of the layer that a tensor `<layer>.lora_A.weight` is for."""
-    return key.removesuffix(".lora_A.weight").removeprefix(_PREFIX)
+def _merge(
+    adapter: AdapterFolder,
+    layer: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    transposed: bool,
+) -> Callable[..., Tensor]:
+    """Return the function that adds a pair to a weight, `[N, K]`, or `[K, N]` if it is transposed."""
+    pair = adapter.pairs[layer]
+    if tuple(shape[::-1] if transposed else shape) != (pair.b.shape[0], pair.a.shape[1]):
+        raise _misfit(adapter, layer)
 
-
-def scaling_of(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return the factor of B A for a layer.
-
-    Raises:
-        ModelError: the config has no number for it.
-        NotSupported: it has one by a pattern that isn't a name.
-    """
-    patterns = config.get("alpha_pattern") or {}
-    if not isinstance(patterns, dict) or not all(map(_PATTERN.fullmatch, patterns)):
-        raise NotSupported(
-            f"adapter_config.json: alpha_pattern={str(patterns)[:80]!r}: must be numbers by names of layers"
-        )
-    alpha = next(
-        (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)),
-        config.get("lora_alpha"),
-    )
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
-        raise ModelError(f"adapter_config.json: lora_alpha={str(alpha)[:80]!r}: must be a number")
-    divisor = rank**0.5 if config.get("use_rslora") else rank
-    # Beyond float32, in which it is computed, it would be infinite.
-    if not abs(alpha) <= _MOST * divisor:
-        raise ModelError("adapter_config.json: lora_alpha must be a finite number")
-    return float(alpha / divisor)
-
-
-def _merge(dtype: torch.dtype, scaling: float, turned: bool) -> Any:
-    def merge(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        product = products.linear(b.float(), a.float().t().contiguous(), None)
-        product = product.t() if turned else product
-        return weight.float().add(product * scaling).to(dtype).contiguous()
+    def merge(weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None) -> Tensor:
+        added = products.linear(b.float(), a.float().t().contiguous(), None) * pair.scaling
+        total = (weight.t() if transposed else weight).float().add(added)
+        if magnitude is not None:
+            norm = torch.linalg.vector_norm(total.double(), dim=1)
+            total *= (magnitude.double() / norm).float()[:, None]
+        return _finite(adapter, layer, dtype, total.t() if transposed else total)
 
     return merge

@@ -31,9 +31,9 @@ from verbatim.model.loader import LoadedModel
 from verbatim.model.quantization import Quantization
 from verbatim.options import dtype_name
 from verbatim.weights.files import bytes_of
+from verbatim.weights.headers import stored_in
 from verbatim.weights.identity import fingerprint
 from verbatim.weights.lazy import Stored, sources, stamp_of
-from verbatim.weights.skeleton import stored_in
 
 FORMAT = 2  # of the file and of what is packed how: raised with either
 THREADS = 2

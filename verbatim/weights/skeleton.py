@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,31 +14,12 @@ from verbatim.errors import ModelError, NotSupported, VerbatimError, first_line
 from verbatim.model.loader import auto_class, building
 from verbatim.model.packed import placeholder
 from verbatim.model.patching import quiet
-from verbatim.untrusted import check_dtypes, check_size, reason, shards_of
+from verbatim.untrusted import check_dtypes, check_size, shards_of
+from verbatim.weights.adapter import read_folder
 from verbatim.weights.formats import decode, forget_quantization, quantization_of
-from verbatim.weights.lazy import LazyWeight, Stored, Traced, stamp_of, traced
-from verbatim.weights.lora import add_adapter
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "C64": torch.complex64,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_MAX_HEADER = 100_000_000  # bytes, as safetensors' own limit
+from verbatim.weights.headers import stored_in
+from verbatim.weights.lazy import LazyWeight, Stored, Traced, traced
+from verbatim.weights.lora import merge_adapter, merge_experts
 
 
 def open_skeleton(
@@ -48,12 +27,12 @@ def open_skeleton(
     config: Any,
     dtype: torch.dtype,
     trust_remote_code: bool,
-    adapter: Path | None = None,
+    adapter_folder: Path | None = None,
 ) -> tuple[nn.Module, dict[nn.Parameter, LazyWeight], list[str]]:
     """Build the module that transformers would load from `folder`, without reading a weight.
 
     Args:
-        adapter: the folder of a PEFT adapter, which is added to the weights.
+        adapter_folder: of a PEFT adapter, which is added to the weights.
 
     Returns:
         The module, whose parameters have shapes and no memory, and how each of them is made of what lies
@@ -63,6 +42,7 @@ def open_skeleton(
         ModelError: a damaged or missing file, weights that are missing or of another shape.
         NotSupported: weights in another format than safetensors.
     """
+    adapter = None if adapter_folder is None else read_folder(adapter_folder)
     stored = tensors_of(folder, config)
     quantization = quantization_of(config)
     table: Mapping[str, LazyWeight] = stored
@@ -71,7 +51,7 @@ def open_skeleton(
         forget_quantization(config)
         table = decode(folder, stored, quantization, dtype)
     if adapter is not None:
-        table = add_adapter(adapter, stored_in(adapter / "adapter_model.safetensors"), table, dtype)
+        adapter, table = merge_experts(adapter, table, dtype)
     nbytes = sum(tensor.nbytes for tensor in stored.values())
     with building, quiet(progress=False):
         module, report = _load_traced(folder, config, dtype, trust_remote_code, table, nbytes)
@@ -82,6 +62,8 @@ def open_skeleton(
             raise ModelError(f"{folder}: {len(names)} weights are {what}, such as {names[0]}")
     lazy_weights = _hollow_parameters(module)
     _read_buffers(module)
+    if adapter is not None:
+        merge_adapter(adapter, module, lazy_weights)
     return module.eval(), lazy_weights, sorted(map(str, report["unexpected_keys"]))
 
 
@@ -174,46 +156,4 @@ def tensors_of(folder: Path, config: Any = None) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     for path in files:
         found.update(stored_in(path))
-    return found
-
-
-class _Damage(Exception):
-    """A header with impossible numbers."""
-
-
-def stored_in(path: Path) -> dict[str, Stored]:
-    """Return the tensors of one safetensors file: 8 bytes with the length of a JSON header, then the
-    header.
-
-    Raises:
-        ModelError: it is damaged or cut short.
-    """
-    try:
-        with path.open("rb") as file:
-            stamp = stamp_of(file.fileno())
-            size = stamp[2]
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > min(size - 8, _MAX_HEADER):
-                raise _Damage(f"a header of {length} bytes in a file of {size}")
-            header = json.loads(file.read(length))
-        found = {}
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            begin, end = entry["data_offsets"]
-            if entry["dtype"] not in _DTYPES:  # if a parameter needs it, transformers misses it
-                continue
-            dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-            if end - begin != dtype.itemsize * torch.Size(shape).numel():
-                raise _Damage(f"a tensor of {list(shape)} has {end - begin} bytes")
-            if not 0 <= begin <= end <= size - 8 - length:
-                raise _Damage(
-                    f"a tensor ends at byte {8 + length + end} and the file at {size}: it was cut short"
-                )
-            at = 8 + length + begin
-            found[name] = Stored(name, path, at, end - begin, dtype, shape, stamp)
-    except _Damage as error:
-        raise ModelError(f"{path} is damaged or cut short: {error}") from None
-    except Exception as error:  # a damaged header fails in any way; its text is not quoted
-        raise ModelError(f"{path} is damaged or cut short: {reason(error)}") from None
     return found
