@@ -113,8 +113,7 @@ def test_shares_are_whole_units_and_nearly_equal() -> None:
 # ---- ranks that the user starts
 
 
-FAST = [("llama", "float32"), ("qwen3_moe", "bfloat16")]
-SLOW = [
+MODELS = [
     (name, dtype)
     for name in ("qwen3", "gpt2", "gpt_oss", "qwen3_moe", "gemma2", "falcon_mqa", "bloom", "phi3")
     for dtype in ("float32", "bfloat16")
@@ -124,7 +123,11 @@ SLOW = [
 def run_all(
     world: int, models: list[tuple[str, str]], folder: Path, folders: Folders
 ) -> dict[str, list[dict[str, Any]]]:
-    """What each rank told of each function of parallel_rank.py; the ranks are started once."""
+    """What each rank told of each function of parallel_rank.py; the ranks are started once.
+
+    Args:
+        models: those whose columns are shared, with their dtypes; without any, the others alone are called.
+    """
     from support.mtp_toys import save_with_mtp, toy
 
     (folder / "models.json").write_text(json.dumps(models))
@@ -134,20 +137,14 @@ def run_all(
         toys.make_toy(name, num_hidden_layers=5).save_pretrained(folder / f"deep-{name}")
     save_with_mtp(toy("deepseek_v3", 1), folder / "mtp")
     toys.make_toy("qwen3_moe", seed=9).save_pretrained(folder / "new-qwen3_moe")
-    told = run_ranks(world, "parallel_rank.py", folder, "share_columns+share_layers+share_experts")
+    calls = ["share_columns"] * bool(models) + ["share_layers", "share_experts"]
+    told = run_ranks(world, "parallel_rank.py", folder, "+".join(calls))
     return {name: [ours[name] for ours in told] for name in told[0]} | {"folder": [folder]}
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory, folders: Folders) -> Any:
-    return run_all(2, FAST, tmp_path_factory.mktemp("two"), folders)
-
-
-@pytest.mark.slow
-def test_ranks_that_share_columns_say_what_one_process_says(
-    two_ranks: Any, folders: Folders
-) -> None:
-    check_columns(two_ranks["share_columns"], FAST, folders)
+    return run_all(2, [], tmp_path_factory.mktemp("two"), folders)
 
 
 def test_ranks_that_share_layers_say_what_one_process_says(two_ranks: Any) -> None:
@@ -162,8 +159,8 @@ def test_ranks_with_requests_of_their_own_share_experts(two_ranks: Any, folders:
 @pytest.mark.parametrize("world", [2, 4])
 def test_many_models_on_ranks(world: int, tmp_path: Path, folders: Folders) -> None:
     # On four ranks each model in one dtype, the one or the other in turn.
-    some = [m for i, m in enumerate(SLOW) if i % 4 in (0, 3)]
-    models = SLOW if world == 2 else some + [m for m in SLOW if m[0] == "llama"]
+    some = [m for i, m in enumerate(MODELS) if i % 4 in (0, 3)]
+    models = MODELS if world == 2 else some + [m for m in MODELS if m[0] == "llama"]
     assert len(models) == len(set(models))
     told = run_all(world, models, tmp_path, folders)
     check_columns(told["share_columns"], models, folders)
