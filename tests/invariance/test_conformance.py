@@ -82,7 +82,7 @@ if (
         for case in itertools.product(*DIMENSIONS.values())
         if not pairs_of(DIMENSIONS, case) & REFUSED.keys()
     ]
-LONG = SamplingParams(max_tokens=40, ignore_eos=True, seed=7)
+LONG = SamplingParams(max_tokens=24, ignore_eos=True, seed=7)
 PROMPT = toys.random_ids(19, seed=5)
 
 

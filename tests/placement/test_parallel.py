@@ -123,11 +123,7 @@ MODELS = [
 def run_all(
     world: int, models: list[tuple[str, str]], folder: Path, folders: Folders
 ) -> dict[str, list[dict[str, Any]]]:
-    """What each rank told of each function of parallel_rank.py; the ranks are started once.
-
-    Args:
-        models: those whose columns are shared, with their dtypes; without any, the others alone are called.
-    """
+    """What each rank told of each function of parallel_rank.py; the ranks are started once."""
     from support.mtp_toys import save_with_mtp, toy
 
     (folder / "models.json").write_text(json.dumps(models))
@@ -137,22 +133,8 @@ def run_all(
         toys.make_toy(name, num_hidden_layers=5).save_pretrained(folder / f"deep-{name}")
     save_with_mtp(toy("deepseek_v3", 1), folder / "mtp")
     toys.make_toy("qwen3_moe", seed=9).save_pretrained(folder / "new-qwen3_moe")
-    calls = ["share_columns"] * bool(models) + ["share_layers", "share_experts"]
-    told = run_ranks(world, "parallel_rank.py", folder, "+".join(calls))
-    return {name: [ours[name] for ours in told] for name in told[0]} | {"folder": [folder]}
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory, folders: Folders) -> Any:
-    return run_all(2, [], tmp_path_factory.mktemp("two"), folders)
-
-
-def test_ranks_that_share_layers_say_what_one_process_says(two_ranks: Any) -> None:
-    check_layers(two_ranks["share_layers"], two_ranks["folder"][0])
-
-
-def test_ranks_with_requests_of_their_own_share_experts(two_ranks: Any, folders: Folders) -> None:
-    check_experts(two_ranks["share_experts"], two_ranks["folder"][0], folders)
+    told = run_ranks(world, "parallel_rank.py", folder, "share_columns+share_layers+share_experts")
+    return {name: [ours[name] for ours in told] for name in told[0]}
 
 
 @pytest.mark.slow
@@ -395,6 +377,8 @@ def test_nothing_is_left_of_a_pipeline_that_is_refused(folders: Folders) -> None
     with pytest.raises(InvalidRequest, match=r"stages=9: the model can be cut into"):
         LLM(folders("llama"), placement=PipelineParallel(9))
     assert launchers() == []
+    with pytest.raises(NotSupported, match="LlamaForCausalLM has no MTP layers"):
+        LLM(folders("llama"), placement=TensorParallel(2), draft="mtp")
 
 
 def test_what_cannot_be_is_refused_by_name(
@@ -412,8 +396,6 @@ def test_what_cannot_be_is_refused_by_name(
     folder = folders("llama")
     with pytest.raises(InvalidRequest, match=r"torch\.distributed is not initialised"):
         LLM(folder, placement=ExpertParallel())
-    with pytest.raises(NotSupported, match="LlamaForCausalLM has no MTP layers"):
-        LLM(folder, placement=TensorParallel(2), draft="mtp")
     with pytest.raises(NotSupported, match="a live module is in memory"):
         LLM(toys.make_toy("llama"), placement=TensorParallel(2))
     for name, value in (
