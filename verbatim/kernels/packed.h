@@ -244,7 +244,7 @@ static INLINE inline void whole_group(T *out, const uint8_t *codes, const Head &
 }
 
 template <int CODE, typename T>
-static inline void short_group(T *out, const uint8_t *codes, int size, const Head &head,
+static __attribute__((noinline)) void short_group(T *out, const uint8_t *codes, int size, const Head &head,
                                const float *table) {
     const int half = (size + 1) / 2;
     for (int i = 0; i < size; i++) {
