@@ -17,7 +17,7 @@ from verbatim.heap import give_back_freed
 from verbatim.kv.flat import BlockStore, read_rows, write_rows
 from verbatim.kv.quantized import resolve_kv_dtype
 from verbatim.kv.states import open_states
-from verbatim.kv.store import KVStore, bytes_per_token, make_store
+from verbatim.kv.store import KVStore, bytes_per_token, cache_info, make_store
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.loader import Checkpoint, LoadedModel
@@ -162,10 +162,8 @@ class Resident:
             "routing_bytes": self._records["routing"].nbytes if "routing" in self._records else 0,
             "kv_bytes": self.store.nbytes + drafts.nbytes + (states.nbytes if states else 0),
             "kv_dtype": self.store.dtype_name,
-            "kv_bytes_per_token": bytes_per_token(spec.layers, kv_dtype)
-            + drafts.bytes_per_token(kv_dtype),
+            **cache_info(spec.layers, spec.states, kv_dtype, drafts.bytes_per_token(kv_dtype)),
             **({} if states is None else {"state_slots": states.num_slots}),
-            "state_bytes": 0 if states is None else states.nbytes // states.num_slots,
             **self.draft_info,
             "override": sorted(spec.needs_override),
             "fused": self.decoder.fused,

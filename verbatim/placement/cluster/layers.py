@@ -20,7 +20,7 @@ from verbatim.kv.flat import BlockStore, read_rows, write_rows
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.quantized import resolve_kv_dtype
 from verbatim.kv.states import open_states
-from verbatim.kv.store import KVStore, bytes_per_token, make_store
+from verbatim.kv.store import KVStore, cache_info, make_store
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.patching import threads
@@ -129,9 +129,9 @@ class Layers:
             **part.shape.as_dict(),
             "dtype": dtype_name(part.shape.dtype),
             "kv_dtype": name_of(dtype),
-            "kv_bytes_per_token": bytes_per_token(part.shape.layers, dtype)
-            + self._drafts.bytes_per_token(dtype),
-            "state_bytes": sum(state.nbytes for state in part.shape.states),
+            **cache_info(
+                part.shape.layers, part.shape.states, dtype, self._drafts.bytes_per_token(dtype)
+            ),
             "draft": self._drafts.info(),
             "numerics_key": numerics_key(
                 dtype_name(part.shape.dtype),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -393,8 +394,14 @@ class Clustered:
             * self.num_blocks
             * self.block_size,
             "kv_dtype": shapes[0]["kv_dtype"],
-            "kv_bytes_per_token": sum(shape["kv_bytes_per_token"] for shape in shapes),
-            "state_bytes": sum(shape["state_bytes"] for shape in shapes),
+            **{
+                name: sum(shape[name] for shape in shapes)
+                for name in ("kv_bytes_per_token", "state_bytes")
+            },
+            **{
+                name: dict(sum((Counter(shape[name]) for shape in shapes), Counter()))
+                for name in ("kv_bytes_per_token_by_kind", "state_bytes_by_kind")
+            },
             **({"state_slots": self.num_states} if self.num_states else {}),
             **self.draft_info,
             "stages": [

@@ -73,7 +73,7 @@ class PartShape:
         """Convert to plain data."""
         plain = asdict(self)
         plain["layers"] = [[x.kv_heads, x.key_dim, x.value_dim] for x in self.layers]
-        plain["states"] = [[list(x.shape), dtype_name(x.dtype)] for x in self.states]
+        plain["states"] = [[list(x.shape), dtype_name(x.dtype), x.kind] for x in self.states]
         plain["choices"] = {name: list(astuple(made)) for name, made in self.choices.items()}
         for name in ("kv_dtype", "hidden_dtype"):
             plain[name] = dtype_name(plain[name])
@@ -84,7 +84,7 @@ class PartShape:
         """Convert from the result of `as_dict`; other keys are ignored."""
         own = {name: plain[name] for name in cls.__dataclass_fields__}
         own["layers"] = [LayerShape(*layer) for layer in own["layers"]]
-        own["states"] = [StateShape(tuple(s), getattr(torch, d)) for s, d in own["states"]]
+        own["states"] = [StateShape(tuple(s), getattr(torch, d), k) for s, d, k in own["states"]]
         own["choices"] = choices_from(own)
         for name in ("kv_dtype", "hidden_dtype"):
             own[name] = getattr(torch, own[name])
