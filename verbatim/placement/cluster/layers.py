@@ -6,7 +6,7 @@ import os
 import platform
 import threading
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 
 from verbatim._version import __version__
-from verbatim.batch import Batch, Draws, SamplePlan
+from verbatim.batch import Adapter, Batch, Draws, SamplePlan
 from verbatim.errors import ModelChanged, VerbatimError
 from verbatim.kv.flat import BlockStore, read_rows, write_rows
 from verbatim.kv.hidden import HiddenStore
@@ -28,12 +28,6 @@ from verbatim.model.routing import Records, open_records
 from verbatim.numerics import numerics_key
 from verbatim.options import available_memory, dtype_name
 from verbatim.placement.cluster.drafts import open_part
-from verbatim.placement.cluster.messages import (
-    pack_draws,
-    unpack_adapter,
-    unpack_batch,
-    unpack_plan,
-)
 from verbatim.placement.cluster.part import Part
 from verbatim.placement.cluster.split import Split
 from verbatim.placement.resident import cached_in
@@ -70,7 +64,7 @@ class Layers:
         self._writer: WeightWriter | None = None
         self._num_threads: int | None = None
         self._opened_with: Message = {}
-        self._adapters: dict[int, Message] = {}  # by number, of the layers here
+        self._adapters: dict[int, Adapter] = {}  # by number, of the layers here
         self._opening = threading.Lock()  # a spare may still be getting ready
         self._loaded: LoadedModel | None = None
         self._loaded_from: Message = {}
@@ -217,12 +211,10 @@ class Layers:
         """Run a draft layer, and draw from its logits by a plan, if there is one."""
         if self.store is None:
             raise VerbatimError("this stage has no memory for K and V yet, or sleeps")
-        plan, batch = message["plan"], unpack_batch(message["batch"])
+        plan = message["plan"]
         with threads(self._num_threads), self._drafts.patched():
-            logits = self._drafts.run(message["k"], batch, self.store)
-            if plan is None:
-                return {"draws": None}
-            return {"draws": pack_draws(sample_rows(logits, unpack_plan(plan)))}
+            logits = self._drafts.run(message["k"], message["batch"], self.store)
+            return {"draws": None if plan is None else sample_rows(logits, plan)}
 
     def weight_names(self, message: Message) -> Message:
         """Return the names of the weights that are held here, quantized ones apart."""
@@ -248,10 +240,10 @@ class Layers:
 
     def load_adapter(self, message: Message) -> Message:
         """Hold an adapter's matrices for the layers here, and return their names."""
-        adapter = message["adapter"]
-        names = self._opened().decoder.load_adapter(unpack_adapter(adapter), partial=True)
-        layers = {name: adapter["layers"][name] for name in names}
-        self._adapters[adapter["number"]] = {**adapter, "layers": layers}
+        adapter: Adapter = message["adapter"]
+        names = self._opened().decoder.load_adapter(adapter, partial=True)
+        layers = {name: adapter.layers[name] for name in names}
+        self._adapters[adapter.number] = replace(adapter, layers=layers)
         return {"names": names}
 
     def unload_adapter(self, message: Message) -> None:

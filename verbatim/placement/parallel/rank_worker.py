@@ -14,7 +14,6 @@ from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.numerics import numerics_key
 from verbatim.placement.cluster.drafts import options_of
 from verbatim.placement.cluster.link import Link
-from verbatim.placement.cluster.messages import unpack_adapter, unpack_batch
 from verbatim.placement.cluster.stage import Stage
 from verbatim.placement.launcher import HOST
 from verbatim.placement.parallel.heads import HeadStore
@@ -109,12 +108,12 @@ class RankWorker:
     def _do_forward(self, message: Message) -> None:
         assert self.runner is not None
         with _same_errors():
-            self.runner.forward(unpack_batch(message["batch"]))
+            self.runner.forward(message["batch"])
 
     def _do_draft(self, message: Message) -> None:
         assert self.runner is not None
         with _same_errors(), self.runner.drafting():
-            self.runner.draft(message["k"], unpack_batch(message["batch"]), None)
+            self.runner.draft(message["k"], message["batch"], None)
 
     def _do_read_cache(self, message: Message) -> None:
         assert self.runner is not None
@@ -147,7 +146,7 @@ class RankWorker:
     def _do_load_adapter(self, message: Message) -> None:
         assert self.runner is not None
         with _same_errors():
-            self.runner.load_adapter(unpack_adapter(message["adapter"]))
+            self.runner.load_adapter(message["adapter"])
 
     def _do_unload_adapter(self, message: Message) -> None:
         assert self.runner is not None

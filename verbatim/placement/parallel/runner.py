@@ -13,7 +13,6 @@ from torch import Tensor
 from verbatim.batch import Adapter, Batch, Draws, SamplePlan
 from verbatim.errors import ModelError, NotSupported, TierFailed, VerbatimError, first_line
 from verbatim.heap import give_back_freed
-from verbatim.placement.cluster.messages import pack_adapter, pack_batch
 from verbatim.placement.parallel.group import RankGroup
 from verbatim.placement.parallel.heads import HeadStore
 from verbatim.placement.parallel.share import Shared
@@ -79,7 +78,7 @@ class Leading(Rank):
         # All ranks make a forward or none: Ctrl-C waits for its end.
         with Shield().up():
             made: Forward = self._together(
-                {"do": "forward", "batch": pack_batch(batch)},
+                {"do": "forward", "batch": batch},
                 lambda: super(Leading, self).forward(batch),
             )
             return made
@@ -87,7 +86,7 @@ class Leading(Rank):
     def draft(self, k: int, batch: Batch, plan: SamplePlan | None) -> Draws | None:
         with Shield().up():
             draws: Draws | None = self._together(
-                {"do": "draft", "k": k, "batch": pack_batch(batch)},
+                {"do": "draft", "k": k, "batch": batch},
                 lambda: super(Leading, self).draft(k, batch, plan),
             )
             return draws
@@ -144,7 +143,7 @@ class Leading(Rank):
         """See `Runner`. Each rank holds all of it, and adds it to the gathered columns."""
         with Shield().up():
             load = partial(super().load_adapter, adapter)
-            self._together({"do": "load_adapter", "adapter": pack_adapter(adapter)}, load)
+            self._together({"do": "load_adapter", "adapter": adapter}, load)
 
     def unload_adapter(self, number: int) -> None:
         with Shield().up():
