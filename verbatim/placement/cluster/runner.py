@@ -227,7 +227,7 @@ class Clustered:
     def check_replay(self, name: str) -> None:
         self.choices[name].check(f"its {name} can't be replayed")
         if name == "routing":
-            self._each("check_replay")
+            self._each("check_replay", name=name)
 
     def read_cache(self, kind: str, numbers: list[int]) -> Tensor | None:
         if self.choices["routing"].layers:  # of other layers after `rebalance`
