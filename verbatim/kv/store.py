@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from verbatim.batch import AttentionBatch, Batch
-from verbatim.kernels.options import AttentionOptions, IndexOptions
+from verbatim.kernels.options import AnyOptions, IndexOptions
 from verbatim.kv.attention import paged_attention, write_kv
 from verbatim.kv.indexing import attend_to_chosen, choose_keys
 from verbatim.kv.quantized import KVDtype, Packing, packed_attention, unpack, write_packed
@@ -102,13 +102,7 @@ class KVStore:
 
         return rope.rope_and_write(q, k, v, cos, sin, *self.layers[layer], slots)
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        batch: AttentionBatch,
-        options: AttentionOptions | IndexOptions,
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, batch: AttentionBatch, options: AnyOptions) -> Tensor:
         """Compute `paged_attention` over one layer: `q` `[T, H, Dk]` to `[T, H, Dv]`.
 
         With `IndexOptions`, choose keys instead, as `choose_keys` does.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from verbatim.batch import ZERO_STATE, Batch
 from verbatim.errors import first_line
-from verbatim.kernels.options import AttentionOptions, IndexOptions
+from verbatim.kernels.options import AnyOptions, AttentionOptions
 from verbatim.kv.states import StateRows, StateShape, StateStore
 from verbatim.kv.store import KVStore, LayerShape
 from verbatim.model.context import Update, activate
@@ -42,12 +42,7 @@ class Watch:
         self.positions = torch.empty(1, 0, dtype=torch.int64)
 
     def attend(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        options: AttentionOptions | IndexOptions,
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AnyOptions
     ) -> Tensor:
         assert isinstance(options, AttentionOptions)  # no layer with an indexer is fused
         self.seen.append((q, k, v, options))

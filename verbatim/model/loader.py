@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _WEIGHTS = frozenset({".safetensors", ".bin"})
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_BESIDE = (".index.json", "config.json", ".distcp", ".metadata")  # the latter two of DCP
 _ADAPTER = "adapter_config.json"
 _BIG = 500_000_000  # bytes of weights above which a progress bar is shown
 # Returns a module, its lazy weights, and the names of tensors that it does not use.
@@ -203,12 +204,12 @@ class Checkpoint:
 
 
 def fingerprints(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return size and time of the files that determine the weights."""
+    """Return size and time of the files that determine the weights, by their path in `folder`."""
     found = {}
-    for path in folder.glob("*"):
-        if path.suffix in _WEIGHTS or path.name.endswith((".index.json", "config.json")):
+    for path in (*folder.glob("*"), *folder.glob("pp*/*")):  # stages of DCP
+        if path.suffix in _WEIGHTS or path.name.endswith(_BESIDE):
             stat = path.stat()
-            found[path.name] = (stat.st_size, stat.st_mtime_ns)
+            found[str(path.relative_to(folder))] = (stat.st_size, stat.st_mtime_ns)
     return found
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from verbatim import storyteller
-from verbatim.model.dcp.load import config_from_dict, load_dcp
 from verbatim.model.loader import LoadedModel, ModelSource, load
 from verbatim.model.quantization import Quantization
-from verbatim.weights.dcp import leave_there
+from verbatim.weights.dcp_model import config_from_dict, load_dcp
 from verbatim.weights.skeleton import open_skeleton
 
 
@@ -21,7 +20,7 @@ def reopen(source: ModelSource) -> LoadedModel:
     if source.config is not None:
         assert source.model is not None
         config = config_from_dict(source.config)
-        loaded = load_dcp(Path(source.model), config, dtype=source.dtype, leave=leave_there)
+        loaded = load_dcp(Path(source.model), config, dtype=source.dtype)
     else:
         loaded = load(
             storyteller.path() if source.model is None else source.model,

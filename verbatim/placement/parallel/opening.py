@@ -157,6 +157,7 @@ def _lead(
     group.tell(
         {
             "do": "open",
+            "asks": True,
             "source": asdict(source),
             "dtype": dtype,
             "kv_dtype": kv_dtype,
@@ -168,7 +169,7 @@ def _lead(
         }
     )
     _check_keys(group, numerics_key(dtype, kv_dtype), timeout_s)
-    group.tell({"do": "share"})
+    group.tell({"do": "share", "asks": True})
     with ExitStack() as undo:
         try:
             ranks = Gloo(meeting, 0, size, timeout_s)
@@ -187,7 +188,7 @@ def _lead(
             "block_size": options.block_size,
             "kv_dtype": _name(cache_dtype),
         }
-        group.tell({"do": "store", "num_states": num_states, **told})
+        group.tell({"do": "store", "asks": True, "num_states": num_states, **told})
         store = HeadStore(
             spec.layers,
             spec.query_heads,
