@@ -50,11 +50,10 @@ def open_model(
     gguf = None
     if dcp is None and isinstance(model, str | os.PathLike):
         gguf = find_gguf(model)
-    if skeleton is not None and (gguf or isinstance(model, nn.Module)):
-        reason = f"{model} is a GGUF file" if gguf else "a live module is in memory"
+    if skeleton is not None and isinstance(model, nn.Module):
         raise NotSupported(
-            f"placement: {reason}; all placements but None take a folder with safetensors, such as "
-            "save_pretrained writes, or a torch.distributed.checkpoint"
+            "placement: a live module is in memory; all placements but None take a folder with safetensors, "
+            "such as save_pretrained writes, a torch.distributed.checkpoint or a GGUF file"
         )
     if dcp is not None:
         return load_dcp(
@@ -67,7 +66,14 @@ def open_model(
             with_config=skeleton is not None,
         )
     if gguf is not None:
-        loaded = load_gguf(gguf, dtype=dtype, with_tokenizer=tokenizer is None)
+        loaded = load_gguf(
+            gguf,
+            dtype=dtype,
+            with_tokenizer=tokenizer is None,
+            skeleton=skeleton,
+            decode=open_skeleton,
+            unused_weights=unused_weights,
+        )
         loaded.tokenizer = loaded.tokenizer if tokenizer is None else tokenizer
         return loaded
     if isinstance(model, nn.Module):

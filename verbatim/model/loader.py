@@ -116,7 +116,8 @@ class ModelSource:
             model = loaded.folder  # `latest` may change later
         if model is not None:
             named = os.path.expanduser(os.fspath(model))
-            model = os.path.abspath(named) if os.path.isdir(named) else os.fspath(model)
+            is_local = os.path.isdir(named) or named.endswith(".gguf")
+            model = os.path.abspath(named) if is_local else os.fspath(model)
         name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
         quantized = None if loaded.quantization is None else asdict(loaded.quantization)
         return cls(
@@ -207,7 +208,7 @@ def fingerprints(folder: Path) -> dict[str, tuple[int, int]]:
     """Return size and time of the files that determine the weights, by their path in `folder`."""
     found = {}
     for path in (*folder.glob("*"), *folder.glob("pp*/*")):  # stages of DCP
-        if path.suffix in _WEIGHTS or path.name.endswith(_BESIDE):
+        if path.suffix in (*_WEIGHTS, ".gguf") or path.name.endswith(_BESIDE):
             stat = path.stat()
             found[str(path.relative_to(folder))] = (stat.st_size, stat.st_mtime_ns)
     return found

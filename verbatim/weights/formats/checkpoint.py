@@ -129,7 +129,7 @@ class QuantizedCheckpoint:
             if isinstance(zero, Tensor) and not 0 <= int(zero.min()) <= int(zero.max()) < 256:
                 raise ModelError(f"{full_name} has zero points that are not from 0 to 255")
             heads = heads_of(scale.float().contiguous(), zero, encoding)
-            return _laid_out(code, heads.repeat_interleave(repeat, -1), one)
+            return laid_out(code, heads.repeat_interleave(repeat, -1), one)
 
         return Computed(Grouped(full_name, packing, compute), parts, {}, None)
 
@@ -155,7 +155,7 @@ class QuantizedCheckpoint:
         )
 
 
-def _laid_out(code: Tensor, heads: Tensor, packing: WeightPacking) -> Tensor:
+def laid_out(code: Tensor, heads: Tensor, packing: WeightPacking) -> Tensor:
     """Return codes `[N, K]` and heads `[N, groups]`, or more of them, as `[packing.nbytes]` uint8."""
     bits, cut = packing.quantization.bits, stretches(packing.depth, packing.quantization.group_size)
     heads = heads[:, : sum(count for count, _ in cut)].contiguous()
