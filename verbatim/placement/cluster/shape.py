@@ -72,7 +72,7 @@ class PartShape:
     def as_dict(self) -> dict[str, Any]:
         """Convert to plain data."""
         plain = asdict(self)
-        plain["layers"] = [[x.kv_heads, x.key_dim, x.value_dim] for x in self.layers]
+        plain["layers"] = [list(astuple(x)) for x in self.layers]
         plain["states"] = [[list(x.shape), dtype_name(x.dtype), x.kind] for x in self.states]
         plain["choices"] = {name: list(astuple(made)) for name, made in self.choices.items()}
         for name in ("kv_dtype", "hidden_dtype"):
