@@ -46,6 +46,7 @@ WITHOUT_MTP = (
     "llama4_text",
     "deepseek_v32",
     "minimax_m3",
+    "deepseek_v4",
 )
 DIMENSIONS = {
     "placement": ("resident", "offload", "cluster", "tensor", "pipeline"),

@@ -60,6 +60,11 @@ def test_log_probs_are_those_of_the_chunked_forward_of_transformers(name: str) -
 KEPT: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "llama": ({"keys_and_values": 3 * 2 * 2 * 16}, {}),
     "deepseek_v32": ({"keys_and_values": 3 * 4 * (24 + 12), "index_keys": 3 * 16}, {}),
+    # One layer has records of windows of 16 tokens, two of windows of 4 that overlap by one, with an indexer.
+    "deepseek_v4": (
+        {"keys_and_values": 4 * 32 + 32, "records": 3 * 32, "index_keys": 2 * 16},
+        {"recurrences": 3 * (32 + 2 * 2 * (32 + 16))},
+    ),
     # The rows of two token shifts, and the sums of weighted means.
     "rwkv": ({}, {"convolutions": 3 * 2 * 64, "recurrences": 3 * 3 * 64}),
 }

@@ -120,6 +120,56 @@ def test_rows_see_the_chosen_keys_with_the_same_bits_in_any_cut(dtype: Any, top_
     assert top_k == LENGTH or not torch.equal(want[top_k:], plain[top_k:])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("window", "every"), [(7, 4), (LENGTH, 16), (1, 2)])
+def test_rows_see_their_window_and_records_with_the_same_bits_in_any_cut(
+    dtype: Any, window: int, every: int
+) -> None:
+    numbers = torch.Generator().manual_seed(0)
+    k, v, q = (torch.randn(LENGTH, heads, 16, generator=numbers) for heads in (1, 1, 4))
+    sinks, positions = torch.randn(4, generator=numbers), torch.arange(LENGTH)
+    ends = torch.arange(every - 1, LENGTH, every)
+    records = torch.where(ends <= positions[:, None], ends, -1).int()
+
+    def run(cuts: list[int], seed: int) -> Tensor:
+        blocks = 1 + torch.randperm(30, generator=torch.Generator().manual_seed(seed))
+        shape = LayerShape(1, 16, 16, records=True)
+        store = make_store([shape], 31, BLOCK_SIZE, dtype, torch.device("cpu"))
+        store.poison(list(range(31)))
+        outs = []
+        for begin, end in pairwise(cuts):
+            at = positions[begin:end]
+            store.write(0, k[at], v[at], blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE)
+            batch = AttentionBatch(
+                torch.tensor([0, end - begin], dtype=torch.int32),
+                torch.tensor([end], dtype=torch.int32),
+                blocks[None].int(),
+            )
+            options = AttentionOptions(0.3, window=window, sinks=sinks, records=records[at])
+            outs.append(store.attend(0, q[at], batch, options))
+        return torch.cat(outs)
+
+    found = run([0, LENGTH], seed=0)
+    for cuts in ([0, 1, 20, 21, 90, LENGTH], [0, *range(60, LENGTH + 1)]):
+        assert torch.equal(run(cuts, seed=len(cuts)), found)
+    behind = positions[:, None] - positions
+    seen = torch.cat([(behind >= 0) & (behind < window), records >= 0], 1)[:, None]
+    rows = torch.cat([k, v[ends]])[:, 0]
+    scores = (q @ rows.T * 0.3).masked_fill(~seen, -torch.inf)
+    weights = torch.cat([scores, sinks[:, None].expand(LENGTH, 4, 1)], -1).softmax(-1)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.05}.get(dtype, 0.5)
+    assert torch.allclose(found, weights[..., :-1] @ rows, atol=tolerance)
+
+
+def test_an_indexer_of_records_chooses_whole_windows_alone() -> None:
+    keys = torch.zeros(11, 1)
+    keys[2::3, 0] = torch.tensor([1.0, 3.0, 2.0])  # of the windows of three that are complete
+    batch = AttentionBatch(torch.tensor([0, 11]), torch.tensor([11]), torch.zeros(1, 1))
+    options = IndexOptions(2, torch.ones(11, 1), 3, pooled=True, records=True)
+    chosen = choose_keys(torch.ones(11, 1, 1), lambda _: keys, batch, options)[:, 0].tolist()
+    assert chosen == [[-1, -1]] * 2 + [[2, -1]] * 3 + [[2, 5]] * 3 + [[5, 8]] * 3
+
+
 def test_the_keys_of_an_indexer_are_counted() -> None:
     with LLM(make_toy("deepseek_v32"), kv_memory="1MB") as llm:
         info = llm.info()

@@ -21,7 +21,6 @@ _MADE_WITH = 24  # the minor version of transformers 5 that these lists were mad
 _REFUSALS: list[tuple[str, str, str]] = [
     ("position_bias", "a position bias", "inkling_text"),
     ("SoftcappedSwiGLU", "a custom MLP", "inkling2_text inkling2_loop_text"),
-    ("compressed keys", "attention to compressed keys", "deepseek_v4"),
     ("exists only as a mask", "a custom attention mask", "doge gemma4_unified"),
     ("sliding window", "a window that exists only as a mask", "phimoe:window"),
     (

@@ -99,7 +99,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "deepseek_v2": dict(_LATENT, topk_method="group_limited_greedy"),
     "deepseek_v3": _LATENT,
     "deepseek_v32": _LATENT,
-    "deepseek_v4": dict(o_groups=2, o_lora_rank=16),
+    "deepseek_v4": dict(
+        o_groups=2, o_lora_rank=16, num_key_value_heads=1, head_dim=32, num_hash_layers=1,
+        partial_rotary_factor=0.25, compress_rate_csa=2, compress_rate_hca=5, index_topk=4,
+        layer_types=[
+            "heavily_compressed_attention", "compressed_sparse_attention",
+            "sliding_attention", "compressed_sparse_attention",
+        ],
+    ),
     "dots1": dict(layer_types=_MIXED),
     "dots3_note": _DOTS,
     "dots3_note_text": _DOTS,

@@ -223,6 +223,36 @@ RECURRENT_TOYS: dict[str, tuple[str, str, dict[str, Any]]] = {
             split_ngram_parts=2,
         ),
     ),
+    "deepseek_v4": (
+        "DeepseekV4Config",
+        "DeepseekV4ForCausalLM",
+        dict(
+            num_hidden_layers=4,
+            num_key_value_heads=1,
+            head_dim=32,
+            partial_rotary_factor=0.25,
+            q_lora_rank=24,
+            o_groups=2,
+            o_lora_rank=16,
+            moe_intermediate_size=24,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            num_hash_layers=1,
+            swiglu_limit=1.0,
+            sliding_window=7,
+            compress_rate_csa=4,
+            compress_rate_hca=16,
+            index_n_heads=16,
+            index_head_dim=16,
+            index_topk=8,
+            layer_types=[
+                "heavily_compressed_attention",
+                "compressed_sparse_attention",
+                "sliding_attention",
+                "compressed_sparse_attention",
+            ],
+        ),
+    ),
     "olmo_hybrid": (
         "OlmoHybridConfig",
         "OlmoHybridForCausalLM",
@@ -373,11 +403,16 @@ def build(cls: Any, config: Any, *, dtype: torch.dtype = torch.float32, seed: in
         model = cls(config)
         for name, parameter in model.named_parameters():
             # Models start these at 0 or 1, which would hide mistakes.
-            if parameter.ndim == 1 or "gate_preact" in name or "ple.conv1d" in name:
+            zeros = ("gate_preact", "ple.conv1d", "compressor")
+            if parameter.ndim == 1 or any(part in name for part in zeros):
                 parameter.data += 0.1 * torch.randn(parameter.shape)
             # It starts at -10, where few gates would exceed the running maximum.
             if "igate_preact.bias" in name:
                 parameter.data += 8.0
+        for name, table in model.named_buffers():
+            if name.endswith("tid2eid"):  # of the experts of each token
+                experts = torch.rand(len(table), config.n_routed_experts).argsort(1)
+                table.copy_(experts[:, : table.shape[1]])
     return model.to(dtype).eval()
 
 

@@ -33,6 +33,9 @@ class AttentionOptions:
         alibi: `[H]` float32 slopes; slope * (key position - query position) is added to a score.
         chosen: `[T, G, k]` int32; the positions that each row sees, ascending, then -1 if they are fewer, for
             each of G groups of heads. None: all up to its own.
+        records: `[T, k]` int32; the positions of the records that each row attends to beside the keys in its
+            window, ascending, then -1 if they are fewer. Keys are values too, and records lie where values
+            do otherwise. None: there are none.
     """
 
     scale: float
@@ -42,6 +45,7 @@ class AttentionOptions:
     sinks: Tensor | None = None
     alibi: Tensor | None = None
     chosen: Tensor | None = None
+    records: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name in ("window", "chunk", "softcap"):
@@ -77,6 +81,7 @@ class IndexOptions:
         num_local: last blocks, up to the row's own, that are always chosen.
         pooled: the score of a block is that of its last key. Whole blocks alone are chosen from, and a row
             sees the keys of its own unfinished block besides.
+        records: with `pooled`, only the last key of each chosen block is seen: the record of the block.
     """
 
     top_k: int
@@ -84,10 +89,13 @@ class IndexOptions:
     block: int = 1
     num_local: int = 0
     pooled: bool = False
+    records: bool = False
 
     @property
     def width(self) -> int:
         """Keys for each row."""
+        if self.records:
+            return self.top_k
         return self.top_k * self.block + (self.block - 1 if self.pooled else 0)
 
     def groups(self, num_heads: int) -> int:

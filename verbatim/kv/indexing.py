@@ -50,6 +50,7 @@ def choose_keys(
         begin, end = starts[s], starts[s + 1]
         # Rows that have no more than `width` keys see all of them.
         few = max(0, min(end - begin, width - (length - (end - begin))))
+        few = 0 if options.records else few
         positions = torch.arange(length - (end - begin), length, device=q.device)[:, None, None]
         every = torch.arange(width, dtype=torch.int32, device=q.device)
         chosen[begin : begin + few] = torch.where(every <= positions[:few], every, -1)
@@ -64,6 +65,11 @@ def choose_keys(
             later = torch.arange(length, device=q.device) > at
             blocks = _best_blocks(scores.masked_fill(later, -torch.inf), at, options)
             inside = torch.arange(options.block, device=q.device)
+            if options.records:
+                ends = blocks * options.block + options.block - 1
+                own = chosen[first:last, :, : ends.shape[-1]]
+                own[:] = torch.where(ends <= at, ends, -1)
+                continue
             keys_of_blocks = (blocks[..., None] * options.block + inside).flatten(-2)
             if options.pooled:
                 unfinished = (at + 1) // options.block * options.block + inside[:-1]
@@ -160,29 +166,71 @@ def attend_to_chosen(
             )
         ]
         return torch.cat(outs, 1)
-    options = replace(options, chosen=None)
-    chosen = chosen[:, 0]
-    block_size = k_store.shape[2]
+    return _attend_to_copies(attention, q, [(k_store, v_store, chosen[:, 0])], batch, options)
+
+
+def attend_to_records(
+    attention: Callable[..., Tensor],
+    q: Tensor,
+    k_store: Tensor,
+    v_store: Tensor,
+    batch: AttentionBatch,
+    options: AttentionOptions,
+) -> Tensor:
+    """Run `attention` on the keys in the rows' window, which are values too, and on `options.records`.
+
+    Args:
+        k_store: of keys, `[blocks, 1, block_size, D]`.
+        v_store: of records, of the same shape.
+    """
+    records, window = options.records, options.window
+    assert records is not None and window
+    lengths = batch.query_starts.diff().long()
+    last = (batch.context_lens - batch.query_starts[1:]).long().repeat_interleave(lengths)
+    positions = last + torch.arange(len(q), device=q.device)
+    recent = positions[:, None] + torch.arange(1 - window, 1, device=q.device)
+    parts = [(k_store, k_store, recent), (v_store, v_store, records)]
+    return _attend_to_copies(attention, q, parts, batch, replace(options, window=0))
+
+
+def _attend_to_copies(
+    attention: Callable[..., Tensor],
+    q: Tensor,
+    parts: list[tuple[Tensor, Tensor, Tensor]],
+    batch: AttentionBatch,
+    options: AttentionOptions,
+) -> Tensor:
+    """Run `attention` on copies of keys and values, some of each store, in one softmax for each row.
+
+    Args:
+        parts: stores of K and V, and the positions in them that rows attend to, `[T, k]`, those that are
+            negative left out.
+    """
+    options = replace(options, chosen=None, records=None)
     lengths = batch.query_starts.diff().long()
     sequences = torch.arange(len(lengths), device=q.device).repeat_interleave(lengths)[:, None]
-    row_bytes = top_k * (k_store[0, :, 0].nbytes + v_store[0, :, 0].nbytes)
+    block_size = parts[0][0].shape[2]
+    row_bytes = sum(
+        positions.shape[1] * (k_store[0, :, 0].nbytes + v_store[0, :, 0].nbytes)
+        for k_store, v_store, positions in parts
+    )
     rows_at_once = max(1, 4 * _MAX_ELEMENTS // row_bytes)
     outs = []
     for first in range(0, len(q), rows_at_once):
-        some = chosen[first : first + rows_at_once]
-        positions = some.clamp(min=0).long()
-        sequence = sequences[first : first + rows_at_once]
-        blocks = batch.block_tables[sequence, positions // block_size].long().flatten()
-        offsets = (positions % block_size).flatten()
-        count = torch.arange(len(some) + 1, dtype=torch.int32, device=q.device)
-        tables = torch.arange(some.numel(), dtype=torch.int32, device=q.device).view(some.shape)
-        outs.append(
-            attention(
-                q[first : first + rows_at_once],
-                k_store[blocks, :, offsets].unsqueeze(2),
-                v_store[blocks, :, offsets].unsqueeze(2),
-                AttentionBatch(count, (some >= 0).sum(1, dtype=torch.int32), tables),
-                options,
-            )
-        )
+        some = slice(first, first + rows_at_once)
+        copies: list[tuple[Tensor, Tensor]] = []
+        for k_store, v_store, positions in parts:
+            valid = positions[some].clamp(min=0).long()
+            blocks = batch.block_tables[sequences[some], valid // block_size].long()
+            offsets = valid % block_size
+            k = k_store[blocks, :, offsets]  # [rows, k, 1, D]
+            copies.append((k, k if v_store is k_store else v_store[blocks, :, offsets]))
+        k, v = (torch.cat(x, 1).flatten(0, 1).unsqueeze(2) for x in zip(*copies, strict=True))
+        missing = torch.cat([positions[some] for *_, positions in parts], 1) < 0
+        tables = torch.arange(missing.numel(), dtype=torch.int32, device=q.device)
+        order = missing.byte().argsort(dim=1, stable=True)
+        tables = tables.view(missing.shape).gather(1, order)
+        count = torch.arange(len(missing) + 1, dtype=torch.int32, device=q.device)
+        lens = (~missing).sum(1, dtype=torch.int32)
+        outs.append(attention(q[some], k, v, AttentionBatch(count, lens, tables), options))
     return torch.cat(outs)

@@ -6,7 +6,7 @@ import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,18 +16,24 @@ from torch import Tensor
 from verbatim.batch import AttentionBatch, Batch
 from verbatim.kernels.options import AnyOptions, IndexOptions
 from verbatim.kv.attention import paged_attention, write_kv
-from verbatim.kv.indexing import attend_to_chosen, choose_keys
+from verbatim.kv.indexing import attend_to_chosen, attend_to_records, choose_keys
 from verbatim.kv.quantized import KVDtype, Packing, packed_attention, unpack, write_packed
 from verbatim.kv.states import StateShape, StateStore
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The K and V of one token in one layer; `value_dim` is 0 for the keys of an indexer."""
+    """The K and V of one token in one layer.
+
+    Attributes:
+        value_dim: 0 for the keys of an indexer.
+        records: keys are values too, and what lies in the place of values are records of windows.
+    """
 
     kv_heads: int
     key_dim: int
     value_dim: int
+    records: bool = False
 
     @property
     def elements(self) -> int:
@@ -114,6 +120,8 @@ class KVStore:
         attention = self._attention(layer)
         if options.chosen is not None:
             attention = partial(attend_to_chosen, attention)
+        elif options.records is not None:
+            attention = partial(attend_to_records, attention)
         return attention(q, k, v, batch, options)
 
     def _attention(self, layer: int) -> Callable[..., Tensor]:
@@ -234,8 +242,11 @@ def cache_info(
     Args:
         draft_bytes: of a token, in layers that draft.
     """
+    records = [LayerShape(s.kv_heads, 0, s.value_dim) for s in layers if s.records]
+    both = [replace(s, value_dim=0) if s.records else s for s in layers if s.value_dim]
     tokens = {
-        "keys_and_values": bytes_per_token([s for s in layers if s.value_dim], dtype),
+        "keys_and_values": bytes_per_token(both, dtype),
+        "records": bytes_per_token(records, dtype),
         "index_keys": bytes_per_token([s for s in layers if not s.value_dim], dtype),
         "draft_layers": draft_bytes,
     }

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from verbatim.errors import UnsupportedModel
 from verbatim.kernels.options import AttentionOptions, IndexOptions
-from verbatim.model import products
+from verbatim.model import compressed, products
 from verbatim.model.context import attend
 from verbatim.model.experts import flat_experts
 from verbatim.model.invariant import sigmoid
@@ -466,6 +466,7 @@ _INDEXERS = {
 
 
 _BLOCK_INDEXERS = {
+    "DeepseekV4Indexer": compressed.indexer,
     "MiniMaxM3VLIndexer": _block_indexer,
     "Qwen4ExpTextQSAIndexer": _pooled_indexer,
 }
@@ -506,6 +507,7 @@ _ADAPTERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "FalconLinear": _falcon_linear,
     **dict.fromkeys(_INDEXERS, _indexer),
     **_BLOCK_INDEXERS,
+    **compressed.ADAPTERS,
     "GPTJAttention": _gptj,
     "JetMoeParallelExperts": _jetmoe_experts,
     "Llama4TextRotaryEmbedding": _llama4_rotary,
@@ -565,11 +567,14 @@ def adapter_for(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def _checking_masks(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse masks that are not causal. Masks are only passed in inspection."""
+    """Refuse masks that are not causal, with the module's own window if it has one. Masks are only passed
+    in inspection.
+    """
+    windows = (0, getattr(module, "sliding_window", None))
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()):
-            if isinstance(value, NotedMask) and value.window != 0:
+            if isinstance(value, NotedMask) and value.window not in windows:
                 raise UnsupportedModel(
                     f"{type(module).__name__} "
                     + ("attends to later tokens" if value.window == LATER else "has another mask")

@@ -300,7 +300,7 @@ class Decoder:
         """Return whether every forward runs the same operations, without hooks."""
         with exclusive:
             self.refresh()
-            plain = self.spec.routed is None and not self.spec.has_indexers
+            plain = self.spec.routed is None and not self.spec.is_sparse
             return plain and not self._tree.has_hooks()
 
     def forward_in_place(self, batch: Batch, rows: Tensor, store: KVStore) -> Tensor:

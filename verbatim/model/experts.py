@@ -480,7 +480,8 @@ def _glu_of(experts: Any) -> tuple[int, float, float]:
                 actual = _clamped_pairs(x.to(dtype), *numbers)  # type: ignore[arg-type]
                 if _close(actual, expected):
                     return CLAMPED_PAIRS, float(numbers[0]), float(numbers[1])  # type: ignore[arg-type]
-        limit, alpha = (getattr(experts, f"swiglu_{name}", 0.0) for name in ("limit", "alpha"))
+        named = (("limit", limit), ("alpha", alpha))
+        limit, alpha = (getattr(experts, f"swiglu_{name}", x or 0.0) for name, x in named)
         if all(type(n) in (int, float) for n in (limit, alpha)) and _close(
             _clamped_split(x, alpha, limit), apply(experts, x)
         ):

@@ -112,6 +112,9 @@ def norm_forward(module: nn.Module) -> Callable[..., Any] | None:
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         weight = None if name is None else parameters[name]
+        if kind is NormKind.WIDE and weight is not None and weight.dtype is torch.float32:
+            if x.dtype is not torch.float32 and not args and not kwargs:  # it is kept in float32
+                return forward(x.float()).to(x.dtype)
         fits = type(module).forward is original and (
             weight is None
             or (weight.dtype is x.dtype and weight.is_contiguous() and x.shape[-1:] == weight.shape)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from verbatim.kv.recurrence import linear_recurrence, scan, tree_sum, weighted_mean
 from verbatim.kv.states import StateShape
+from verbatim.model import compressed
 from verbatim.model.invariant import exp, logsigmoid, sigmoid, softplus
 from verbatim.model.products import matmul
 from verbatim.model.recurrent_ops import causal_conv1d, of_each_row, previous, update_state
@@ -258,6 +259,7 @@ def _per_layer_bytes(layer: Any) -> int:
 
 
 FORWARDS: dict[str, Callable[..., Any]] = {
+    **compressed.COMPRESSORS,
     "MiniMaxLightningAttention": _lightning_attention,
     "Qwen4ExpTextNGramEmbedding": _ngram_embedding,
     "Qwen4ExpTextPLELayer": _per_layer_embedding,
@@ -272,6 +274,7 @@ FORWARDS: dict[str, Callable[..., Any]] = {
 
 # The bytes of a sequence's states in a layer, where other layers' attributes do not tell them.
 STATE_BYTES: dict[str, Callable[[Any], int]] = {
+    **dict.fromkeys((*compressed.COMPRESSORS, "DeepseekV4Indexer"), compressed.state_bytes),
     "MiniMaxLightningAttention": _lightning_bytes,
     "Qwen4ExpTextNGramEmbedding": _ngram_bytes,
     "Qwen4ExpTextPLELayer": _per_layer_bytes,

@@ -23,7 +23,7 @@ _KINDS = {
     "indexed": _INDEXER,
     "sparse": _INDEXER,
 }
-_RECURRENT = frozenset({"linear_attention", "mamba", "recurrent", "hybrid", "conv"})
+_RECURRENT = frozenset({"linear_attention", "mamba", "recurrent", "hybrid", "conv", "compressed"})
 _WITHOUT_STATE = frozenset({"full_attention", "sliding_attention", "attention", "mlp", "moe"})
 
 _CODEBOOKS = "every position holds an id of each codebook, not one id"
@@ -57,7 +57,7 @@ def reason_to_refuse(inner: Any) -> str | None:
     if getattr(inner, "_is_stateful", False) and not (run_here or stateless):
         return "it keeps a recurrent state, which is not in K and V"
     for layer in inner.modules():
-        if "Indexer" in type(layer).__name__ and not runs_indexer(layer):
+        if type(layer).__name__.endswith("Indexer") and not runs_indexer(layer):
             return (
                 f"its attention chooses keys by {type(layer).__name__}, which has keys of its own"
             )

@@ -279,7 +279,34 @@ def _phimoe(module: Any) -> Callable[..., Any]:
     return forward
 
 
+def _deepseek_v4(module: Any) -> Callable[..., Any]:
+    """Return the forward of DeepSeek V4's routers, by scores of their own or by a table of token ids."""
+    form = RouterForm(
+        module.top_k, AS_IS, normalized=True, scale=float(module.routed_scaling_factor)
+    )
+
+    def forward(hidden_states: Tensor, input_ids: Tensor | None = None) -> Any:
+        rows = hidden_states.reshape(-1, module.hidden_dim)
+        logits = products.linear(rows, module.weight)
+        if type(module.score_fn).__name__ == "SqrtSoftplusActivation":
+            wide = logits.float()
+            scores = torch.sqrt(wide.clamp(min=0) + torch.log1p(torch.exp(-wide.abs())))
+        else:
+            scores = module.score_fn(logits).float()
+        forced = forced_experts()
+        if input_ids is not None:
+            listed = module.tid2eid[input_ids.reshape(-1)].long()
+            forced = listed if forced is None else torch.where(forced >= 0, forced, listed)
+        correction = module._buffers.get("e_score_correction_bias")
+        weights, experts = choose(scores, form, correction, forced)
+        return logits, weights, experts
+
+    return forward
+
+
 _SPECIAL: dict[str, Callable[[Any], Callable[..., Any]]] = {
+    "DeepseekV4HashRouter": _deepseek_v4,
+    "DeepseekV4TopKRouter": _deepseek_v4,
     "Gemma4TextRouter": _gemma4,
     "PhimoeTopKRouter": _phimoe,
 }

@@ -64,9 +64,11 @@ def different_kinds(kinds: set[tuple[int, int]]) -> str:
 
 
 def indexed_layers_of(widths: list[int]) -> Choices:
-    """Return the choices of indexers that each choose so many keys."""
+    """Return the choices of indexers that each choose so many keys; 0 for one that chooses records."""
     if not widths:
         return Choices(reason=NO_INDEXER)
+    if 0 in widths:
+        return Choices(reason="its indexers choose records of windows, not keys")
     if len(set(widths)) > 1:
         return Choices(reason=different_kinds({(width, 0) for width in widths}))
     return Choices(len(widths), widths[0])

@@ -79,8 +79,9 @@ class ModelSpec:
     finite: bool
 
     @property
-    def has_indexers(self) -> bool:
-        return any(not shape.value_dim for shape in self.layers)
+    def is_sparse(self) -> bool:
+        """Whether rows attend to chosen keys or to records, and not to all keys in a window."""
+        return any(shape.records or not shape.value_dim for shape in self.layers)
 
     @property
     def choices(self) -> dict[str, Choices]:
@@ -122,7 +123,8 @@ class InspectionContext:
         call = self.calls.get(id(module), 0)
         self.calls[id(module)] = call + 1
         self.slots[id(module), call] = len(self.layers)
-        self.layers.append(LayerShape(k.shape[1], k.shape[2], v.shape[2]))
+        records = isinstance(options, AttentionOptions) and options.records is not None
+        self.layers.append(LayerShape(k.shape[1], k.shape[2], v.shape[2], records))
         self.query_heads.append(q.shape[1])
         if not (q.shape[0] == k.shape[0] == v.shape[0] and q.shape[1] % k.shape[1] == 0):
             raise UnsupportedModel(
@@ -131,7 +133,7 @@ class InspectionContext:
         self.dtype = self.dtype or k.dtype
         if isinstance(options, IndexOptions):
             groups = options.groups(q.shape[1])
-            self.indexed += [options.width] * groups
+            self.indexed += [0 if options.records else options.width] * groups  # 0: no keys
             shape = len(q), groups, options.width
             return torch.full(shape, -1, dtype=torch.int32, device=q.device)
         self.needs_positions |= options.alibi is None

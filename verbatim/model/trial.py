@@ -84,11 +84,12 @@ class _TrialContext:
             if isinstance(options, IndexOptions):
                 outs.append(_choose(queries, keys, options, start))
                 continue
-            if options.chosen is not None:
-                chosen = options.chosen[start : start + len(queries)]
-                outs.append(_attention(queries, keys, values, replace(options, chosen=chosen)))
-                continue
-            outs.append(_attention(queries, keys, values, options))
+            own, stop = options, start + len(queries)
+            if own.chosen is not None:
+                own = replace(own, chosen=own.chosen[start:stop])
+            if own.records is not None:
+                own = replace(own, records=own.records[start:stop])
+            outs.append(_attention(queries, keys, values, own))
         return torch.cat(outs)
 
 
@@ -103,13 +104,16 @@ def _choose(q: Tensor, k: Tensor, options: IndexOptions, start: int) -> Tensor:
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
     """Attend with the last rows `q` `[R, H, Dk]` of a sequence to `k` and `v` `[L, Hkv, D]`, in float32."""
-    group = q.shape[1] // k.shape[1]
+    group, length = q.shape[1] // k.shape[1], len(k)
+    records = options.records
+    if records is not None:  # behind the keys, which are values too
+        k = v = torch.cat([k, v])
     keys, values = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
     scores = (q.float()[:, None] * keys).sum(-1) * options.scale  # [R, L, H]
     if options.softcap:
         scores = options.softcap * torch.tanh(scores / options.softcap)
-    positions = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None]
-    distance = (positions - torch.arange(len(k), device=q.device))[..., None]
+    positions = torch.arange(length - len(q), length, device=q.device)[:, None]
+    distance = (positions - torch.arange(length, device=q.device))[..., None]
     if options.alibi is not None:
         scores = scores - distance * options.alibi.to(q.device)
     lowest = options.lowest_key(positions)[..., None]
@@ -119,6 +123,10 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Te
         among = torch.zeros(len(q), len(k) + 1, chosen.shape[2], dtype=torch.bool, device=q.device)
         among = among.scatter(1, chosen, True)[:, :-1]
         seen = seen & among.repeat_interleave(q.shape[1] // among.shape[2], dim=2)
+    if records is not None:
+        among = torch.zeros(len(q), length + 1, dtype=torch.bool, device=q.device)
+        among = among.scatter(1, records.long() % (length + 1), True)[:, :-1]
+        seen = torch.cat([seen, among[..., None]], dim=1)
     scores = scores.masked_fill(~seen, -torch.inf)
     if options.sinks is not None:
         sinks = options.sinks.to(q.device).expand(len(q), 1, -1)

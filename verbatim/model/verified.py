@@ -37,6 +37,7 @@ VERIFIED = frozenset(
     DeepseekV2ForCausalLM
     DeepseekV32ForCausalLM
     DeepseekV3ForCausalLM
+    DeepseekV4ForCausalLM
     DiffLlamaForCausalLM
     DoryForCausalLM
     Dots1ForCausalLM

@@ -242,6 +242,9 @@ class Outline:
         rest = (args[1:], {k: v for k, v in kwargs.items() if v is not hidden})
         beside = [x.as_subclass(Tensor).clone() for x in tree_leaves(rest) if isinstance(x, Tensor)]
         named = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
+        named.pop(
+            "position_embeddings", None
+        )  # by kind of layer in some models: nothing writes to them
         objects = frozenset(name for name, x in named.items() if not isinstance(x, _PLAIN))
         self._run.entries.append(Entry(index, hidden.clone(), beside, objects))
         if self.returned is None:

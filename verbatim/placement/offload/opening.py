@@ -181,10 +181,10 @@ def _store(
     trace: Trace,
     layers: DraftLayers,
 ) -> TieredKVStore:
-    if spec.has_indexers and offload.attention_top_k is not None:
+    if spec.is_sparse and offload.attention_top_k is not None:
         raise NotSupported(
-            f"attention_top_k={offload.attention_top_k}: not supported for models with an indexer, which "
-            "chooses the keys itself"
+            f"attention_top_k={offload.attention_top_k}: not supported for models with an indexer or "
+            "records, which choose the keys themselves"
         )
     dtype = options.kv_dtype or spec.dtype
     beside = spec.choices["routing"].bytes_per_token

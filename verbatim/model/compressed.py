@@ -1,0 +1,225 @@
+"""DeepSeek V4: attention to recent tokens and to records of windows, and several residual streams.
+
+A record stands for the tokens of a window, 4 or 128 of them: the mean of their values, for each channel
+weighted by the exponentials of gates. It is made at a window's last token (`weighted_mean`, with a state of
+constant size) and lies at that token's slot, in the place of values: keys are values too in these models.
+Where windows are short, they overlap by one, and an indexer chooses the records that a row attends to.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verbatim.errors import UnsupportedModel
+from verbatim.kernels.options import AttentionOptions, IndexOptions, NormKind
+from verbatim.kv.recurrence import tree_sum, weighted_mean
+from verbatim.kv.states import StateShape
+from verbatim.model import elementwise, products
+from verbatim.model.context import attend
+from verbatim.model.invariant import GateTensor, exp, sigmoid
+from verbatim.model.recurrent_ops import update_state
+
+
+def _rotate(module: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the last dimensions of heads `[B, T, H, D]`."""
+    rotate: Any = vars(sys.modules[type(module).__module__])["apply_rotary_pos_emb"]
+    rotated: Tensor = rotate(x, cos, sin, unsqueeze_dim=2)
+    return rotated
+
+
+def _records(layer: Any, hidden: Tensor, position_ids: Tensor) -> Tensor:
+    """Return the record of each row's window up to the row, `[T, 1, D]`; they are complete at window ends."""
+    rate, dim = layer.compress_rate, layer.head_dim
+    position_ids = position_ids.expand(hidden.shape[:2])
+    starts = position_ids // rate * rate
+    positions = position_ids.flatten()
+    value, gate = (x(hidden).flatten(0, 1).float() for x in (layer.kv_proj, layer.gate_proj))
+    key = gate + layer.position_bias.float()[positions % rate]
+    forgets = (positions % rate == 0)[:, None].expand(key.shape)
+    overlaps, odd = key.shape[1] > dim, (positions // rate % 2 == 1)[:, None]
+    if overlaps:
+        # The first half of a token's channels is for the next window, the second for its own. Each of two
+        # means takes the first half in every other window and the second in those between.
+        key, value = (torch.where(odd, x.roll(dim, 1), x) for x in (key, value))
+        forgets = forgets & ((torch.arange(2 * dim, device=odd.device) >= dim) == odd)
+    decay = torch.where(forgets, torch.inf, 0.0)
+    update = partial(weighted_mean, key, value, key.new_zeros(key.shape[1]), decay)
+    shape = StateShape((3, key.shape[1]), torch.float32)
+    mean = update_state(shape, update, lambda: value * torch.cos(key))
+    if overlaps:
+        mean = torch.where(odd, mean[:, :dim], mean[:, dim:])
+    rows = layer.kv_norm(mean.to(hidden.dtype)).view(*hidden.shape[:2], 1, dim)
+    angles = layer.rotary_emb(hidden, position_ids=starts, layer_type=layer.rope_layer_type)
+    return _rotate(layer, rows, *angles).flatten(0, 1)
+
+
+def all_records(
+    layer: Any, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the records of heavily compressed attention, and the positions of all before each row."""
+    rate, positions = (
+        layer.compress_rate,
+        position_ids.expand(hidden_states.shape[:2]).reshape(-1, 1),
+    )
+    count = (int(positions.max()) + 1) // rate
+    ends = torch.arange(1, count + 1, dtype=torch.int32, device=positions.device) * rate - 1
+    chosen = torch.where(ends <= positions, ends, -1)
+    return _records(layer, hidden_states, position_ids), chosen
+
+
+def chosen_records(
+    layer: Any, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the records of compressed sparse attention, and the positions that its indexer chooses."""
+    records = _records(layer, hidden_states, position_ids)
+    return records, layer.indexer(hidden_states, q_residual, position_ids)[:, 0]
+
+
+def state_bytes(layer: Any) -> int:
+    """Return the bytes of the state of a layer that makes records."""
+    nbytes: int = 3 * layer.position_bias.shape[1] * torch.float32.itemsize
+    return nbytes
+
+
+def indexer(module: Any) -> Callable[..., Tensor]:
+    """Return the forward of DeepSeek V4's indexer, with records of its own: positions `[T, 1, k]`."""
+    scorer = module.scorer
+    scale = float(scorer.weights_scaling * scorer.softmax_scale)
+
+    def forward(hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor) -> Tensor:
+        k = _records(module, hidden_states, position_ids)
+        angles = module.rotary_emb(
+            hidden_states, position_ids=position_ids, layer_type=module.rope_layer_type
+        )
+        q = module.q_b_proj(q_residual).unflatten(-1, (module.num_heads, module.head_dim))
+        q = _rotate(module, q, *angles).flatten(0, 1)
+        weights = scorer.weights_proj(hidden_states).float().flatten(0, 1) * scale
+        options = IndexOptions(
+            module.index_topk, weights, module.compress_rate, pooled=True, records=True
+        )
+        return attend(module, q, k, k[..., :0], options)
+
+    return forward
+
+
+def attention(module: Any) -> Callable[..., tuple[Tensor, None]]:
+    """Return the forward of DeepSeek V4's attention."""
+    compressor = module.compressor
+    if compressor is not None and compressor.compress_rate < 2:
+        raise UnsupportedModel("a record of one token is none: its compress rate is below 2")
+
+    def forward(
+        hidden_states: Tensor,
+        position_embeddings: dict[str, tuple[Tensor, Tensor]],
+        position_ids: Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[Tensor, None]:
+        cos, sin = position_embeddings[module.rope_layer_type]
+        heads = (-1, module.head_dim)
+        residual = module.q_a_norm(module.q_a_proj(hidden_states))
+        q = module.q_b_norm(module.q_b_proj(residual).unflatten(-1, heads))
+        k = module.kv_norm(module.kv_proj(hidden_states)).unflatten(-1, heads)
+        q, k = (_rotate(module, x, cos, sin) for x in (q, k))
+        v, records = k.flatten(0, 1), None
+        if compressor is not None:
+            v, records = compressor(hidden_states, residual, position_ids)
+        options = AttentionOptions(
+            scale=module.scaling,
+            window=module.sliding_window,
+            sinks=module.sinks.detach().float(),
+            records=records,
+        )
+        out = attend(module, q.flatten(0, 1), k.flatten(0, 1), v, options).view(q.shape)
+        # The values are rotated, as they are the keys; this leaves their distance to the row.
+        grouped = _rotate(module, out, cos, -sin).flatten(2)
+        grouped = grouped.unflatten(-1, (module.config.o_groups, -1))
+        return module.o_b_proj(module.o_a_proj(grouped).flatten(2)), None
+
+    return forward
+
+
+def grouped_linear(module: Any) -> Callable[[Tensor], Tensor]:
+    """Return the forward of a linear for each group of columns, `[..., G, D]` to `[..., G, R]`."""
+
+    def forward(x: Tensor) -> Tensor:
+        weight = module.weight.unflatten(0, (module.n_groups, -1)).transpose(1, 2)
+        out = products.matmul(x.flatten(0, -3).transpose(0, 1), weight)
+        return out.transpose(0, 1).reshape(*x.shape[:-1], -1)
+
+    return forward
+
+
+def unweighted_norm(module: Any) -> Callable[[Tensor], Tensor]:
+    """Return the forward of an RMS norm that rounds the factor of a row, and then the row."""
+
+    def forward(x: Tensor) -> Tensor:
+        if x.dtype is torch.float32 and elementwise.served(x):
+            return elementwise.rms_norm(x, None, module.eps, NormKind.BARE)
+        mean = tree_sum(x.float().square(), -1)[..., None] / x.shape[-1]
+        return x * torch.sqrt(mean + module.eps).reciprocal().to(x.dtype)
+
+    return forward
+
+
+def hyper_connection(module: Any) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """Return the forward that makes a layer's input of its residual streams `[B, T, N, D]`.
+
+    It returns the factors of the layer's output `[B, T, N]`, those that mix the streams `[B, T, N, N]`, and
+    the input `[B, T, D]` (manifold-constrained hyper-connections, Xie et al. 2026).
+    """
+    count, eps = module.hc_mult, module.hc_eps
+    sizes = [count, count, count * count]
+
+    def forward(streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mixes = products.linear(module.input_norm(streams.flatten(2).float()), module.fn.float())
+        parts = zip(
+            mixes.split(sizes, -1), module.scale.unbind(), module.base.split(sizes), strict=True
+        )
+        before, after, between = (x * scale + base for x, scale, base in parts)
+        comb = between.unflatten(-1, (count, count))
+        comb = exp(comb - comb.amax(-1, keepdim=True))
+        comb = comb / _total(comb, -1) + eps
+        comb = comb / (_total(comb, -2) + eps)
+        for _ in range(module.hc_sinkhorn_iters - 1):
+            comb = comb / (_total(comb, -1) + eps)
+            comb = comb / (_total(comb, -2) + eps)
+        collapsed = tree_sum((sigmoid(before) + eps)[..., None] * streams, 2).to(streams.dtype)
+        return 2 * sigmoid(after), comb.as_subclass(GateTensor), collapsed
+
+    return forward
+
+
+def hyper_head(module: Any) -> Callable[[Tensor], Tensor]:
+    """Return the forward that makes one row of the residual streams `[B, T, N, D]` behind the last layer."""
+
+    def forward(streams: Tensor) -> Tensor:
+        flat = module.input_norm(streams.flatten(2).float())
+        mixes = products.linear(flat, module.hc_fn.float())
+        factors = sigmoid(mixes * module.hc_scale.float() + module.hc_base.float()) + module.eps
+        return tree_sum(factors[..., None] * streams, 2).to(streams.dtype)
+
+    return forward
+
+
+def _total(x: Tensor, dim: int) -> Tensor:
+    return tree_sum(x, dim).unsqueeze(dim)
+
+
+ADAPTERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
+    "DeepseekV4Attention": attention,
+    "DeepseekV4GroupedLinear": grouped_linear,
+    "DeepseekV4HyperConnection": hyper_connection,
+    "DeepseekV4HyperHead": hyper_head,
+    "DeepseekV4UnweightedRMSNorm": unweighted_norm,
+}
+COMPRESSORS: dict[str, Callable[..., Any]] = {
+    "DeepseekV4CSACompressor": chosen_records,
+    "DeepseekV4HCACompressor": all_records,
+}
