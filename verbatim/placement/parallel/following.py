@@ -9,7 +9,7 @@ from torch import Tensor
 
 from verbatim.batch import Adapter, Batch, Choices, Draws, SamplePlan
 from verbatim.errors import NotSupported
-from verbatim.placement.parallel.rank_worker import RankWorker
+from verbatim.placement.parallel.group import Follower
 from verbatim.protocols import Forward, Runner
 
 _ATTRIBUTES = (
@@ -42,13 +42,13 @@ class Following:
     """A Runner for admission only: requests are checked here as on rank 0, and run there.
 
     Args:
-        member: what does rank 0's work here.
+        member: this rank's stage.
         told: what `described` made on rank 0.
     """
 
     num_forwards = 0
 
-    def __init__(self, member: RankWorker, told: Mapping[str, Any]) -> None:
+    def __init__(self, member: Follower, told: Mapping[str, Any]) -> None:
         self.vocab_size: int = told["vocab_size"]
         self.block_size: int = told["block_size"]
         self.num_blocks: int = told["num_blocks"]
