@@ -140,7 +140,8 @@ def _follow(
     follower = Follower(stage)
     try:
         exchange(rank, world, str(stage.address[1]))
-        return Placed(Following(follower, follower.wait()), options, follower)
+        runner: Any = Following(follower, follower.wait())
+        return Placed(runner, options, follower)
     except BaseException:
         follower.close()
         raise
