@@ -57,7 +57,9 @@ class Served:
 
     def read_cache(self, message: Message) -> Message:
         """Return the rows of blocks or slots, as of `Runner.read_cache`."""
-        return {"rows": self.running.read_cache(message["kind"], message["numbers"])}
+        return {
+            "rows": self.running.read_cache(message["kind"], message["numbers"], message["used"])
+        }
 
     def write_cache(self, message: Message) -> None:
         """Write the rows of blocks or slots."""

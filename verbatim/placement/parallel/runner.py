@@ -83,16 +83,17 @@ class Leading(Rank):
         draws: Draws | None = self._together("draft", call, k=k, batch=batch, plan=None)
         return draws
 
-    def read_cache(self, kind: str, numbers: list[int]) -> Tensor | None:
-        own = super().read_cache(kind, numbers)
+    def read_cache(self, kind: str, numbers: list[int], used: int | None = None) -> Tensor | None:
+        own = super().read_cache(kind, numbers, used)
         assert own is not None
         if kind == "states":  # every rank has all of them
             return own
-        return torch.cat([own, *self._rows_of_others(numbers)], dim=1)
+        return torch.cat([own, *self._rows_of_others(numbers, used)], dim=1)
 
-    def _rows_of_others(self, blocks: list[int]) -> list[Tensor]:
+    def _rows_of_others(self, blocks: list[int], used: int | None = None) -> list[Tensor]:
+        asked = {"do": "read_cache", "kind": "blocks", "numbers": blocks, "used": used}
         with Shield().up():
-            answers = self.group.ask({"do": "read_cache", "kind": "blocks", "numbers": blocks})
+            answers = self.group.ask(asked)
         return [answer["rows"] for answer in answers]
 
     def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
