@@ -104,6 +104,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+# The dtypes of tensors that processes send to each other, by name.
+SENT_DTYPES = {
+    dtype_name(dtype): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
+
+
 def rank_of(group: Any) -> int:
     """Return this process's rank in `process_group`; 0 where it is None.
 

@@ -71,11 +71,12 @@ class Runner(Protocol):
         """
         ...
 
-    def read_cache(self, kind: str, numbers: list[int]) -> Tensor | None:
+    def read_cache(self, kind: str, numbers: list[int], used: int | None = None) -> Tensor | None:
         """Copy what is kept between two steps, to be kept elsewhere.
 
         Args:
             kind: "blocks": K, V and records by block; "states": states of recurrent layers by slot.
+            used: positions of the last block to copy; the others are zero. None: all.
 
         Returns:
             `[n, bytes]` uint8 on the CPU; None: a part of the model is lost just now.

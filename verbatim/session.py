@@ -213,8 +213,8 @@ class Session:
             kv: also write the K and V that are cached, so that loading does not recompute them.
 
         Raises:
-            NotSupported: `kv` if K and V are not in this process's memory, or are not the model's whole
-                state at a position; params with Python callables or recorded choices.
+            NotSupported: `kv` if the placement can't hand them out, or an adapter computed them; params with
+                Python callables or recorded choices.
             SessionBusy, EngineClosed: as in `generate`.
         """
         if not isinstance(kv, bool):

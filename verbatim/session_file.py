@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +22,8 @@ from verbatim.engine.handle import EngineHandle
 from verbatim.engine.sessions import num_in_common
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.params import SamplingParams
-from verbatim.placement.resident import Resident
 
-if TYPE_CHECKING:
-    from verbatim.kv.store import KVStore
-
-FORMAT, VERSION = "verbatim-session", 1
+FORMAT, VERSION = "verbatim-session", 2
 _SHAPE = (
     "model_type",
     "hidden_size",
@@ -42,20 +38,19 @@ _NUM_PROBED = 32  # tokens of the log-probs that identify the weights
 
 @dataclass(slots=True)
 class SavedKV:
-    """K and V of a session's first tokens.
+    """K and V of a session's first tokens, with all that is kept beside them, as of `Runner.read_cache`.
 
     Attributes:
-        layers: (K, V) of each layer, `[blocks, KV head, block size, width]`, as in the store.
+        rows: "blocks" and, of a model with recurrent layers, "states": that after these tokens.
         num_tokens: computed positions; the rest of the last block is zero.
+        layout: `_layout` of the engine.
         probe: `_probe` of the weights that computed them.
-        states: of each recurrent operation, the state after these tokens.
     """
 
-    layers: list[tuple[Tensor, Tensor]]
+    rows: dict[str, Tensor]
     num_tokens: int
-    dtype_name: str
+    layout: list[Any]
     probe: str
-    states: list[Tensor]
 
 
 @dataclass(slots=True)
@@ -85,28 +80,32 @@ class SavedSession:
         in the next turn.
         """
         kv = self.kv
-        if (
-            kv is None
-            or _why_no_kv(engine) is not None
-            or _probe(engine, self.token_ids) != kv.probe
-        ):
+        if kv is None or _layout(engine) != kv.layout or _probe(engine, self.token_ids) != kv.probe:
             return
         runner = engine.runner
-        assert isinstance(runner, Resident)
 
         def put() -> None:
-            store, pool, slots = runner.store, engine.scheduler.pool, engine.scheduler.states
-            count = -(-kv.num_tokens // store.block_size)
-            has_room = pool.num_free >= count and slots.num_free(1)
-            if not _fits(kv, store, count) or not has_room or cache.closed:
+            pool, slots = engine.scheduler.pool, engine.scheduler.states
+            count = -(-kv.num_tokens // engine.scheduler.block_size)
+            try:
+                empty = {kind: runner.read_cache(kind, []) for kind in kv.rows}
+            except NotSupported:
+                return
+            fits = len(kv.rows["blocks"]) == count and ("states" in kv.rows) == (
+                slots.pool is not None
+            )
+            for kind, like in empty.items():
+                fits = fits and like is not None and like.shape[1:] == kv.rows[kind].shape[1:]
+            if not fits or pool.num_free < count or not slots.num_free(1) or cache.closed:
                 return
             slots.reserve(cache, [kv.num_tokens])
-            for stored, state in zip(_states(store), kv.states, strict=True):
-                stored[cache.states[kv.num_tokens]] = state
             blocks = pool.take(count)
-            for (k, v), (saved_k, saved_v) in zip(store.layers, kv.layers, strict=True):
-                k[blocks], v[blocks] = saved_k, saved_v
-            engine.sessions.load(cache, self.token_ids[: kv.num_tokens], blocks)
+            numbers = {"blocks": blocks, "states": list(cache.states.values())}
+            if all(runner.write_cache(kind, numbers[kind], rows) for kind, rows in kv.rows.items()):
+                engine.sessions.load(cache, self.token_ids[: kv.num_tokens], blocks)
+            else:
+                pool.give_back(blocks)
+                slots.keep(cache, -1)
 
         engine.call(put)
 
@@ -140,15 +139,12 @@ def write_session(
     kv = None if cache is None else _copy_kv(engine, saved.token_ids, cache)
     if kv is not None:
         plain["kv"] = {
-            "num_layers": len(kv.layers),
-            "num_states": len(kv.states),
+            "rows": list(kv.rows),
             "num_tokens": kv.num_tokens,
-            "dtype": kv.dtype_name,
+            "layout": kv.layout,
             "probe": kv.probe,
         }
-        for i, (k, v) in enumerate(kv.layers):
-            tensors[f"k.{i}"], tensors[f"v.{i}"] = k, v
-        tensors |= {f"state.{i}": state for i, state in enumerate(kv.states)}
+        tensors |= kv.rows
     session = json.dumps(plain)
     metadata = {"format": FORMAT, "version": str(VERSION), "session": session}
     metadata["digest"] = _digest(session, tensors)
@@ -195,16 +191,16 @@ def read_session(path: str | os.PathLike[str], engine: EngineHandle) -> SavedSes
             saved_key = plain["numerics_key"]
             if "kv" in plain:
                 kv = plain["kv"]
-                names = [(f"k.{i}", f"v.{i}") for i in range(kv["num_layers"])]
-                layers = [(file.get_tensor(k), file.get_tensor(v)) for k, v in names]
-                for pair, layer in zip(names, layers, strict=True):
-                    tensors |= zip(pair, layer, strict=True)
-                states = [file.get_tensor(f"state.{i}") for i in range(kv.get("num_states", 0))]
-                tensors |= {f"state.{i}": state for i, state in enumerate(states)}
+                rows = {kind: file.get_tensor(kind) for kind in kv["rows"]}
+                tensors |= rows
+                if "blocks" not in rows or not rows.keys() <= {"blocks", "states"}:
+                    raise ValueError(f"K and V as {list(rows)}")
+                if any(x.dtype is not torch.uint8 or x.ndim != 2 for x in rows.values()):
+                    raise ValueError("K and V are not rows of bytes")
                 num_tokens = kv["num_tokens"]
                 if type(num_tokens) is not int or not 0 < num_tokens <= len(saved.token_ids):
                     raise ValueError(f"K and V of {num_tokens} tokens")
-                saved.kv = SavedKV(layers, num_tokens, kv["dtype"], kv["probe"], states)
+                saved.kv = SavedKV(rows, num_tokens, kv["layout"], kv["probe"])
     except InvalidRequest:
         raise
     except SafetensorError:  # its message may quote the file
@@ -323,18 +319,11 @@ def _numerics_key(engine: EngineHandle) -> str:
     return str(engine.info()["numerics_key"])
 
 
-def _why_no_kv(engine: EngineHandle) -> str | None:
-    """Return why K and V can't be read from or written to the store; None if they can."""
-    runner = engine.runner
-    if type(runner) is not Resident:
-        return (
-            f"placement {runner.info()['placement']!r} does not keep them in this process's memory"
-        )
-    if runner.draft_layers.stores:
-        return "draft='mtp' keeps more than K and V of each position"
-    if runner.choices["routing"].layers:
-        return "the model's routing is kept beside them"
-    return None
+def _layout(engine: EngineHandle) -> list[Any]:
+    """Return what K and V depend on beside the weights and the numerics key."""
+    info = engine.info()
+    kept_as = info["kv_dtype"], info.get("attention", "exact"), info.get("ranks")
+    return [engine.scheduler.block_size, *kept_as]
 
 
 def _probe(engine: EngineHandle, token_ids: list[int]) -> str:
@@ -350,52 +339,29 @@ def _probe(engine: EngineHandle, token_ids: list[int]) -> str:
 
 
 def _copy_kv(engine: EngineHandle, token_ids: list[int], cache: SessionCache) -> SavedKV | None:
-    """Return a copy of the K and V of a session, or None."""
-    reason = _why_no_kv(engine)
-    if reason is not None:
-        raise NotSupported(f"save(kv=True): {reason}; leave kv=False, they are computed again")
-    runner = engine.runner
-    assert isinstance(runner, Resident)
+    """Return a copy of the K and V of a session; None if there are none."""
+    runner, size = engine.runner, engine.scheduler.block_size
 
-    def take() -> tuple[list[tuple[Tensor, Tensor]], list[Tensor], int]:
+    def take() -> tuple[dict[str, Tensor | None], int]:
         num_tokens = num_in_common(cache.token_ids, token_ids)
         if cache.adapter:
-            raise NotSupported(
-                "save(kv=True): an adapter computed the session's K and V; leave kv=False, they are "
-                "computed again"
-            )
-        store = runner.store
+            raise NotSupported("an adapter computed the session's K and V")
         if runner.num_states and num_tokens not in cache.states:
-            return [], [], 0
-        blocks = cache.blocks[: -(-num_tokens // store.block_size)]
-        layers = [(k[blocks], v[blocks]) for k, v in store.layers if blocks]
-        used = num_tokens - (len(blocks) - 1) * store.block_size
-        for tensor in (tensor for layer in layers for tensor in layer):
-            tensor[-1, :, used:] = 0
-        states = [stored[cache.states[num_tokens]].clone() for stored in _states(store)]
-        return layers, states, num_tokens
+            num_tokens = 0
+        blocks = cache.blocks[: -(-num_tokens // size)]
+        used = num_tokens - (len(blocks) - 1) * size if blocks else None
+        rows = {"blocks": runner.read_cache("blocks", blocks, used)}
+        if runner.num_states and num_tokens:
+            rows["states"] = runner.read_cache("states", [cache.states[num_tokens]])
+        return rows, num_tokens
 
-    layers, states, num_tokens = engine.call(take)
-    if not num_tokens:
+    try:
+        found, num_tokens = engine.call(take)
+    except NotSupported as error:
+        raise NotSupported(
+            f"save(kv=True): {error}; leave kv=False, they are computed again"
+        ) from None
+    rows = {kind: each for kind, each in found.items() if each is not None}
+    if not num_tokens or len(rows) < len(found):  # a stage is lost just now
         return None
-    probe = _probe(engine, token_ids)
-    return SavedKV(layers, num_tokens, runner.store.dtype_name, probe, states)
-
-
-def _states(store: KVStore) -> list[Tensor]:
-    return [] if store.states is None else store.states.tensors
-
-
-def _fits(kv: SavedKV, store: KVStore, count: int) -> bool:
-    """Return whether the tensors have the layout of this store."""
-    if kv.dtype_name != store.dtype_name or len(kv.layers) != len(store.layers):
-        return False
-    states = [(state.dtype, state.shape) for state in kv.states]
-    if states != [(stored.dtype, stored.shape[1:]) for stored in _states(store)]:
-        return False
-    pairs = zip(kv.layers, store.layers, strict=True)
-    return all(
-        saved.dtype is stored.dtype and saved.shape == (count, *stored.shape[1:])
-        for saved_layer, layer in pairs
-        for saved, stored in zip(saved_layer, layer, strict=True)
-    )
+    return SavedKV(rows, num_tokens, _layout(engine), _probe(engine, token_ids))

@@ -20,6 +20,8 @@ from safetensors.torch import save_file
 from tokenizers.processors import TemplateProcessing
 
 from support import toy_tokenizers, toys
+from support.mtp_toys import save_with_mtp
+from support.mtp_toys import toy as mtp_toy
 from support.requests_mixed import facts, finish_despite_ctrl_c, lift_even_ids, mixed_requests
 from support.stages import ThreadHosts, serving
 from verbatim import (
@@ -36,6 +38,7 @@ from verbatim import (
     SamplingParams,
     Session,
     SessionBusy,
+    TensorParallel,
     VerbatimError,
 )
 from verbatim.opening import open_engine
@@ -538,7 +541,7 @@ def test_routing_is_recorded_over_turns() -> None:
         assert said(result) == alone(llm, result.prompt_token_ids, P8)
 
 
-def test_sessions_over_offloaded_weights(folders: Callable[[str], Path]) -> None:
+def test_sessions_over_offloaded_weights(folders: Callable[[str], Path], tmp_path: Path) -> None:
     ids = toys.random_ids(20, 1)
     folder = folders("llama")
     with LLM(folder, kv_memory="400KB") as resident, resident.session(100, seed=7) as session:
@@ -549,8 +552,11 @@ def test_sessions_over_offloaded_weights(folders: Callable[[str], Path]) -> None
         with llm.session(100, seed=7) as session:
             assert [said(session.generate(i, P8)) for i in (ids, [50], None)] == want
             assert rows == [20, *[1] * 7, 2, *[1] * 7, *[1] * 8]
-            with pytest.raises(NotSupported, match="kv=True"):
-                session.save(folder / "never", kv=True)
+            session.save(tmp_path / "talk", kv=True)
+            want = said(session.generate([51], P8))
+    with LLM(folder, kv_memory="400KB") as llm, llm.session(load=tmp_path / "talk") as session:
+        rows = counted(llm)
+        assert said(session.generate([51], P8)) == want and rows[0] == 2
 
 
 def test_sessions_on_a_cluster(tmp_path: Path) -> None:
@@ -568,8 +574,7 @@ def test_sessions_on_a_cluster(tmp_path: Path) -> None:
                 found.append(said(session.generate(inputs, P8.replace(max_tokens=count))))
             session.save(path)
             if strikes:
-                with pytest.raises(NotSupported, match="kv=True"):
-                    session.save(path, kv=True)
+                session.save(path, kv=True)
             found.append(said(session.generate(None, P8)))
         return found
 
@@ -664,6 +669,33 @@ def test_saved_sessions_go_on_in_another_engine_with_the_same_words(
         llm.session(load=path)
 
 
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "mtp", pytest.param("ranks", marks=pytest.mark.slow)]
+)
+def test_saved_kv_has_all_that_is_kept_of_a_token(name: str, tmp_path: Path) -> None:
+    path, options = tmp_path / "talk.session", dict[str, Any](kv_memory="2MB")
+    folder = tmp_path / "model"
+    if name == "mtp":
+        save_with_mtp(mtp_toy("deepseek_v3", 1), folder)
+        options |= {"draft": "mtp"}
+    else:
+        toys.make_toy("llama" if name == "ranks" else name).save_pretrained(folder)
+    if name == "ranks":
+        options |= {"placement": TensorParallel(2)}
+    params = P8.replace(record_routing=name == "qwen3_moe")
+    with LLM(folder, **options) as llm, llm.session(90, seed=7) as session:
+        session.generate(toys.random_ids(20, 1), P8)
+        session.save(path, kv=True)
+        want = session.generate([5], params)
+    with LLM(folder, **options) as llm, llm.session(90, load=path) as session:
+        found = session.generate([5], params)
+        assert said(found) == said(want)
+        assert found.num_cached_tokens == want.num_cached_tokens == 27
+        if name == "qwen3_moe":
+            assert torch.equal(found.outputs[0].routing, want.outputs[0].routing)
+        llm.engine.scheduler.pool.check()
+
+
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_saved_kv_is_used_where_it_is_the_same(
     kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -754,7 +786,10 @@ def test_files_that_are_no_sessions_are_refused(tmp_path: Path) -> None:
                 lambda: changed(tensors={"token_ids": tensors["token_ids"].flip(0)}),
                 "do not match their digest",
             ),
-            (lambda: changed(tensors={"k.0": tensors["k.0"] + 1}), "do not match their digest"),
+            (
+                lambda: changed(tensors={"blocks": tensors["blocks"] + 1}),
+                "do not match their digest",
+            ),
             (lambda: changed(session=metadata["session"].replace("numerics_", "")), "damaged"),
             (lambda: changed(session=metadata["session"].replace("num_tokens", "num_")), "damaged"),
         ]

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from verbatim import (
     PipelineParallel,
     TensorParallel,
     TierFailed,
+    VerbatimError,
     rl,
 )
 from verbatim.batch import AttentionBatch
@@ -36,7 +38,11 @@ from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.attention import paged_attention
 from verbatim.model import products
 from verbatim.model.shard import bounds_of
+from verbatim.placement.cluster.stage import Stage
+from verbatim.placement.launcher import HOST
+from verbatim.placement.parallel.group import RankGroup, RankHost
 from verbatim.placement.parallel.heads import split_heads
+from verbatim.placement.served import Served
 
 Folders = Callable[[str], Path]
 
@@ -245,6 +251,35 @@ def test_started_ranks_serve_all_there_is_and_are_gone_afterwards(folders: Folde
     assert process.returncode == -signal.SIGKILL and not folder.exists()
 
 
+def test_a_rank_that_fails_alone_is_named() -> None:
+    class Failing(Served):
+        calls = frozenset({"forward", "store"})
+
+        def forward(self, message: Any) -> None:
+            raise RuntimeError("out of luck")
+
+        def store(self, message: Any) -> int:
+            return int(message["rank"])
+
+        def close(self) -> None:
+            pass
+
+    group = RankGroup(3, 5.0)
+    stages = [Stage(group.key, HOST, share=Failing()) for _ in range(2)]
+    group.connect([RankHost(rank, stage.address) for rank, stage in enumerate(stages, start=1)])
+    assert group.ask({"do": "store"}) == [1, 2]
+    group.tell({"do": "forward"})
+    assert re.match("rank [12] of 3: RuntimeError: out of luck", str(group.failure(None)))
+    with pytest.raises(VerbatimError, match=r"RuntimeError: out of luck \(rank 1 of 3, forward\)"):
+        group.ask({"do": "forward"})
+    stages[1].close()
+    with pytest.raises(TierFailed, match="rank 2 of 3: the connection is lost"):
+        group.ask({"do": "store"})
+    group.close()
+    assert stages[0].told.get()["told"] == {"do": "close"} and stages[0].told.get() is None
+    assert not group.folder.exists()
+
+
 @pytest.mark.slow
 def test_ctrl_c_leaves_the_ranks_in_step(folders: Folders) -> None:
     prompts, params = mixed_requests(6)
@@ -296,8 +331,6 @@ def test_ranks_end_with_their_llm_however_it_ends(folders: Folders) -> None:
 def test_ranks_with_other_kernels_are_refused(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from verbatim.placement.parallel.group import RankGroup
-
     start = RankGroup.start
 
     def start_without_kernels(group: RankGroup) -> None:

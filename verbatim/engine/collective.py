@@ -8,10 +8,8 @@ from verbatim.core import Request, Result
 from verbatim.engine.handle import Collective, EngineHandle
 from verbatim.engine.lockstep import run_together
 from verbatim.errors import InvalidRequest, RequestFailed, TierFailed
-from verbatim.placement.cluster.link import LinkLost
 from verbatim.placement.parallel.exchange import Group
-from verbatim.placement.parallel.group import RankGroup
-from verbatim.placement.parallel.rank_worker import RankWorker
+from verbatim.placement.parallel.group import Follower, Followers
 
 
 class Leading:
@@ -19,7 +17,7 @@ class Leading:
 
     may_be_empty = False
 
-    def __init__(self, group: RankGroup) -> None:
+    def __init__(self, group: Followers) -> None:
         self._group = group
 
     def run(self, handle: EngineHandle, requests: list[Request]) -> list[Result]:
@@ -37,19 +35,16 @@ class Leading:
 
 
 class Following:
-    """Another rank: serves rank 0 until its call is over, and returns the same results."""
+    """Another rank: waits until rank 0's call is over, and returns the same results."""
 
     may_be_empty = False
 
-    def __init__(self, member: RankWorker) -> None:
+    def __init__(self, member: Follower) -> None:
         self._member = member
 
     def run(self, handle: EngineHandle, requests: list[Request]) -> list[Result]:
         handle.check_awake()
-        try:
-            message = self._member.serve("results", "failed", "close")
-        except LinkLost as error:
-            raise TierFailed(f"rank 0 is gone: {error}") from None
+        message = self._member.wait()
         if message["do"] == "close":
             raise TierFailed("rank 0 has closed its LLM in the middle of this call")
         if message["do"] == "failed":
@@ -84,8 +79,8 @@ class Lockstep:
 
 def collective_of(together: Any) -> Collective | None:
     """Return how calls are made with what a placement was opened with; None: by this process alone."""
-    if isinstance(together, RankGroup):
+    if isinstance(together, Followers):
         return Leading(together)
-    if isinstance(together, RankWorker):
+    if isinstance(together, Follower):
         return Following(together)
     return None if together is None else Lockstep(together)

@@ -10,7 +10,13 @@ from torch import Tensor
 
 
 class BlockStore(Protocol):
-    """Tensors kept by block, or by slot."""
+    """Tensors kept by block, or by slot.
+
+    Attributes:
+        token_axis: the dimension of positions in the tensors of `read_blocks`; None: they have none.
+    """
+
+    token_axis: int | None
 
     def read_blocks(self, blocks: list[int]) -> list[Tensor]:
         """Copy whole blocks: tensors of `n` entries each."""
@@ -21,9 +27,20 @@ class BlockStore(Protocol):
         ...
 
 
-def read_rows(stores: Sequence[BlockStore], blocks: list[int]) -> Tensor:
-    """Copy some blocks of all these stores: `[n, bytes]` uint8 on the CPU."""
-    parts = [part for store in stores for part in store.read_blocks(blocks)]
+def read_rows(stores: Sequence[BlockStore], blocks: list[int], used: int | None = None) -> Tensor:
+    """Copy some blocks of all these stores: `[n, bytes]` uint8 on the CPU.
+
+    Args:
+        used: positions of the last block that are copied; the others are zero. None: all.
+    """
+    parts: list[Tensor] = []
+    for store in stores:
+        copied = store.read_blocks(blocks)
+        if used is not None and store.token_axis is not None and blocks:
+            for part in copied:
+                axis = store.token_axis - 1
+                part[-1].narrow(axis, used, part[-1].shape[axis] - used).zero_()
+        parts += copied
     rows = [part.flatten(1).contiguous().view(torch.uint8).cpu() for part in parts]
     return torch.cat(rows, dim=1) if rows else torch.empty(len(blocks), 0, dtype=torch.uint8)
 

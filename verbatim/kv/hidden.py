@@ -16,6 +16,8 @@ class HiddenStore:
         rows: `[blocks * block_size, H]`, by slot (`Batch.slots`); empty after `release`.
     """
 
+    token_axis: int | None = 1  # of `read_blocks`
+
     def __init__(
         self,
         hidden_size: int,

@@ -62,6 +62,8 @@ class StateStore:
     Slot `ZERO_STATE` holds zeros, the state before the first token.
     """
 
+    token_axis: int | None = None  # of `read_blocks`
+
     def __init__(self, shapes: list[StateShape], num_slots: int, device: torch.device) -> None:
         self.shapes = shapes
         self.num_slots = num_slots

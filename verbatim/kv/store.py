@@ -54,6 +54,8 @@ class KVStore:
         states: of the model's recurrent layers; None: it has none.
     """
 
+    token_axis: int | None = 2  # of `read_blocks`
+
     batch_invariant = True
     states: StateStore | None = None
     device = torch.device("cpu")

@@ -109,6 +109,8 @@ class ChoiceStore:
     of it than K and V, and few requests record them.
     """
 
+    token_axis: int | None = 1  # of `read_blocks`
+
     def __init__(self, choices: Choices, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self._shape = (num_blocks, block_size, choices.layers, choices.k)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from verbatim.batch import Choices
 from verbatim.errors import NotSupported, TierFailed, UnsupportedModel
-from verbatim.kernels.options import AnyOptions, IndexOptions
+from verbatim.kernels.options import AnyOptions, AttentionOptions, IndexOptions
 from verbatim.kv.states import StateShape
 from verbatim.kv.store import LayerShape
 from verbatim.model import masks

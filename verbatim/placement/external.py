@@ -151,7 +151,7 @@ class ExternalRunner:
     def check_replay(self, name: str) -> None:
         self.choices[name].check(f"its {name} can't be replayed")
 
-    def read_cache(self, kind: str, numbers: list[int]) -> Tensor | None:
+    def read_cache(self, kind: str, numbers: list[int], used: int | None = None) -> Tensor | None:
         raise NotSupported(f"{self._name} keeps K and V itself")
 
     def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:

@@ -134,8 +134,9 @@ class Resident:
     def record(self, name: str, block_table: list[int], num_tokens: int) -> Tensor:
         return read_record(name, self.choices[name], self.records, block_table, num_tokens)
 
-    def read_cache(self, kind: str, numbers: list[int]) -> Tensor | None:
-        return read_rows(cached_in(kind, self.store, self.records, self.draft_layers), numbers)
+    def read_cache(self, kind: str, numbers: list[int], used: int | None = None) -> Tensor | None:
+        stores = cached_in(kind, self.store, self.records, self.draft_layers)
+        return read_rows(stores, numbers, used)
 
     def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
         write_rows(cached_in(kind, self.store, self.records, self.draft_layers), numbers, rows)

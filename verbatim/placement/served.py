@@ -15,14 +15,26 @@ class Served:
     """Makes calls of messages: each method takes the fields of one, and returns those of the answer.
 
     Attributes:
+        calls: the methods that a message may name.
         runner: runs the share; None while it has no memory for K and V.
 
     Raises:
         VerbatimError: by all methods, while there is no runner.
     """
 
+    calls: frozenset[str] = frozenset(
+        {
+            *("draft", "check_replay", "read_cache", "write_cache", "sleep", "wake"),
+            *("load_adapter", "unload_adapter"),
+            *("weight_names", "prepare_weights", "write_weights"),
+        }
+    )
     runner: Resident | None = None
     _weights: WeightWriter | None = None
+
+    def call(self, message: Message) -> Any:
+        """Make the call that a message names by `do`."""
+        return getattr(self, message["do"])(message)
 
     @property
     def running(self) -> Resident:
@@ -45,7 +57,9 @@ class Served:
 
     def read_cache(self, message: Message) -> Message:
         """Return the rows of blocks or slots, as of `Runner.read_cache`."""
-        return {"rows": self.running.read_cache(message["kind"], message["numbers"])}
+        return {
+            "rows": self.running.read_cache(message["kind"], message["numbers"], message["used"])
+        }
 
     def write_cache(self, message: Message) -> None:
         """Write the rows of blocks or slots."""

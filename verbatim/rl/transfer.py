@@ -22,21 +22,6 @@ from verbatim.errors import VerbatimError, first_line
 from verbatim.weights.update import Weights, named_weights
 
 T = TypeVar("T")
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
-}
 TIMEOUT_S = 120.0
 
 

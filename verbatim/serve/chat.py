@@ -133,6 +133,14 @@ class Conversation:
         prompt = await self.prompt()
         return await self.service.admit(reservation, [prompt], self.params, client)
 
+    async def result(self, client: Client) -> Result:
+        """Generate all completions, with the tokens of their reasoning counted."""
+        with self.service.reserve() as reservation:
+            requests = await self.admit(reservation, client)
+            (result,) = await self.service.results(requests)
+        await self.count_reasoning(result)
+        return result
+
     async def count_reasoning(self, result: Result) -> None:
         """Count the tokens of reasoning, for the usage."""
         tokenizer = self.service.llm.tokenizer
@@ -225,13 +233,10 @@ class ChatRequest:
 
     async def answer(self, client: Client) -> dict[str, Any]:
         """Return the whole response."""
-        with self.service.reserve() as reservation:
-            requests = await self.conversation.admit(reservation, client)
-            results = await self.service.results(requests)
-        await self.conversation.count_reasoning(results[0])
-        choices = LazyList(lambda: map(self._choice, results[0].outputs), large=True)
-        answer = self._envelope("chat.completion", choices) | {"usage": self._usage(results[0])}
-        return answer | prompt_of(results[0], self.body, self.service)
+        result = await self.conversation.result(client)
+        choices = LazyList(lambda: map(self._choice, result.outputs), large=True)
+        answer = self._envelope("chat.completion", choices) | {"usage": self._usage(result)}
+        return answer | prompt_of(result, self.body, self.service)
 
     async def events(self, client: Client) -> AsyncGenerator[Event, None]:
         """Stream the response."""

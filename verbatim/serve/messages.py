@@ -69,10 +69,7 @@ class MessagesRequest:
 
     async def answer(self, client: Client) -> dict[str, Any]:
         """Return the whole message."""
-        with self.service.reserve() as reservation:
-            requests = await self.conversation.admit(reservation, client)
-            (result,) = await self.service.results(requests)
-        await self.conversation.count_reasoning(result)
+        result = await self.conversation.result(client)
         output = result.outputs[0]
         parts = self.conversation.answers.reader().push(output.text, last=True)
         return self._message([_block(part) for part in parts], result)

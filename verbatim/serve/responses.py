@@ -68,10 +68,7 @@ class ResponsesRequest:
 
     async def answer(self, client: Client) -> dict[str, Any]:
         """Return the whole response."""
-        with self.service.reserve() as reservation:
-            requests = await self.conversation.admit(reservation, client)
-            (result,) = await self.service.results(requests)
-        await self.conversation.count_reasoning(result)
+        result = await self.conversation.result(client)
         output = result.outputs[0]
         parts = self.conversation.answers.reader().push(output.text, last=True)
         logprobs = self._logprobs(output)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from verbatim._version import __version__
 from verbatim.errors import InvalidRequest
-from verbatim.rl.transfer import DTYPES, WeightGroup
+from verbatim.options import SENT_DTYPES
+from verbatim.rl.transfer import WeightGroup
 from verbatim.serve.bodies import BodyRoute, parse_body
 from verbatim.serve.errors import Json, Refusal
 from verbatim.serve.fields import AtMost, Strict, Switch
@@ -121,16 +122,18 @@ class Updates:
             )
         if len(set(info.names)) < len(info.names):
             raise InvalidRequest("names: a weight is named twice")
-        unknown = next((name for name in info.dtype_names if name not in DTYPES), None)
+        unknown = next((name for name in info.dtype_names if name not in SENT_DTYPES), None)
         if unknown is not None:
-            raise InvalidRequest(f"dtype_names: {unknown:.40}: must be one of {', '.join(DTYPES)}")
+            raise InvalidRequest(
+                f"dtype_names: {unknown:.40}: must be one of {', '.join(SENT_DTYPES)}"
+            )
         async with self._lock:
             if self._pending is None:
                 raise Refusal(409, "no update was started: POST /start_weight_update")
             self._check_room(sum(map(math.prod, info.shapes)))
             if self._group is None:
                 raise Refusal(409, "no process group: POST /init_weight_transfer_engine")
-            dtypes = [DTYPES[name] for name in info.dtype_names]
+            dtypes = [SENT_DTYPES[name] for name in info.dtype_names]
             group, self._group = self._group, None  # after an error, its ranks disagree
             pairs = zip(dtypes, info.shapes, strict=True)
             tensors = await asyncio.to_thread(lambda: group.receive(pairs))

@@ -77,10 +77,10 @@ class RemoteGenerationMixin:
             seed: an extension. Row b draws with it and sample index b. By default a session takes one from
                 torch's default generator at its first call, and a call without a session one when it
                 samples.
-            kwargs: transformers' generation parameters; those of `REFUSED` run in the loop of the model's own
-                `generate`, if transformers' module is in this process and there is no session, while all
-                engines of this process wait (those that the engine runs: `verbatim.compat.petals.settings.DONE` has their
-                names); `attention_mask` `[B, P]`, without which leading pads are masked; `tokenizer`, for
+            kwargs: transformers' generation parameters (`verbatim.compat.petals.settings.DONE` names
+                those that the engine runs). Others run in the model's own `generate`, while all engines of
+                this process wait, if transformers' module is in this process and there is no session.
+                `attention_mask` `[B, P]`, without which leading pads are masked; `tokenizer`, for
                 `stop_strings`. `max_length` counts pads and what the session had before. Exactly one of
                 `max_length` and `max_new_tokens`.
 

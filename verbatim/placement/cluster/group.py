@@ -66,6 +66,7 @@ class StageHandle:
     def __init__(self, host: Host, link: Link, inbox: Inbox) -> None:
         self.host = host
         self.link = link
+        self.name = ""  # in errors; "": that of a stage with layers
         self.index = -1
         self.first = self.end = 0
         self.shape: Message = {}
@@ -80,7 +81,8 @@ class StageHandle:
 
     def __str__(self) -> str:
         why = "" if self.lost is None else f": {self.lost}"
-        return f"stage {self.index} (layers {self.first} to {self.end} on {self.host.machine}){why}"
+        layers = f"layers {self.first} to {self.end} on {self.host.machine}"
+        return f"{self.name or f'stage {self.index} ({layers})'}{why}"
 
     def _listen(self, inbox: Inbox) -> None:
         try:
@@ -183,7 +185,7 @@ class StageGroup:
             while any(call not in self._answers for call in calls):
                 self.check([member for member, _ in orders])
                 meanwhile()
-                self._pump(patient=patient)
+                self.pump(patient=patient)
             answers = [self._answers[call] for call in calls]
         finally:
             for call in calls:
@@ -219,13 +221,13 @@ class StageGroup:
         """
         while not (found := self.reports()):
             self.check()
-            self._pump()
+            self.pump()
         return found
 
-    def _pump(self, *, patient: bool = False) -> None:
+    def pump(self, timeout_s: float = _PING_S, *, patient: bool = False) -> None:
         """Receive the next message, and ping the stages now and then."""
         try:
-            member, message = self._inbox.get(timeout=_PING_S)
+            member, message = self._inbox.get(timeout=timeout_s)
         except queue.Empty:
             pass
         else:

@@ -53,6 +53,8 @@ class Made:
 class Layers(Served):
     """The layers of one stage. Arguments and results are those of messages."""
 
+    calls = Served.calls | {"facts", "open", "allocate", "record"}
+
     def __init__(self) -> None:
         self.part: Part | None = None
         self._kept: HiddenStore | None = None

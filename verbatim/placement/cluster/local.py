@@ -36,11 +36,12 @@ class LocalHosts:
 
     Args:
         key: the cluster's secret.
+        target: the function that they run, "module:function", with the arguments of `serve`.
     """
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, target: str = f"{__name__}:serve") -> None:
         self.key = key
-        self._launcher = Launcher(f"{__name__}:serve")
+        self._launcher = Launcher(target)
         self._prepared: list[LocalHost] = []
 
     def start(self, count: int, avoid: set[str]) -> list[Host]:
@@ -76,16 +77,19 @@ class LocalHosts:
         self._launcher.close()
 
 
-def serve(key: str, model: dict[str, Any] | None, report: Callable[[Any], None]) -> None:
+def serve(
+    key: str, model: dict[str, Any] | None, report: Callable[[Any], None], share: Any = None
+) -> None:
     """Serve one stage until its head is gone: the function that a worker process runs.
 
     Args:
         key: in hexadecimal digits.
         model: inspected in advance, if given.
         report: takes the port.
+        share: as of `Stage`.
     """
     ended = threading.Event()
-    stage = Stage(bytes.fromhex(key), HOST, ended.set)
+    stage = Stage(bytes.fromhex(key), HOST, ended.set, share)
     report(stage.address[1])
     if model is not None:
         try:

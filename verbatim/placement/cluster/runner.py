@@ -230,16 +230,17 @@ class Clustered:
         if name == "routing":
             self._each("check_replay", name=name)
 
-    def read_cache(self, kind: str, numbers: list[int]) -> Tensor | None:
+    def read_cache(self, kind: str, numbers: list[int], used: int | None = None) -> Tensor | None:
         if self.choices["routing"].layers:  # of other layers after `rebalance`
             raise NotSupported(
                 "stages keep the experts of each token beside the K and V of their layers"
             )
-        parts = self._cached("read_cache", [{"kind": kind, "numbers": numbers}] * len(self._stages))
+        asked: Message = {"kind": kind, "numbers": numbers, "used": used}
+        parts = self._cached("read_cache", [asked] * len(self._stages))
         return None if parts is None else torch.cat([part["rows"] for part in parts], dim=1)
 
     def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
-        asked: Message = {"kind": kind, "numbers": list[int]()}
+        asked: Message = {"kind": kind, "numbers": list[int](), "used": None}
         parts = self._cached("read_cache", [asked] * len(self._stages))
         if parts is None:
             return False

@@ -22,27 +22,6 @@ from verbatim.placement.cluster.neighbours import Neighbours
 from verbatim.placement.cluster.wire import Garbage
 from verbatim.placement.cluster.work import Work, answer, described
 
-# What the head may ask of what is held here, by the names of its methods.
-_OF_LAYERS = frozenset(
-    {
-        "facts",
-        "open",
-        "allocate",
-        "check_replay",
-        "draft",
-        "read_cache",
-        "write_cache",
-        "record",
-        "sleep",
-        "wake",
-        "weight_names",
-        "load_adapter",
-        "unload_adapter",
-        "prepare_weights",
-        "write_weights",
-    }
-)
-
 Message = dict[str, Any]
 
 
@@ -53,12 +32,23 @@ class Stage:
         key: the cluster's secret.
         host: the address at which other machines reach this one.
         ended: called when there is nothing more to do here.
+        share: what is called here; None: layers, which are opened when the head says so.
+
+    Attributes:
+        told: what the head tells the program around this stage; None once the stage has ended.
     """
 
-    def __init__(self, key: bytes, host: str, ended: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self,
+        key: bytes,
+        host: str,
+        ended: Callable[[], object] = lambda: None,
+        share: Any = None,
+    ) -> None:
         self._ended = ended
+        self.told: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[tuple[Link, Message] | None] = queue.SimpleQueue()
-        self._layers = Layers()
+        self._layers = Layers() if share is None else share
         self._neighbours = Neighbours(key)
         self._steps = Work(self._layers, self._neighbours)
         self._computing = threading.Lock()
@@ -158,6 +148,7 @@ class Stage:
             self._compute(*entry)
         with self._computing:
             self._layers.close()
+        self.told.put(None)
         self._ended()
 
     def _compute(self, link: Link, message: Message) -> None:
@@ -177,8 +168,10 @@ class Stage:
         do = message.get("do", "")
         if do == "rows" or do == "work":  # first: what comes in every step
             self._steps.take(do, message)
-        elif do in _OF_LAYERS:
-            answer(link, message, getattr(self._layers, do))
+        elif do in self._layers.calls:
+            answer(link, message, self._layers.call)
+        elif do == "tell":
+            self.told.put(message)
         elif do == "status":
             spans = list(self._steps.spans)
             answer(link, message, lambda _: {**self.status(), "spans": spans})

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import VerbatimError
+from verbatim.options import SENT_DTYPES
 from verbatim.placement.cluster.messages import FIELDS
 
 PREFIX = struct.Struct("<4sIQ")  # magic, bytes of JSON, bytes of arrays
@@ -29,21 +30,7 @@ _OBJECT, _SAME = "\0object", "\0same"  # an object of `FIELDS`; one that came be
 _LONG = 64  # entries of a list
 _ALIGNED = 16
 
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float32,
-        torch.float64,
-        torch.bfloat16,
-        torch.float16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.uint8,
-        torch.bool,
-    )
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in SENT_DTYPES.items()}
 _KINDS = {kind.__name__: kind for kind in FIELDS}
 
 Buffer = bytes | memoryview
@@ -154,7 +141,7 @@ class _Reader:
         self._objects: list[Any] = []
         self._made: dict[str, Callable[[Any], Any]] = {
             _ARRAY: lambda entry: self._array(*entry),
-            _DTYPE: _DTYPES.__getitem__,
+            _DTYPE: SENT_DTYPES.__getitem__,
             _TUPLE: tuple,
             _PAIRS: dict,
             _IDS: Tensor.tolist,
@@ -170,7 +157,7 @@ class _Reader:
         return entry
 
     def _array(self, name: str, shape: list[int]) -> Tensor:
-        dtype = _DTYPES[name]
+        dtype = SENT_DTYPES[name]
         if not all(isinstance(size, int) and size >= 0 for size in shape):
             raise ValueError(f"an array of shape {shape}")
         count = math.prod(shape)

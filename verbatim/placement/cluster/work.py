@@ -164,12 +164,14 @@ class Work:
 
 
 def answer(link: Link, message: Message, do: Callable[[Message], Any]) -> None:
-    """Call a function with a message, and send its result or error back."""
+    """Call a function with a message, and send its error back, and its result if it is asked for."""
     told: Message = {"call": message.get("call")}
     try:
         told["result"] = do(message)
     except Exception as error:
         told["error"] = described(error)
+    if "call" not in message and "error" not in told:
+        return
     try:
         link.send(told)
     except LinkLost:

@@ -1,21 +1,21 @@
-"""Ranks that the user started: detection, and the exchange of an address."""
+"""Ranks that the user started: detection, and the exchange of addresses."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import secrets
 import socket
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from verbatim.errors import InvalidRequest
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_PLACE_BYTES = 128
+_TEXT_BYTES = 256
 _opened = itertools.count()
 _stores: list[Any] = []  # that of torchrun; made once, and kept for as long as others may read it
 
@@ -37,41 +37,40 @@ def check_size(size: int, world: int) -> None:
         )
 
 
-def share_place(rank: int, place: tuple[int, bytes] | None) -> tuple[int, bytes]:
-    """Broadcast rank 0's `place`, a port and a key.
+def exchange(rank: int, world: int, text: str) -> list[str]:
+    """Return the texts of all ranks, in their order; each has at most `_TEXT_BYTES`."""
+    if not dist.is_initialized():
+        return _through_store(rank, world, text)
+    group = dist.new_group(backend="gloo")
+    own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+    raw = text.encode()
+    own[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
+    found = [torch.empty_like(own) for _ in range(world)]
+    dist.all_gather(found, own, group=group)
+    dist.destroy_process_group(group)
+    return [bytes(each.tolist()).rstrip(b"\0").decode() for each in found]
+
+
+def _through_store(rank: int, world: int, text: str) -> list[str]:
+    if not _stores:
+        _stores.append(next(iter(rendezvous("env://")))[0])
+    name = f"verbatim/{next(_opened)}"
+    _stores[0].set(f"{name}/{rank}", text)
+    return [_stores[0].get(f"{name}/{each}").decode() for each in range(world)]
+
+
+def meet(rank: int, world: int) -> bytes:
+    """Return the secret of all ranks, which rank 0 has made.
 
     Raises:
         InvalidRequest: the ranks are on several machines.
     """
-    said = "" if place is None else f"{socket.gethostname()} {place[0]} {place[1].hex()}"
-    if dist.is_initialized():
-        said = _broadcast(said)
-    else:
-        said = _through_store(rank, said)
-    host, port, key = said.split()
-    if host != socket.gethostname():
+    found = exchange(rank, world, f"{secrets.token_hex(32)} {socket.gethostname()}")
+    hosts = [each.split(" ", 1)[1] for each in found]
+    other = next((r for r, host in enumerate(hosts) if host != hosts[0]), None)
+    if other is not None:
         raise InvalidRequest(
-            f"rank 0 is on {host} and rank {rank} on {socket.gethostname()}; its ranks are "
+            f"rank 0 is on {hosts[0]} and rank {other} on {hosts[other]}; its ranks are "
             "processes of one machine"
         )
-    return int(port), bytes.fromhex(key)
-
-
-def _broadcast(said: str) -> str:
-    group = dist.new_group(backend="gloo")
-    tensor: Tensor = torch.zeros(_PLACE_BYTES * 2, dtype=torch.uint8)
-    raw = said.encode()
-    tensor[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
-    dist.broadcast(tensor, 0, group=group)
-    dist.destroy_process_group(group)
-    return bytes(tensor.tolist()).rstrip(b"\0").decode()
-
-
-def _through_store(rank: int, said: str) -> str:
-    if not _stores:
-        _stores.append(next(iter(rendezvous("env://")))[0])
-    name = f"verbatim/{next(_opened)}"
-    if rank == 0:
-        _stores[0].set(name, said)
-    found: bytes = _stores[0].get(name)
-    return found.decode()
+    return bytes.fromhex(found[0].split()[0])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from verbatim.batch import dummy_batch
-from verbatim.errors import InvalidRequest, ModelError, NotSupported, TierFailed
+from verbatim.errors import InvalidRequest, NotSupported, TierFailed
 from verbatim.kv.quantized import KVDtype
 from verbatim.kv.states import open_states
 from verbatim.kv.store import bytes_per_token
@@ -24,19 +24,24 @@ from verbatim.numerics import numerics_key
 from verbatim.options import available_memory
 from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.drafts import describe
-from verbatim.placement.cluster.link import connect
 from verbatim.placement.cluster.local import LocalHosts
 from verbatim.placement.cluster.opening import open_cluster
+from verbatim.placement.cluster.stage import Stage
 from verbatim.placement.launcher import HOST
 from verbatim.placement.options import EngineOptions, Placed
 from verbatim.placement.parallel.choice import ExpertParallel, PipelineParallel, TensorParallel
 from verbatim.placement.parallel.exchange import ExchangedExperts, Group, differing
 from verbatim.placement.parallel.following import Following, described
-from verbatim.placement.parallel.group import RankGroup
+from verbatim.placement.parallel.group import (
+    Follower,
+    Followers,
+    RankGroup,
+    RankHost,
+    RankHosts,
+)
 from verbatim.placement.parallel.heads import HeadStore, own_layers
-from verbatim.placement.parallel.hosts import RankHosts
-from verbatim.placement.parallel.launch import check_size, launched, share_place
-from verbatim.placement.parallel.rank_worker import RankWorker
+from verbatim.placement.parallel.launch import check_size, exchange, launched, meet
+from verbatim.placement.parallel.rank_share import RankShare
 from verbatim.placement.parallel.ranks import Gloo
 from verbatim.placement.parallel.runner import Leading
 from verbatim.placement.parallel.share import Shared, open_share, take_share
@@ -69,15 +74,23 @@ def open_tensor_parallel(
     """
     rank, world = launched()
     check_size(choice.size, world)
+    key = meet(rank, world) if world > 1 else None
     if rank:
-        return _follow(rank, loaded, options, choice.timeout_s)
+        assert key is not None
+        return _follow(rank, world, key, options, RankShare(loaded))
     with ExitStack() as undo:
-        group = _gather(choice.size, world, choice.timeout_s)
+        group = RankGroup(choice.size, choice.timeout_s, key)
         undo.callback(group.close)
+        if world > 1:
+            group.connect(_others(world))
+        else:
+            group.start()
         leading = _lead(group, loaded, source, choice, options, limit, draft)
-        group.tell({"do": "ready", **described(leading)})
+        followers = Followers(group.members) if world > 1 else None
+        if followers is not None:
+            followers.tell({"do": "ready", **described(leading)})
         undo.pop_all()
-    return Placed(leading, options, group if world > 1 else None)
+    return Placed(leading, options, followers)
 
 
 def open_pipeline_parallel(
@@ -98,44 +111,39 @@ def open_pipeline_parallel(
     if world == 1:
         local = replace(cluster, hosts=LocalHosts(secrets.token_bytes(32)))
         return open_cluster(loaded, source, local, options, limit, draft)
+    key = meet(rank, world)
     if rank:
-        return _follow(rank, loaded, options, choice.timeout_s)
-    group = _gather(choice.size, world, choice.timeout_s)
-    ranks = replace(cluster, hosts=RankHosts(group, choice.timeout_s), spares=0)
+        return _follow(rank, world, key, options, None)
+    ranks = replace(cluster, hosts=RankHosts(key, _others(world)), spares=0)
     placed = open_cluster(loaded, source, ranks, options, limit, draft)
+    runner: Any = placed.runner
+    followers = Followers(runner.group.members[:-1])
     try:
-        group.tell({"do": "ready", **described(placed.runner)})
+        followers.tell({"do": "ready", **described(runner)})
     except BaseException:
-        placed.runner.close()
+        runner.close()
         raise
-    return replace(placed, together=group)
+    return replace(placed, together=followers)
 
 
-def _gather(size: int, world: int, timeout_s: float) -> RankGroup:
-    """Connect to the other ranks, after starting them if the user has not."""
-    group = RankGroup(size)
-    try:
-        if world > 1:
-            share_place(0, (group.port, group.key))
-        else:
-            group.start()
-        group.wait_for_all(timeout_s)
-    except BaseException:
-        group.close()
-        raise
-    return group
+def _others(world: int) -> list[RankHost]:
+    """Return the ranks 1 to `world` - 1, which call `_follow`."""
+    ports = exchange(0, world, "-")
+    return [RankHost(rank, (HOST, int(ports[rank]))) for rank in range(1, world)]
 
 
-def _follow(rank: int, loaded: LoadedModel, options: EngineOptions, timeout_s: float) -> Placed:
+def _follow(
+    rank: int, world: int, key: bytes, options: EngineOptions, share: RankShare | None
+) -> Placed:
     """Open a rank other than 0 of ranks that the user started."""
-    port, key = share_place(rank, None)
-    link = connect((HOST, port), key, {"rank": rank}, timeout_s)
-    link.receive()  # welcome
-    member = RankWorker(link, rank, key, loaded)
+    stage = Stage(key, HOST, share=share)
+    follower = Follower(stage)
     try:
-        return Placed(Following(member, member.serve("ready")), options, member)
+        exchange(rank, world, str(stage.address[1]))
+        runner: Any = Following(follower, follower.wait())
+        return Placed(runner, options, follower)
     except BaseException:
-        member.close()
+        follower.close()
         raise
 
 
@@ -154,10 +162,9 @@ def _lead(
     kv_dtype = "auto" if options.kv_dtype is None else _name(options.kv_dtype)
     num_threads = options.num_threads or max(1, torch.get_num_threads() // size)
     meeting = group.folder / "meeting"
-    group.tell(
+    answers = group.ask(
         {
             "do": "open",
-            "asks": True,
             "source": asdict(source),
             "dtype": dtype,
             "kv_dtype": kv_dtype,
@@ -168,8 +175,11 @@ def _lead(
             "draft": describe(draft),
         }
     )
-    _check_keys(group, numerics_key(dtype, kv_dtype), timeout_s)
-    group.tell({"do": "share", "asks": True})
+    own = numerics_key(dtype, kv_dtype)
+    for rank, answer in enumerate(answers, start=1):
+        if answer["key"] != own:
+            raise NotSupported(differing(rank, answer["key"], own))
+    group.tell({"do": "share"})
     with ExitStack() as undo:
         try:
             ranks = Gloo(meeting, 0, size, timeout_s)
@@ -177,7 +187,6 @@ def _lead(
             shared = open_share(loaded, ranks, num_threads, draft)
         except TierFailed as error:
             raise group.failure(error) from error
-        answers = group.answers(timeout_s)
         spec = shared.decoder.spec
         cache_dtype = options.kv_dtype or spec.dtype
         state_bytes = size * sum(state.nbytes for state in spec.states)
@@ -188,7 +197,7 @@ def _lead(
             "block_size": options.block_size,
             "kv_dtype": _name(cache_dtype),
         }
-        group.tell({"do": "store", "asks": True, "num_states": num_states, **told})
+        others = group.ask({"do": "store", "num_states": num_states, **told})
         store = HeadStore(
             spec.layers,
             spec.query_heads,
@@ -200,27 +209,21 @@ def _lead(
         )
         undo.callback(store.release)
         shared.draft_layers.open_stores(blocks, options.block_size, cache_dtype)
-        kv = group.answers(timeout_s)
         runner = Leading(
             shared,
             store,
             num_threads,
             group=group,
-            weight_bytes=[shared.weight_bytes, *_in_order(answers, "weight_bytes")],
-            kv_bytes=[store.nbytes + shared.draft_layers.nbytes, *_in_order(kv, "kv_bytes")],
+            weight_bytes=[shared.weight_bytes, *(other["weight_bytes"] for other in others)],
+            kv_bytes=[
+                store.nbytes + shared.draft_layers.nbytes,
+                *(other["kv_bytes"] for other in others),
+            ],
         )
         runner.forward(dummy_batch())  # whatever can go wrong between ranks does so here
         runner.num_forwards = 0
         undo.pop_all()
     return runner
-
-
-def _check_keys(group: RankGroup, own: str, timeout_s: float) -> None:
-    for rank, answer in sorted(group.answers(timeout_s).items()):
-        if "gone" in answer:
-            raise ModelError(f"rank {rank} of {group.size}: {answer['gone']}")
-        if answer["key"] != own:
-            raise NotSupported(differing(rank, answer["key"], own))
 
 
 def _num_blocks(
@@ -278,10 +281,6 @@ def open_expert_parallel(
         "split_experts": len(cut.experts),
     }
     return Placed(runner, options, group)
-
-
-def _in_order(answers: dict[int, dict[str, Any]], name: str) -> list[int]:
-    return [int(answers[rank][name]) for rank in sorted(answers)]
 
 
 def _name(dtype: KVDtype) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from verbatim.batch import Adapter, Batch, Draws, SamplePlan
-from verbatim.errors import ModelError, NotSupported, TierFailed, VerbatimError, first_line
+from verbatim.errors import NotSupported, TierFailed, VerbatimError, first_line
 from verbatim.heap import give_back_freed
 from verbatim.placement.parallel.group import RankGroup
 from verbatim.placement.parallel.heads import HeadStore
@@ -83,18 +83,18 @@ class Leading(Rank):
         draws: Draws | None = self._together("draft", call, k=k, batch=batch, plan=None)
         return draws
 
-    def read_cache(self, kind: str, numbers: list[int]) -> Tensor | None:
-        own = super().read_cache(kind, numbers)
+    def read_cache(self, kind: str, numbers: list[int], used: int | None = None) -> Tensor | None:
+        own = super().read_cache(kind, numbers, used)
         assert own is not None
         if kind == "states":  # every rank has all of them
             return own
-        return torch.cat([own, *self._rows_of_others(numbers)], dim=1)
+        return torch.cat([own, *self._rows_of_others(numbers, used)], dim=1)
 
-    def _rows_of_others(self, blocks: list[int]) -> list[Tensor]:
+    def _rows_of_others(self, blocks: list[int], used: int | None = None) -> list[Tensor]:
+        asked = {"do": "read_cache", "kind": "blocks", "numbers": blocks, "used": used}
         with Shield().up():
-            self.group.tell({"do": "read_cache", "kind": "blocks", "numbers": blocks, "asks": True})
-            answers = self.group.answers(self.ranks.timeout_s)
-        return [answers[rank]["rows"] for rank in sorted(answers)]
+            answers = self.group.ask(asked)
+        return [answer["rows"] for answer in answers]
 
     def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
         shares = [rows] * self.ranks.size
@@ -118,10 +118,7 @@ class Leading(Rank):
         new = NewWeights(self.cut.original, tensors, check_finite=False)
         writer = WeightWriter(self.decoder.held)
         for piece in new.messages(writer.packed):
-            self.group.tell({"do": "prepare_weights", "tensors": piece, "asks": True})
-            for answer in self.group.answers(self.ranks.timeout_s).values():
-                if "error" in answer:
-                    raise ModelError(answer["error"])
+            self.group.ask({"do": "prepare_weights", "tensors": piece})
 
         def write_all() -> None:
             with Shield().up():
