@@ -20,6 +20,7 @@ os.environ.setdefault("PYTHONSAFEPATH", "1")
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import gc
 import random
 import signal
 from collections.abc import Callable, Iterator
@@ -46,6 +47,20 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect without the garbage collector, and exempt from it what is there by then.
+
+    That is millions of objects which live to the end. Going through them took a third of the time.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.fixture(autouse=True)
 def _same_numbers() -> None:
     """Whatever ran before, a test that draws from torch's or Python's own generator draws the same."""
@@ -68,7 +83,7 @@ def one_thread(_threads_put_back: None) -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scratch, free and newly taken blocks, and slots of states, hold NaN, which shows in the answer."""
+    """Scratch, freed and newly taken blocks, and slots of states, hold NaN, which shows in the answer."""
     from support.poison import poison_blocks
     from verbatim import opening
 

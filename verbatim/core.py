@@ -466,6 +466,7 @@ class Request:
     was_scheduled: bool = False
     num_ended: int = 0  # sequences with a final delta
     weight_version: int = 0  # of the weights that generate its next token
+    on_end: Callable[[], None] | None = None  # called in the thread of the step that ended it
     streamed: bool = False  # its deltas are sent to a reader, so it can't restart once one was sent
     error: BaseException | None = None
     result: Result | None = None  # set once, when the last sequence has ended

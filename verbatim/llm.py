@@ -29,6 +29,7 @@ from verbatim.placement.cluster.runner import Clustered
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.options import DEFAULT_FOLDER_BYTES, EngineOptions, engine_options
 from verbatim.placement.parallel.choice import PipelineParallel, Ranked
+from verbatim.progress import progress_bar
 from verbatim.prompts import as_params, as_prompts
 from verbatim.protocols import Runner
 from verbatim.session import Session
@@ -271,19 +272,25 @@ class LLM:
         self,
         prompts: Prompt | SequenceOf[Prompt],
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
     ) -> list[Result]:
         """Complete one prompt or several, and return the results in the order of the prompts.
 
         Args:
             prompts: a string, a list of ids, or a list of either.
             params: one for all prompts, or one per prompt. None: the defaults.
+            progress: show a progress bar on stderr. None: for several prompts, where stderr is a terminal,
+                if they take more than a second.
 
         Raises:
             InvalidRequest: an invalid prompt or parameter; raised before any forward runs.
             RequestFailed: no token can be drawn for a request. An exception in the model's own forward is
                 raised unchanged. Either way, the other requests of the call are aborted.
         """
-        return self.engine.run(self._admit_all(prompts, params))
+        requests = self._admit_all(prompts, params)
+        with progress_bar(requests, progress):
+            return self.engine.run(requests)
 
     async def agenerate(
         self,
@@ -307,7 +314,11 @@ class LLM:
                 yield delta
 
     def score(
-        self, prompts: Prompt | SequenceOf[Prompt], *, adapter: str | None = None
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        *,
+        adapter: str | None = None,
+        progress: bool | None = None,
     ) -> list[Any]:
         """Return the log-prob of each token given the tokens before it, at temperature 1.
 
@@ -315,6 +326,7 @@ class LLM:
 
         Args:
             adapter: as `SamplingParams.adapter`.
+            progress: as in `generate`.
 
         Returns:
             A list of P entries for one prompt of P tokens, the first None; a list of such lists for
@@ -322,7 +334,9 @@ class LLM:
         """
         many, single = as_prompts(prompts)
         results = self.generate(
-            many, SamplingParams(max_tokens=0, prompt_logprobs=0, adapter=adapter)
+            many,
+            SamplingParams(max_tokens=0, prompt_logprobs=0, adapter=adapter),
+            progress=progress,
         )
         scores = [result.prompt_logprobs for result in results]
         return scores[0] or [] if single else scores

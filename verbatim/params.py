@@ -223,28 +223,28 @@ class SamplingParams:
     def _resolve_lists(self) -> None:
         """Validate the list fields and keep immutable copies, which a caller's later edit can't change."""
 
-        def settle(name: str, value: Any) -> None:
+        def assign(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
-        settle("stop", _stops(self.stop))
-        settle("stop_token_ids", _id_sequences("stop_token_ids", self.stop_token_ids))
+        assign("stop", _stops(self.stop))
+        assign("stop_token_ids", _id_sequences("stop_token_ids", self.stop_token_ids))
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest(
                 f"stop_token_ids has {len(self.stop_token_ids)} entries; at most {MAX_STOP_TOKEN_IDS}"
             )
-        settle("bad_words", _words(self.bad_words))
+        assign("bad_words", _words(self.bad_words))
         if self.allowed_token_ids is not None:
             name = "allowed_token_ids"
             allowed = tuple(_id(name, i) for i in _entries(name, self.allowed_token_ids))
             if not allowed:
                 raise InvalidRequest("allowed_token_ids is empty: no token could be drawn")
-            settle(name, allowed)
+            assign(name, allowed)
         if self.logit_bias is not None:
-            settle("logit_bias", _biases(self.logit_bias))
-        settle("logits_processors", _callables(self.logits_processors))
-        for name, settled in (("replay_routing", _routing), ("replay_indices", _indices)):
+            assign("logit_bias", _biases(self.logit_bias))
+        assign("logits_processors", _callables(self.logits_processors))
+        for name, check in (("replay_routing", _routing), ("replay_indices", _indices)):
             if getattr(self, name) is not None:
-                settle(name, settled(_choices_of(name, getattr(self, name))))
+                assign(name, check(_choices_of(name, getattr(self, name))))
 
     def _check_structure(self) -> None:
         """Validate the fields of structured output: at most one of them, and supported combinations."""
@@ -381,14 +381,14 @@ def _id(name: str, value: Any) -> int:
 
 def _id_sequences(name: str, values: Any) -> tuple[tuple[int, ...], ...]:
     """Return every entry as a tuple of ids; a bare id becomes a tuple of one."""
-    settled = []
+    checked = []
     for value in _entries(name, values):
         several = isinstance(value, list | tuple | range) or getattr(value, "ndim", 0) > 0
         entry = _entries(name, value) if several else [value]
         if not entry or isinstance(value, str):
             raise InvalidRequest(f"{name}: {value!r} is neither an id nor a list of ids")
-        settled.append(tuple(_id(name, i) for i in entry))
-    return tuple(settled)
+        checked.append(tuple(_id(name, i) for i in entry))
+    return tuple(checked)
 
 
 def _stops(value: Any) -> tuple[str, ...]:

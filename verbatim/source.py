@@ -18,7 +18,7 @@ from verbatim.options import dtype_name
 from verbatim.placement.kv_caches import speaks_kv_caches
 from verbatim.placement.wrapped import check_runnable, unwrap
 from verbatim.text.tokenizer import Tokenizer
-from verbatim.weights.dcp import leave_there
+from verbatim.weights.dcp_model import load_dcp
 from verbatim.weights.skeleton import open_skeleton
 
 
@@ -35,7 +35,7 @@ def open_model(
 ) -> LoadedModel:
     """Load the module and tokenizer given by `LLM`'s arguments.
 
-    The weights are left in their files with `skeleton`, and if they are quantized there.
+    The weights are left in their files with `skeleton`; those of a DCP checkpoint and quantized ones always.
     """
     dcp = find_dcp(model) if isinstance(model, str | os.PathLike) else None
     if config is not None and dcp is None:
@@ -50,15 +50,12 @@ def open_model(
     gguf = None
     if dcp is None and isinstance(model, str | os.PathLike):
         gguf = find_gguf(model)
-    if skeleton is not None and (gguf or isinstance(model, nn.Module)):
-        reason = f"{model} is a GGUF file" if gguf else "a live module is in memory"
+    if skeleton is not None and isinstance(model, nn.Module):
         raise NotSupported(
-            f"placement: {reason}; all placements but None take a folder with safetensors, such as "
-            "save_pretrained writes, or a torch.distributed.checkpoint"
+            "placement: a live module is in memory; all placements but None take a folder with safetensors, "
+            "such as save_pretrained writes, a torch.distributed.checkpoint or a GGUF file"
         )
     if dcp is not None:
-        from verbatim.model.dcp.load import load_dcp
-
         return load_dcp(
             dcp,
             config,
@@ -66,10 +63,17 @@ def open_model(
             dtype=dtype,
             revision=revision,
             trust_remote_code=trust_remote_code,
-            leave=None if skeleton is None else leave_there,
+            with_config=skeleton is not None,
         )
     if gguf is not None:
-        loaded = load_gguf(gguf, dtype=dtype, with_tokenizer=tokenizer is None)
+        loaded = load_gguf(
+            gguf,
+            dtype=dtype,
+            with_tokenizer=tokenizer is None,
+            skeleton=skeleton,
+            decode=open_skeleton,
+            unused_weights=unused_weights,
+        )
         loaded.tokenizer = loaded.tokenizer if tokenizer is None else tokenizer
         return loaded
     if isinstance(model, nn.Module):

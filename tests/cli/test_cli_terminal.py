@@ -138,15 +138,6 @@ def test_chat_at_the_prompt_and_in_an_answer(terminal):
     assert started.output.endswith(b"\r\n")
 
 
-def test_ctrl_d_at_the_prompt(terminal):
-    started = terminal("chat")
-    started.until(b"> ")
-    started.until_raw()
-    started.press(b"\x04")
-    assert started.ended() == 0
-    assert started.output.endswith(b"> \r\n")
-
-
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
 )
@@ -197,6 +188,7 @@ os._exit(os.waitstatus_to_exitcode(status))
     started.until_raw()
     started.press(b"\x04")
     assert started.ended() == 0
+    assert started.output.endswith(b"> \r\n")
 
 
 PROGRESS = """

@@ -46,6 +46,8 @@ from verbatim.compat import coati
 from verbatim.compat.coati import (
     _is_sequence_finished,
     _prepare_logits_processor,
+    _sample,
+    _sample_streaming,
     generate,
     generate_streaming,
     prepare_inputs_fn,
@@ -231,6 +233,16 @@ def test_manual_seed_repeats_a_run_and_identical_rows_are_no_clones(model):
     assert torch.equal(*outputs)
     assert len({tuple(row) for row in outputs[0].tolist()}) == 4
     assert not torch.equal(generate(model, same, TOK, 25), outputs[0])
+
+
+def test_the_functions_below_take_ids_in_place_of_a_tokenizer(model):
+    ids, given = padded([[5, 6, 7], [8]]), dict(top_k=20, temperature=0.7, seed=3, max_new_tokens=6)
+    expected = generate(model, ids, tokenizer(), 30, stop_token_ids=[[9]], **given)
+    ends = dict(eos_token_id=EOS, pad_token_id=PAD, stop_token_ids=[[9]])
+    assert torch.equal(_sample(model, ids, 30, **ends, **given), expected)
+    *_, last = _sample_streaming(model, ids, 30, **ends, **given)
+    *_, streamed = generate_streaming(model, ids, tokenizer(), 30, stop_token_ids=[[9]], **given)
+    assert torch.equal(last, streamed) and last.shape == (2, 9)
 
 
 def test_greedy_leaves_torchs_generator_alone_and_a_seed_as_well(model):

@@ -502,8 +502,14 @@ def requests_for(kind):
     return [p for p, _ in mine], [q for _, q in mine]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        pytest.param(kind, dtype, marks=[pytest.mark.slow] * (i % 2 != j))
+        for i, kind in enumerate(KINDS)
+        for j, dtype in enumerate(DTYPES)
+    ],
+)
 def test_every_schedule_gives_the_same_bits(kind, dtype):
     """Alone, batched, chunked, evicted, from cached prefixes, on other threads; `n` and beams among them."""
     toy = kempner_toy(dtype=DTYPES[dtype], **KINDS[kind])

@@ -610,13 +610,69 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_done_is_refused_by_name(name: str, model: Any) -> None:
+def test_what_is_not_done_is_refused_by_name(
+    name: str, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the model is in parts, so that its own `generate` can't run."""
+    monkeypatch.setattr(RemoteGenerationMixin, "_own_module", lambda self: None)
     kwargs, message = REFUSED[name]
     before = model.llm.stats()["forwards"]
     length = {} if {"max_length", "max_new_tokens"} & set(kwargs) else dict(max_new_tokens=3)
     with pytest.raises(ValueError, match=message):
         model.generate(ROWS, **({} if name == "no_length" else length), **kwargs)
     assert model.llm.stats()["forwards"] == before
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "guidance": dict(guidance_scale=1.5),
+    "guidance of a config": dict(generation_config=GenerationConfig(guidance_scale=1.5)),
+    "beams that sample": dict(num_beams=3, do_sample=True),
+    "hidden states": dict(output_hidden_states=True, return_dict_in_generate=True),
+    "scores of beams": dict(num_beams=2, output_scores=True, return_dict_in_generate=True),
+    "prompt lookup": dict(prompt_lookup_num_tokens=2),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_what_the_engine_does_not_run_is_transformers_own(
+    name: str, model: Any, toy: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    kwargs = dict(max_new_tokens=4, **OWN[name])
+    ids = ROWS[:1] if name == "prompt lookup" else ROWS
+    torch.manual_seed(5)
+    expected, before = theirs(toy, ids, **kwargs), model.llm.stats()["forwards"]
+    state = torch.get_rng_state()
+    with caplog.at_level("INFO", "verbatim"):
+        mine = model.generate(ids, attention_mask=torch.ones_like(ids), seed=5, **kwargs)
+    assert "own loop" in caplog.text and model.llm.stats()["forwards"] == before
+    assert torch.equal(torch.get_rng_state(), state)  # the seed is the call's
+    if "return_dict_in_generate" in kwargs:
+        assert mine.keys() == expected.keys()
+        mine, expected = mine.sequences, expected.sequences
+    assert torch.equal(mine, expected)
+
+
+def test_embeddings_and_an_assistant_are_transformers_own(model: Any, toy: Any) -> None:
+    embeds = toy.get_input_embeddings()(ROWS).detach()
+    mask = torch.ones_like(ROWS)
+    made = model.generate(inputs_embeds=embeds, attention_mask=mask, max_new_tokens=4)
+    assert torch.equal(made, model.generate(ROWS, max_new_tokens=4)[:, ROWS.shape[1] :])
+    row, assistant = ROWS[:1], make_toy("llama", max_position_embeddings=128, seed=9)
+    made = model.generate(row, assistant_model=assistant, max_new_tokens=4)
+    assert torch.equal(made, model.generate(row, max_new_tokens=4))
+
+
+@pytest.mark.parametrize(
+    "given", [dict(penalty_alpha=0.6), dict(num_beam_groups=2), dict(custom_generate="x")]
+)
+def test_what_transformers_itself_does_not_run_is_refused(given: Any, model: Any) -> None:
+    with pytest.raises(NotSupported, match=next(iter(given))):
+        model.generate(ROWS, max_new_tokens=2, **given)
+
+
+def test_a_session_has_only_what_the_engine_runs(model: Any) -> None:
+    with model.inference_session(), pytest.raises(NotSupported, match="guidance_scale"):
+        model.generate(ROWS, max_new_tokens=2, guidance_scale=2.0)
 
 
 def test_sessions_refuse_what_they_cannot_do(model: Any) -> None:

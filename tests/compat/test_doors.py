@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,3 +86,68 @@ def test_no_door_has_a_token_loop_or_calls_a_model(path):
 )
 def test_the_rule_for_doors_notices(source):
     assert sins(source)
+
+
+# What programs of the five systems import, without the top-level name.
+ORIGINALS = """
+coati.models.generation generate generate_streaming _prepare_logits_processor _sample _sample_streaming
+flexllmgen.compression CompressionConfig
+flexllmgen.flex_opt OptLM Policy CompressionConfig ExecutionEnv add_parser_arguments get_opt_config
+flexllmgen.opt_config OptConfig get_opt_config
+flexllmgen.pytorch_backend TorchDevice TorchDisk TorchMixedDevice
+flexllmgen.utils ExecutionEnv str2bool
+kempnerforge.model.attention KVCache
+kempnerforge.model.generate generate sample
+megatron.core.inference.async_stream AsyncStream
+megatron.core.inference.common_inference_params CommonInferenceParams
+megatron.core.inference.contexts.dynamic_context DynamicInferenceContext
+megatron.core.inference.contexts DynamicInferenceContext
+megatron.core.inference.inference_request InferenceRequest DynamicInferenceRequest Status
+megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper GPTInferenceWrapper
+megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper GPTInferenceWrapper
+megatron.core.inference.sampling_params SamplingParams
+megatron.core.inference.text_generation_controllers.text_generation_controller TextGenerationController
+petals.client InferenceSession RemoteGenerationMixin
+petals.client.inference_session InferenceSession
+petals.client.remote_generation RemoteGenerationMixin RemotePastKeyValues
+petals.models.bloom DistributedBloomForCausalLM
+petals.models.falcon DistributedFalconForCausalLM
+petals.models.llama DistributedLlamaForCausalLM
+petals.models.mixtral DistributedMixtralForCausalLM
+petals.utils.auto_config AutoDistributedModelForCausalLM
+"""
+
+
+@pytest.mark.parametrize("line", ORIGINALS.strip().splitlines())
+def test_the_paths_of_the_originals_have_their_names(line):
+    path, *names = line.split()
+    module = importlib.import_module(f"verbatim.compat.{path}")
+    adapter = importlib.import_module(f"verbatim.compat.{path.partition('.')[0]}")
+    for name in names:
+        value = getattr(module, name)
+        assert value is getattr(adapter, name)
+        assert not isinstance(value, type) or pickle.loads(pickle.dumps(value)) is value
+    child, parent = (
+        path.rpartition(".")[2],
+        importlib.import_module(module.__name__.rpartition(".")[0]),
+    )
+    assert getattr(parent, child) is module
+
+
+def test_a_path_is_imported_first_and_another_one_is_not_found():
+    """In a process that has imported nothing else."""
+    program = (
+        "from verbatim.compat.coati.models.generation import generate\n"
+        "import verbatim.compat.kempnerforge.model.generate as module\n"
+        "print(generate.__module__, module.sample.__module__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [
+        "verbatim.compat.coati.generation",
+        "verbatim.compat.kempnerforge.generation",
+    ]
+    for path in ("coati.models.loss", "coati.model", "petals.cli", "flexllmgen.flex"):
+        with pytest.raises(ModuleNotFoundError, match=path):
+            importlib.import_module(f"verbatim.compat.{path}")

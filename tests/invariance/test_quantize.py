@@ -204,6 +204,7 @@ OFF = {
     (Encoding.NF4, 4): 0.16,
     (Encoding.FP4, 4): 0.17,
     (Encoding.MXFP4, 4): 0.25,
+    (Encoding.CENTERED, 4): 1 / 10,  # the zero has 8 bits
 }
 
 
@@ -216,8 +217,27 @@ def test_encodings_of_checkpoints_round_to_the_nearest(encoding: Encoding, bits:
     packing = dataclasses.replace(packing_of(weight, Quantization(bits, 64)), encoding=encoding)
     made = unpack(pack(weight, packing), packing, backend="torch")
     for group, off in zip(weight.split(64, 1), (made - weight).split(64, 1), strict=True):
-        peak = group.abs().amax(1) * (2 if encoding is Encoding.ZERO_POINT else 1)
+        wide = encoding in (Encoding.ZERO_POINT, Encoding.CENTERED)
+        peak = group.abs().amax(1) * (2 if wide else 1)
         assert (off.abs().amax(1) <= OFF[encoding, bits] * 1.001 * peak).all()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "bits", "off"),
+    [(Encoding.HALF, 8, 1 / 250), (Encoding.HALF, 4, 1 / 13), (Encoding.SUPER, 4, 1 / 8)],
+)
+def test_encodings_with_small_scales_round_to_the_nearest(
+    encoding: Encoding, bits: int, off: float
+) -> None:
+    weight = random(40, 512)
+    weight[10], weight[11] = 0, 5.0
+    packing = dataclasses.replace(packing_of(weight, Quantization(bits, 32)), encoding=encoding)
+    made = unpack(pack(weight, packing), packing, backend="torch")
+    error = (made - weight).unflatten(1, (-1, 256)).abs().amax(-1)
+    peak = weight.unflatten(1, (-1, 256)).abs().amax(-1)
+    assert (error <= off * peak).all()
+    with pytest.raises(ModelError, match="can't be quantized"):
+        pack(weight * 1e9, packing)
 
 
 # ---- The kernel ----
@@ -242,8 +262,12 @@ def test_kernels_unpack_what_torch_unpacks_bit_for_bit(
     seed: int,
 ) -> None:
     weight = random(*shape, dtype=dtype, seed=seed)
-    bits = 8 if encoding is Encoding.FP8 else 4 if encoding > Encoding.FP8 else kind.bits
+    either = encoding < Encoding.FP8 or encoding is Encoding.HALF
+    bits = kind.bits if either else 8 if encoding is Encoding.FP8 else 4
     kind = dataclasses.replace(kind, bits=bits)
+    if encoding is Encoding.SUPER:  # whole superblocks, by rows
+        weight = random(*shape[:2], shape[2] // 60 * 256, dtype=dtype, seed=seed)
+        kind, columns = dataclasses.replace(kind, group_size=32), False
     packing = dataclasses.replace(packing_of(weight, kind, columns), encoding=encoding)
     packed = pack(weight, packing)
     expected = unpack(packed, packing, backend="torch")
@@ -567,7 +591,7 @@ def test_a_tied_head_and_odd_widths(tmp_path: Path) -> None:
             assert [facts(result) for result in llm.generate(*requests)] == expected
 
 
-@pytest.mark.parametrize("encoding", [Encoding.ZERO_POINT, Encoding.SIGNED])
+@pytest.mark.parametrize("encoding", [Encoding.ZERO_POINT, Encoding.SIGNED, Encoding.HALF])
 @pytest.mark.parametrize("scale", [0.0, -1.5])
 def test_a_zero_has_the_same_sign_with_every_backend(encoding: Encoding, scale: float) -> None:
     packing = WeightPacking((1, 32), torch.float32, Quantization(4, 32, None), encoding=encoding)

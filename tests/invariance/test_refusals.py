@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from support.stages import ThreadHosts
 from support.toys import make_toy
 from verbatim import (
     LLM,
@@ -95,7 +96,11 @@ CALLS: dict[tuple[str, str], tuple[Callable[[Path], None], str]] = {
         "prefix_folder=.*live module",
     ),
     ("prefix_folder", "experts with Cluster, PipelineParallel"): (
-        opened("qwen3_moe", prefix_folder="prefixes", placement=Cluster(stages=2)),
+        opened(
+            "qwen3_moe",
+            prefix_folder="prefixes",
+            placement=Cluster(stages=2, hosts=ThreadHosts()),
+        ),
         "prefix_folder=.*experts",
     ),
     ("fused=False", "Cluster"): (

@@ -56,6 +56,41 @@ def test_log_probs_are_those_of_the_chunked_forward_of_transformers(name: str) -
         assert torch.allclose(torch.tensor(score[1:]), truth, atol=1e-4, rtol=1e-4)
 
 
+# Numbers of float32 that layers keep, by kind: of a token, and of a sequence.
+KEPT: dict[str, tuple[dict[str, int], dict[str, int]]] = {
+    "llama": ({"keys_and_values": 3 * 2 * 2 * 16}, {}),
+    "deepseek_v32": ({"keys_and_values": 3 * 4 * (24 + 12), "index_keys": 3 * 16}, {}),
+    # The rows of two token shifts, and the sums of weighted means.
+    "rwkv": ({}, {"convolutions": 3 * 2 * 64, "recurrences": 3 * 3 * 64}),
+}
+
+
+@pytest.mark.parametrize("name", [*KEPT, "qwen3_5", "qwen4", "granite_dense", "zaya"])
+def test_the_pool_for_32000_tokens_has_the_bytes_that_info_says(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, length = make_toy(name), 32_000
+    with LLM(model) as llm:
+        info = llm.info()
+    per_token, state = info["kv_bytes_per_token_by_kind"], info["state_bytes_by_kind"]
+    assert sum(per_token.values()) == info["kv_bytes_per_token"]
+    assert sum(state.values()) == info["state_bytes"]
+    if name in KEPT:
+        in_bytes = [{kind: 4 * count for kind, count in kinds.items()} for kinds in KEPT[name]]
+        assert [per_token, state] == in_bytes
+    slots = 3 if state else 0
+    monkeypatch.setattr(EngineOptions, "num_states", lambda self, state_bytes: slots)
+    memory = length * max(1, info["kv_bytes_per_token"]) + slots * info["state_bytes"]
+    with LLM(model, kv_memory=memory, max_length=256, max_sequences=200, block_size=32) as llm:
+        store, routing = llm.engine.runner.store, llm.info()["routing_bytes"]
+        kv = sum(tensor.nbytes for pair in store.layers for tensor in pair)
+        states = sum(tensor.nbytes for tensor in store.states.tensors) if store.states else 0
+        assert kv == store.num_blocks * 32 * info["kv_bytes_per_token"]
+        assert states == slots * info["state_bytes"]
+        spare = memory // 500 if per_token else length
+        assert memory - spare <= kv + states + routing <= memory
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECURRENT_TOYS)
 def test_log_probs_are_those_of_the_recurrent_forward_of_transformers(name: str) -> None:

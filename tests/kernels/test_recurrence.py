@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from verbatim import kernels
-from verbatim.kv.recurrence import causal_conv, linear_recurrence
+from verbatim.kv.recurrence import causal_conv, linear_recurrence, weighted_mean
 from verbatim.kv.states import StateRows
 
 LENGTHS = (1, 37, 5)
@@ -173,3 +173,39 @@ def test_convolution(channels: int, width: int, dtype: torch.dtype, device: torc
     for row in range(1, 38):  # token by token from the states before
         at = rows_of(device, [(0, 1)], [(row if row > 1 else 0, 99)], every=False)
         assert torch.equal(causal_conv(x[row : row + 1], weight, bias, states, at)[0], out[row])
+
+
+@pytest.mark.skipif(kernels.library() is None, reason="no compiled kernels")
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("channels", [16, 37, 400])
+def test_weighted_mean(channels: int, by_row: bool) -> None:
+    device, noise = torch.device("cpu"), torch.Generator().manual_seed(0)
+    key, value, rates = torch.randn(3, sum(LENGTHS), channels, generator=noise) * 3
+    first, decay = torch.rand(2, channels, generator=noise)
+    if by_row:
+        decay = rates.abs()
+        decay[30] = torch.inf
+    states = torch.full((100, 3, channels), torch.nan)
+    states[0] = 0
+    at = rows_of(device, [(0, n) for n in LENGTHS], [(0, 1), (0, 2), (0, 40)], every=True)
+    expected_states = states.clone()
+    expected = weighted_mean(key, value, first, decay, expected_states, at, reference=True)
+    out = weighted_mean(key, value, first, decay, states, at)
+    assert torch.allclose(out, expected, rtol=1e-5, atol=1e-4)
+    assert torch.allclose(states, expected_states, rtol=1e-5, atol=1e-4, equal_nan=True)
+    assert not states[at.targets.long()].isnan().any()
+    # The definition: weights exp(key - the decays of the rows between), of the row itself exp(key + first).
+    exponents = key[1:38].double()
+    exponents[:-1] -= decay.expand_as(key)[2:38].double().flip(0).cumsum(0).flip(0)
+    exponents[:-1] += decay.expand_as(key)[37]  # not yet that of the row itself
+    exponents[-1] += first
+    mean = (exponents.softmax(0) * value[1:38]).sum(0)
+    assert torch.allclose(out[37].double(), mean, rtol=1e-3, atol=1e-3)
+    for _ in thread_counts(device):
+        assert torch.equal(weighted_mean(key, value, first, decay, states.clone(), at), out)
+    for row in range(1, 38):  # token by token from the states before
+        at = rows_of(device, [(0, 1)], [(row if row > 1 else 0, 99)], every=False)
+        now = slice(row, row + 1)
+        rows = key[now], value[now], first, decay[now] if by_row else decay
+        assert torch.equal(weighted_mean(*rows, states, at)[0], out[row])
+        assert torch.equal(states[99], states[row + 1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from verbatim.model.weight_packing import Encoding, WeightPacking
 SHAPE: dict[str, Any] = dict(hidden_size=128, intermediate_size=192, num_hidden_layers=2)
 EXPERTS: dict[str, Any] = dict(SHAPE, head_dim=32, num_experts=4, moe_intermediate_size=64)
 GPT_OSS: dict[str, Any] = dict(SHAPE, head_dim=32, intermediate_size=64)
+LLAMA4: dict[str, Any] = dict(SHAPE, num_hidden_layers=3, head_dim=32, intermediate_size=128)
 PROMPTS = [random_ids(20, 1), random_ids(9, 2)]
 
 
@@ -111,6 +113,10 @@ FORMATS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any], str, bool]] =
             "fp8-g128",
             True,
         ),
+    ),
+    "fbgemm": (  # with scales of one stack that fit its rows as well as its columns
+        *("llama4_text", LLAMA4, checkpoints.fbgemm),
+        *(dict(quant_method="fbgemm_fp8"), "fp8-g128", True),
     ),
     "mxfp4": ("gpt_oss", GPT_OSS, checkpoints.mxfp4, dict(quant_method="mxfp4"), "mxfp4-g32", True),
     "nf4": ("llama", SHAPE, checkpoints.nf4(), _BNB, "nf4-g64", True),
@@ -309,30 +315,45 @@ def test_ranks_hold_their_share_as_it_is_stored(name: str, tmp_path: Path) -> No
             assert all_facts(llm.generate(*requests)) == outputs
 
 
-def change(folder: Path, changes: dict[str, torch.Tensor]) -> None:
-    """Write some tensors of a checkpoint anew."""
-    tensors = load_file(folder / "model.safetensors")
-    save_file(tensors | changes, folder / "model.safetensors", {"format": "pt"})
-
-
-def test_damaged_tensors_are_named(tmp_path: Path) -> None:
-    name = "model.layers.0.self_attn.q_proj"
-    for i, (kind, key, damage) in enumerate(
-        [
-            ("awq", "scales", lambda x: x * torch.inf),
-            ("awq", "qweight", lambda x: x.long()),
-            ("gptq", "g_idx", lambda x: x.flip(0)),
-            ("compressed-int4-zeros", "weight_zero_point", lambda x: x[:1]),
-            ("compressed-fp8", "weight", lambda x: torch.full_like(x, torch.nan)),
-            ("nf4", "weight.quant_map", lambda x: x[:3]),
-            ("nf4-nested", "weight.nested_quant_map", lambda x: x[:3]),
-        ]
-    ):
-        written(kind, folder := tmp_path / str(i))
-        tensor = load_file(folder / "model.safetensors")[f"{name}.{key}"]
-        change(folder, {f"{name}.{key}": damage(tensor)})
-        with pytest.raises(ModelError, match=r"q_proj|g_idx"):
-            LLM(folder)
+@pytest.mark.parametrize(
+    ("kind", "key", "damage"),
+    [
+        ("awq", "scales", lambda x: x * torch.inf),
+        ("awq", "scales", lambda x: x.view(torch.int16)),
+        ("awq", "scales", lambda x: x.to(torch.float8_e4m3fn)),
+        ("awq", "qweight", lambda x: x.long()),
+        ("gptq", "g_idx", lambda x: x.flip(0)),
+        ("gptq", "g_idx", lambda x: x.float()),
+        ("gptq", "scales", None),
+        ("compressed-int4", "weight_packed", lambda x: x.flatten()),
+        ("compressed-int4", "weight_shape", lambda x: x + 1),
+        ("compressed-int4-zeros", "weight_zero_point", lambda x: x[:1]),
+        ("compressed-int4-zeros", "weight_zero_point", None),
+        ("compressed-int8", "weight_scale", lambda x: x.view(1, -1)),
+        ("compressed-int8", "weight_scale", lambda x: x[:64]),
+        ("compressed-int8", "weight", None),
+        ("compressed-fp8", "weight", lambda x: torch.full_like(x, torch.nan)),
+        ("compressed-fp8", "weight_scale", lambda x: x.int()),
+        ("compressed-fp8-blocks", "weight_scale", lambda x: x[:, :0]),
+        ("bnb-int8", "SCB", lambda x: x.int()),
+        ("nf4", "weight.quant_map", lambda x: x[:3]),
+        ("nf4", "weight.absmax", lambda x: x.to(torch.uint8)),
+        ("nf4-nested", "weight.nested_quant_map", lambda x: x[:3]),
+        ("nf4-nested", "weight.nested_absmax", lambda x: x.repeat(2)),
+    ],
+)
+def test_damaged_tensors_are_named(
+    kind: str, key: str, damage: Callable[[torch.Tensor], torch.Tensor] | None, tmp_path: Path
+) -> None:
+    written(kind, tmp_path)
+    name = f"model.layers.0.self_attn.q_proj.{key}"
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensor = tensors.pop(name)
+    if damage is not None:
+        tensors[name] = damage(tensor).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"q_proj|g_idx"):
+        LLM(tmp_path)
 
 
 def test_a_quantized_checkpoint_without_safetensors_is_refused_as_such(fp8_folder: Path) -> None:
@@ -352,6 +373,8 @@ def test_a_quantized_checkpoint_without_safetensors_is_refused_as_such(fp8_folde
         ("awq", {"version": "gemv"}, "version='gemv'"),
         ("compressed-int4", {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
         ("fp8", {"weight_block_size": None}, "no size for the blocks"),
+        # Two scales for 192 rows could also be of 96 rows each.
+        ("compressed-fp8-blocks", {"config_groups": {"all": {}}}, "no size for the blocks"),
     ],
 )
 def test_a_variant_that_is_not_read_is_refused_by_name(

@@ -1,4 +1,4 @@
-"""GGUF files: a toy written as llama.cpp stores it, and the words of its unpacked numbers."""
+"""GGUF files: a toy written as llama.cpp stores it, and the tokens of its dequantized numbers."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from support.requests_mixed import all_facts, mixed_requests
 from support.toys import make_toy
-from verbatim import LLM, Cluster, ModelError, NotSupported
+from verbatim import LLM, Cluster, ModelError, NotSupported, Offload, TensorParallel
 from verbatim.model import gguf as reading
+from verbatim.weights.formats import gguf as formats
 
 gguf = pytest.importorskip("gguf")
 
 # transformers takes the width of a head to be 128, whatever the file says.
 SHAPE: dict[str, Any] = dict(head_dim=128, num_attention_heads=2, num_key_value_heads=1)
+SHAPE |= dict(rms_norm_eps=2.0**-20)  # which a file has in float32
 _NAMES = (
     (r"model\.embed_tokens\.", "token_embd."),
     (r"model\.norm\.", "output_norm."),
@@ -33,10 +36,26 @@ _NAMES = (
 )
 
 
-def write(path: Path, module: Any, kind: str) -> dict[str, torch.Tensor]:
-    """A Qwen3 as a GGUF file with its matrices as `kind`; what the file holds, by transformers' names."""
+def blocks(shape: tuple[int, ...], how: Any) -> Any:
+    """Return random blocks of a type that the gguf package reads and does not write, with small scales."""
+    size, nbytes = gguf.GGML_QUANT_SIZES[how]
+    generator = np.random.default_rng(sum(shape))
+    data = generator.integers(0, 256, (*shape[:-1], shape[-1] // size, nbytes), dtype=np.uint8)
+    at = {"Q4_K": (0, 2), "Q6_K": (208,)}[how.name]
+    for begin in at:
+        scale = generator.uniform(1e-4, 3e-4, data.shape[:-1]).astype(np.float16)
+        data[..., begin : begin + 2] = scale[..., None].view(np.uint8)
+    return data.reshape(*shape[:-1], -1)
+
+
+def write(path: Path, module: Any, kind: str, family: str = "qwen3") -> dict[str, torch.Tensor]:
+    """Write a module as a GGUF file with its matrices as `kind`.
+
+    Returns:
+        What the file holds, by transformers' names.
+    """
     how, config = getattr(gguf.GGMLQuantizationType, kind), module.config
-    writer = gguf.GGUFWriter(str(path), "qwen3")
+    writer = gguf.GGUFWriter(str(path), family)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -48,19 +67,43 @@ def write(path: Path, module: Any, kind: str) -> dict[str, torch.Tensor]:
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
+    if family == "qwen3moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     held = {}
+
+    def add(name: str, tensor: torch.Tensor, how: Any) -> torch.Tensor:
+        numbers = tensor.float().contiguous().numpy()
+        if how.name in ("Q4_K", "Q6_K"):
+            data = blocks(numbers.shape, how)
+        else:
+            data = gguf.quantize(numbers, how)
+        writer.add_tensor(name, data, raw_dtype=how)
+        return torch.from_numpy(gguf.dequantize(data, how).copy())
+
     for name, tensor in module.state_dict().items():
         short = name
         for pattern, new in _NAMES:
             short = re.sub(pattern, new, short)
-        numbers = tensor.float().numpy()
-        if tensor.ndim < 2:
-            writer.add_tensor(short, numbers)
-            held[name] = tensor.float()
-            continue
-        data = gguf.quantize(numbers, how)
-        writer.add_tensor(short, data, raw_dtype=how)
-        held[name] = torch.from_numpy(gguf.dequantize(data, how).copy())
+        if tensor.ndim < 2 or "mlp.gate.weight" in name:
+            short = short.replace("mlp.gate.", "ffn_gate_inp.")
+            held[name] = add(short, tensor, gguf.GGMLQuantizationType.F32)
+        elif "gate_up_proj" in name and tensor.ndim == 3:
+            parts = zip(("gate", "up"), tensor.chunk(2, 1), strict=True)
+            layer = short.split(".mlp")[0]
+            made = [add(f"{layer}.ffn_{part}_exps.weight", x, how) for part, x in parts]
+            held[name] = torch.cat(made, 1)
+        elif "down_proj" in name and tensor.ndim == 3:
+            held[name] = add(f"{short.split('.mlp')[0]}.ffn_down_exps.weight", tensor, how)
+        elif family == "llama" and re.search(
+            r"attn_[qk]\.", short
+        ):  # rotated pairs lie side by side
+            pairs = tensor.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2)
+            rows = add(short, pairs.flatten(0, 2), how).unflatten(0, (-1, config.head_dim // 2, 2))
+            held[name] = rows.transpose(1, 2).flatten(0, 2)
+        else:
+            held[name] = add(short, tensor, how)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -73,37 +116,99 @@ def module() -> Any:
     return make_toy("qwen3", **SHAPE)
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [("Q8_0", "auto"), ("Q4_0", "float32"), ("F32", "auto")]
-)
-def test_the_words_are_those_of_the_numbers_in_the_file(
-    kind: str, dtype: str, module: Any, tmp_path: Path
-) -> None:
+WIDE: dict[str, Any] = SHAPE | dict(hidden_size=256, intermediate_size=256)
+# What transformers takes for granted in files of this family.
+EXPERTS: dict[str, Any] = WIDE | dict(num_experts=4, moe_intermediate_size=768, norm_topk_prob=True)
+# Type of the matrices, dtype, toy, settings, family, format in memory.
+FILES: dict[str, tuple[str, str, str, dict[str, Any], str, str | None]] = {
+    "float32": ("F32", "auto", "qwen3", SHAPE, "qwen3", None),
+    "Q8_0": ("Q8_0", "auto", "qwen3", SHAPE, "qwen3", "int8-g32"),
+    "Q4_0": ("Q4_0", "float32", "qwen3", SHAPE, "qwen3", "int4-g32"),
+    "Q4_0, reordered": ("Q4_0", "auto", "llama", WIDE, "llama", "int4-g32"),
+    "Q4_K": ("Q4_K", "auto", "qwen3", WIDE, "qwen3", "int4-g32"),
+    "Q4_K, float32": ("Q4_K", "float32", "qwen3", WIDE, "qwen3", "int4-g32"),
+    "Q4_K, experts": ("Q4_K", "auto", "qwen3_moe", EXPERTS, "qwen3moe", "int4-g32"),
+    "Q6_K": ("Q6_K", "auto", "qwen3", WIDE, "qwen3", None),
+}
+
+
+def written(name: str, folder: Path) -> tuple[Any, str]:
+    """Write a file into `folder`; a module with its numbers, and the dtype to open it with."""
+    kind, dtype, toy, settings, family, _ = FILES[name]
+    folder.mkdir(exist_ok=True)
+    held = write(folder / "toy.gguf", make_toy(toy, **settings), kind, family)
+    expected = make_toy(toy, **settings)
+    expected.load_state_dict(held)
+    expected.config.eos_token_id = expected.generation_config.eos_token_id = None  # as in the file
+    exact = kind == "F32" or dtype == "float32"
+    return expected if exact else expected.bfloat16(), dtype
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_tokens_are_those_of_the_numbers_in_the_file(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    held = write(tmp_path / "toy.gguf", module, kind)
-    exact = kind == "F32" or dtype == "float32"
-    expected = make_toy("qwen3", **SHAPE)
-    expected.load_state_dict(held)
-    expected = expected if exact else expected.bfloat16()
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="toy.gguf").state_dict()
-    assert all(torch.equal(theirs[name], tensor) for name, tensor in held.items())
+    expected, dtype = written(name, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="toy.gguf", dtype=expected.dtype
+    ).state_dict()
+    assert all(torch.equal(theirs[n], tensor) for n, tensor in expected.state_dict().items())
     requests = mixed_requests(5)
     expected.save_pretrained(tmp_path / "folder")
     with LLM(tmp_path / "folder") as llm:
-        words = all_facts(llm.generate(*requests))
-    for named in (tmp_path, tmp_path / "toy.gguf", str(tmp_path / "toy.gguf")):
-        with LLM(named, dtype=dtype) as llm:
-            assert llm.info()["dtype"] == ("float32" if exact else "bfloat16")
-            assert all_facts(llm.generate(*requests)) == words
+        tokens = all_facts(llm.generate(*requests))
+    with LLM(tmp_path / "toy.gguf", dtype=dtype) as llm:
+        assert llm.info()["dtype"] == str(expected.dtype).removeprefix("torch.")
+        assert llm.info().get("quantization", {}).get("format") == FILES[name][-1]
+        assert all_facts(llm.generate(*requests)) == tokens
+    with LLM(tmp_path, dtype=dtype, placement=Offload(weights=(0, 0, 100))) as llm:
+        assert all_facts(llm.generate(*requests)) == tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+def test_other_placements_give_the_same_tokens(name: str, tmp_path: Path) -> None:
+    _, dtype = written(name, tmp_path)
+    requests = mixed_requests(4)
     with LLM(tmp_path, dtype=dtype) as llm:
+        tokens = all_facts(llm.generate(*requests))
+    for placement in (Offload(cpu="64MB"), Cluster(stages=2), TensorParallel(2)):
+        with LLM(tmp_path, dtype=dtype, placement=placement) as llm:
+            assert all_facts(llm.generate(*requests)) == tokens, placement
+
+
+@pytest.mark.parametrize("name", ["float32", "Q8_0"])
+def test_weights_sleep_and_are_quantized_to_fewer_bits(name: str, tmp_path: Path) -> None:
+    expected, dtype = written(name, tmp_path)
+    requests = mixed_requests(5)
+    with LLM(tmp_path, dtype=dtype) as llm:
+        tokens = all_facts(llm.generate(*requests))
         llm.sleep(weights=True)
         llm.wake()
-        assert all_facts(llm.generate(*requests)) == words
-    with LLM(tmp_path / "folder", quantization="int8") as llm:
-        packed = all_facts(llm.generate(*requests))
-    with LLM(tmp_path / "toy.gguf", dtype=dtype, quantization="int8") as llm:
-        assert all_facts(llm.generate(*requests)) == packed
+        assert all_facts(llm.generate(*requests)) == tokens
+    expected.save_pretrained(tmp_path / "folder")
+    settings: dict[str, Any] = dict(quantization="int4")
+    with LLM(tmp_path / "folder", **settings) as llm:
+        quantized = all_facts(llm.generate(*requests))
+    with LLM(tmp_path / "toy.gguf", dtype=dtype, **settings) as llm:
+        # The head of Q8_0 stays as it is stored, and that of the folder is rounded to 8 bits.
+        assert (all_facts(llm.generate(*requests)) == quantized) is (name == "float32")
+        assert llm.info()["quantization"]["bits_per_weight"] < 6.6
+
+
+def test_damaged_scales_and_unused_tensors_are_named(tmp_path: Path) -> None:
+    written("Q4_K", tmp_path)
+    for tensor in gguf.GGUFReader(tmp_path / "toy.gguf", "r+").tensors:  # mapped
+        if tensor.name == "blk.1.ffn_up.weight":
+            tensor.data[3, :2] = 255
+    with pytest.raises(ModelError, match=r"blk\.1\.ffn_up\.weight has scales that are NaN"):
+        LLM(tmp_path)
+    odd = make_toy("qwen3", **SHAPE)
+    odd.bogus = torch.nn.Linear(32, 32)
+    write(tmp_path / "toy.gguf", odd, "F32")
+    with pytest.raises(ModelError, match=r"tensors are not used .*bogus"):
+        LLM(tmp_path)
+    LLM(tmp_path, unused_weights="ignore").close()
 
 
 def test_integers_and_sizes_beyond_the_file_are_refused(tmp_path: Path) -> None:
@@ -127,8 +232,12 @@ def test_what_can_not_be_read_is_refused_by_name(
     with pytest.raises(ModelError, match=r"no file .*toy\.gguf"):
         LLM(path)
     write(path, module, "Q8_0")
-    with pytest.raises(NotSupported, match="is a GGUF file"):
-        LLM(path, placement=Cluster(stages=2))
+    with monkeypatch.context() as patch:
+        patch.setattr(formats, "_PROCESSORS", ())
+        with pytest.raises(NotSupported, match="qwen3 in GGUF is decoded"):
+            LLM(path, placement=Cluster(stages=2))
+        with LLM(path) as llm:
+            assert "quantization" not in llm.info()
     path.rename(part := tmp_path / "toy-00001-of-00003.gguf")
     with pytest.raises(NotSupported, match="one of 3 parts"):
         LLM(part)

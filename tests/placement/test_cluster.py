@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ def clustered(folder: Path, hosts: ThreadHosts | None = None, **settings: Any) -
     return LLM(folder, max_length=200, placement=placement, **engine)
 
 
+@cache
 def resident(folder: Path, count: int = 17, **options: Any) -> list[Any]:
     with LLM(folder, max_length=200, **options) as llm:
         return all_facts(llm.generate(*mixed_requests(count)))

@@ -119,19 +119,18 @@ def test_kv_and_hidden_states_on_any_tier_give_the_same_words(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "dtype", "part"),
+    ("number", "name", "dtype"),
     [
-        ("mistral", "float32", slice(None)),
-        ("qwen3_moe", "bfloat16", slice(0, None, 3)),
-        ("gpt2", "float32", slice(1, None, 3)),
-        ("gemma2", "bfloat16", slice(2, None, 3)),
+        (0, "mistral", "float32"),
+        (1, "qwen3_moe", "bfloat16"),
+        (2, "gpt2", "float32"),
+        (3, "gemma2", "bfloat16"),
     ],
-    ids=["mistral-all", "qwen3_moe-a-third", "gpt2-a-third", "gemma2-a-third"],
 )
 def test_every_combination_gives_the_same_words(
-    name: str, dtype: str, part: slice, folders: Callable[[str], Path]
+    number: int, name: str, dtype: str, folders: Callable[[str], Path]
 ) -> None:
-    """All by one model, and each by one of the others."""
+    """Each by one of the models."""
     cases = [
         dict(kv=kv, activations=act, overlap=ov, cpu_cache_compute=c, batch_size=b, micro_batches=n)
         for kv, act, ov, c, (b, n) in itertools.product(
@@ -139,7 +138,7 @@ def test_every_combination_gives_the_same_words(
         )
     ]
     random.Random(0).shuffle(cases)
-    assert_same_words(folders(name), dtype, cases[part])
+    assert_same_words(folders(name), dtype, cases[number::4])
 
 
 @pytest.mark.parametrize(

@@ -114,8 +114,7 @@ def test_shares_are_whole_units_and_nearly_equal() -> None:
 # ---- ranks that the user starts
 
 
-FAST = [("llama", "float32"), ("qwen3_moe", "bfloat16")]
-SLOW = [
+MODELS = [
     (name, dtype)
     for name in ("qwen3", "gpt2", "gpt_oss", "qwen3_moe", "gemma2", "falcon_mqa", "bloom", "phi3")
     for dtype in ("float32", "bfloat16")
@@ -137,35 +136,15 @@ def run_all(
     save_adapter(folder / "adapter", toys.make_toy("qwen3_moe"))
     toys.make_toy("qwen3_moe", seed=9).save_pretrained(folder / "new-qwen3_moe")
     told = run_ranks(world, "parallel_rank.py", folder, "share_columns+share_layers+share_experts")
-    return {name: [ours[name] for ours in told] for name in told[0]} | {"folder": [folder]}
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory, folders: Folders) -> Any:
-    return run_all(2, FAST, tmp_path_factory.mktemp("two"), folders)
-
-
-@pytest.mark.slow
-def test_ranks_that_share_columns_say_what_one_process_says(
-    two_ranks: Any, folders: Folders
-) -> None:
-    check_columns(two_ranks["share_columns"], FAST, folders)
-
-
-def test_ranks_that_share_layers_say_what_one_process_says(two_ranks: Any) -> None:
-    check_layers(two_ranks["share_layers"], two_ranks["folder"][0])
-
-
-def test_ranks_with_requests_of_their_own_share_experts(two_ranks: Any, folders: Folders) -> None:
-    check_experts(two_ranks["share_experts"], two_ranks["folder"][0], folders)
+    return {name: [ours[name] for ours in told] for name in told[0]}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_many_models_on_ranks(world: int, tmp_path: Path, folders: Folders) -> None:
     # On four ranks each model in one dtype, the one or the other in turn.
-    some = [m for i, m in enumerate(SLOW) if i % 4 in (0, 3)]
-    models = SLOW if world == 2 else some + [m for m in SLOW if m[0] == "llama"]
+    some = [m for i, m in enumerate(MODELS) if i % 4 in (0, 3)]
+    models = MODELS if world == 2 else some + [m for m in MODELS if m[0] == "llama"]
     assert len(models) == len(set(models))
     told = run_all(world, models, tmp_path, folders)
     check_columns(told["share_columns"], models, folders)
@@ -404,6 +383,8 @@ def test_nothing_is_left_of_a_pipeline_that_is_refused(folders: Folders) -> None
     with pytest.raises(InvalidRequest, match=r"stages=9: the model can be cut into"):
         LLM(folders("llama"), placement=PipelineParallel(9))
     assert launchers() == []
+    with pytest.raises(NotSupported, match="LlamaForCausalLM has no MTP layers"):
+        LLM(folders("llama"), placement=TensorParallel(2), draft="mtp")
 
 
 def test_what_cannot_be_is_refused_by_name(
@@ -421,8 +402,6 @@ def test_what_cannot_be_is_refused_by_name(
     folder = folders("llama")
     with pytest.raises(InvalidRequest, match=r"torch\.distributed is not initialised"):
         LLM(folder, placement=ExpertParallel())
-    with pytest.raises(NotSupported, match="LlamaForCausalLM has no MTP layers"):
-        LLM(folder, placement=TensorParallel(2), draft="mtp")
     with pytest.raises(NotSupported, match="a live module is in memory"):
         LLM(toys.make_toy("llama"), placement=TensorParallel(2))
     for name, value in (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -31,8 +30,8 @@ from verbatim.model.loader import LoadedModel
 from verbatim.model.routing import Records, open_records
 from verbatim.params import CHOICES
 from verbatim.placement.cluster.part import Part
-from verbatim.placement.cluster.shape import PartShape
 from verbatim.placement.cluster.split import Split
+from verbatim.placement.cluster.wire import encode
 from verbatim.source import open_model
 from verbatim.weights.lazy import Held
 from verbatim.weights.skeleton import open_skeleton
@@ -383,12 +382,12 @@ def test_a_part_takes_the_memory_of_its_own_weights(
     assert all(p.untyped_storage().nbytes() <= 4 for p in skeleton.module.parameters())
 
 
-def test_the_shape_of_a_part_is_plain_data(folders: Callable[[str], Path]) -> None:
+def test_the_shape_of_a_part_tells_what_others_must_know(folders: Callable[[str], Path]) -> None:
     _, skeleton = open_both(folders("qwen3_moe"), "bfloat16")
     first, last = Chain(skeleton, [2]).parts
     for part in (first, last):
-        again = PartShape.from_dict(json.loads(json.dumps(part.shape.as_dict())))
-        assert again == part.shape
+        _, *buffers = encode(part.shape.as_dict())  # it is sent
+        assert not buffers
     assert (first.is_first, first.is_last, last.is_first, last.is_last) == (
         True,
         False,

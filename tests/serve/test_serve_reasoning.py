@@ -76,7 +76,7 @@ def test_a_structure_begins_after_the_reasoning(served, seed, effort):
         {"response_format": schema}, {"regex": "a/[bc]+d"}, {"choice": ["yes", 'n"o']},
     ):  # fmt: skip
         whole, texts = answers(
-            served, **structure, seed=seed, max_tokens=800, reasoning_effort=effort
+            served, **structure, seed=seed, max_tokens=150, reasoning_effort=effort
         )
         if whole["finish_reason"] == "length":
             continue

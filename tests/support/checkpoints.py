@@ -134,6 +134,13 @@ def fp8(block: tuple[int, int] | str, scale_name: str = "weight_scale_inv") -> W
     return write
 
 
+def fbgemm(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """FP8 of `[N, K]` scaled by rows, and of stacks `[experts, K, N]` scaled by columns."""
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    stored = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": stored, "weight_scale": scale}, stored.float() * scale
+
+
 def mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """MXFP4 of `[..., N, K]`: blocks of 32 along K with an exponent each."""
     groups = weight.float().unflatten(-1, (-1, 32))
@@ -220,6 +227,11 @@ def save(
             stored, values = write(parameter.float().transpose(1, 2))
             values = values.transpose(1, 2)
             tensors |= {f"{name}_{end}": tensor for end, tensor in stored.items()}
+        elif write is fbgemm:
+            stored, values = write(parameter.float())
+            scale = stored["weight_scale"]
+            tensors[name] = stored["weight"]
+            tensors[f"{name}_scale"] = scale.mT if name.endswith("down_proj") else scale
         else:
             values = _save_experts(tensors, name, parameter.float(), write)
         parameter.copy_(values)

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+FIRST_BLOCKS = 512
+
 
 def poison_blocks(
     pool: Any, copier: Any, poison: Callable[[list[int]], Any], count: int, writer: Any = None
 ) -> None:
-    """Poison all `count` blocks now, and from now on those that are freed or newly taken.
+    """Poison the first of `count` blocks now, and from now on those that are freed or newly taken.
+
+    A block is poisoned when it is taken, so the first `FIRST_BLOCKS` are enough for reads of blocks that
+    nobody took, scratch included: a large store would take hundreds of MB at each opening.
 
     Args:
         pool: the engine's block pool.
@@ -41,6 +46,6 @@ def poison_blocks(
         stale.difference_update(blocks)
         write(blocks, contents)
 
-    poison(list(range(count)))
+    poison(list(range(min(count, FIRST_BLOCKS))))
     pool.take, pool._discard, copier.copy_blocks = noted_take, noted_discard, copy_then_poison
     writer.write_blocks = noted_write

@@ -41,7 +41,7 @@ def build(case: str) -> Any:
 def opened(model: Any) -> Resident:
     decoder = Decoder(model)
     runner = Resident(decoder, poisoned_store(decoder, 17, BLOCK_SIZE), None)
-    for store in runner._records.values():
+    for store in runner.records.values():
         store.ids.fill_(99)
     return runner
 

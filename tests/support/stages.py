@@ -36,10 +36,10 @@ class ThreadHost:
 
         def poisoned_allocate(message: Any) -> Any:
             answer = allocate(message)
-            assert layers.store is not None
-            for store in (layers.store, *layers._drafts.stores):
-                if layers.store.nbytes < 64 * 2**20:
-                    store.poison(list(range(layers.store.num_blocks)))
+            held = layers.running.store
+            for store in (held, *layers._drafts.stores):
+                if held.nbytes < 64 * 2**20:
+                    store.poison(list(range(held.num_blocks)))
             return answer
 
         layers.run, layers.allocate = noted_run, poisoned_allocate  # type: ignore[method-assign]

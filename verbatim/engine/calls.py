@@ -91,7 +91,6 @@ class Call:
         waiter: woken when all of them have ended and, with `deliver`, after each step that added to one.
         deliver: gets their deltas in the thread that makes the steps; an exception ends the request. None:
             the deltas are not read.
-        on_end: called in that thread once a request has ended.
         driven: the engine's own thread makes steps until they have ended; else the caller does.
 
     Attributes:
@@ -104,11 +103,10 @@ class Call:
         waiter: Waiter | None = None,
         *,
         deliver: Callable[[Delta], None] | None = None,
-        on_end: Callable[[], None] | None = None,
         driven: bool = True,
     ) -> None:
         self.requests, self.waiter, self.deliver = requests, waiter, deliver
-        self.on_end, self.driven = on_end, driven
+        self.driven = driven
         self.num_open = len(requests)
         self._tracebacks: dict[Request, TracebackType | None] = {}
 
@@ -118,9 +116,9 @@ class Call:
         # One exception may end several requests, each of which raises it.
         if request.error is not None:
             self._tracebacks[request] = request.error.__traceback__
-        if self.on_end is not None:
+        if request.on_end is not None:
             with suppress(BaseException):  # the thread that makes the steps is not its caller's
-                self.on_end()
+                request.on_end()
 
     def raise_error(self) -> None:
         """Raise the error of the first request that failed, if one did.

@@ -12,7 +12,6 @@ from verbatim.placement.cluster.link import LinkLost
 from verbatim.placement.parallel.exchange import Group
 from verbatim.placement.parallel.group import RankGroup
 from verbatim.placement.parallel.rank_worker import RankWorker
-from verbatim.placement.parallel.results import pack_results, unpack_results
 
 
 class Leading:
@@ -30,7 +29,7 @@ class Leading:
             if not isinstance(error, TierFailed):
                 self._group.tell({"do": "failed", "error": f"{type(error).__name__}: {error}"})
             raise
-        self._group.tell({"do": "results", "results": pack_results(results)})
+        self._group.tell({"do": "results", "results": results})
         return results
 
     def close(self) -> None:
@@ -55,7 +54,7 @@ class Following:
             raise TierFailed("rank 0 has closed its LLM in the middle of this call")
         if message["do"] == "failed":
             raise RequestFailed(f"rank 0: {message['error']}")
-        results = unpack_results(message["results"])
+        results: list[Result] = message["results"]
         if len(results) != len(requests):
             raise InvalidRequest(
                 f"this rank has {len(requests)} prompts and rank 0 has {len(results)}: all ranks must make "

@@ -296,7 +296,8 @@ class EngineHandle:
         """
         if driven:
             self._refuse_async("a request that the handle's thread runs")
-        self._submit(Call([request], deliver=deliver, on_end=on_end, driven=driven))
+        request.on_end = on_end or request.on_end
+        self._submit(Call([request], deliver=deliver, driven=driven))
 
     def step(self) -> bool:
         """Make a step for all requests; return False if there was nothing to do, or it is paused.

@@ -32,12 +32,12 @@ template <int N, typename F> static INLINE inline void each(F f) {
 // Where a product of T is written: rounded to T, or as the floats that its sums are.
 template <typename T> struct Output {
     void *at;
-    bool floats;
+    bool floats;  // T float: either, and nothing is decided at run time
     Output operator+(int64_t n) const {
         return {(char *)at + n * (int64_t)(floats ? sizeof(float) : sizeof(T)), floats};
     }
     template <typename F> INLINE inline void as_pointer(F f) const {
-        if (floats) f((float *)at);
+        if (std::is_same_v<T, float> || floats) f((float *)at);
         else f((T *)at);
     }
 };

@@ -241,17 +241,23 @@ static void few_rows_packed(const Work<bf16> &work, const Strip &strip, const ch
     const Matrix &m = *strip.matrix;
     const RowLayout row = strip.layout();
     const Place<bf16> p = place(work, strip, 0, work.rows);
+    const uint8_t *first = (const uint8_t *)strip.begin<bf16>();
+    bool quick = false;
     of_kind(m.format, m.group, [&](auto code, auto group) {
         of_height(work.rows, [&](auto r, auto cols) {
-            // codes of 8 bits take more registers on their way
-            constexpr int R = r.value, C = bits_of(code) == 8 && R > 6 ? 2 : cols.value;
-            const char *first = strip.begin<bf16>();
-            if (packed_strip<R, C, code.value, group.value>(p, (const uint8_t *)first, row,
-                                                            strip.width, after))
-                return;
-            tiles<R, places(C)>(p, Unpacked<bf16>(strip).data, spaced<bf16>(m.depth), 0, strip.width, 0, m.depth, nullptr,
-                                Ahead{NEAR_BYTES});
+            // In registers, 4 bits are always a place in a table, if only one of 0 to 15. Those of 8 bits
+            // take more registers on their way.
+            constexpr bool WIDE = bits_of(code) == 8;
+            constexpr int R = r.value, C = WIDE && R > 6 ? 2 : cols.value, CODE = WIDE ? code.value : TABLE;
+            quick = packed_strip<R, C, CODE, group.value>(p, first, row, strip.width, after);
         });
+    });
+    if (quick) return;
+    const Unpacked<bf16> numbers(strip);
+    of_height(work.rows, [&](auto r, auto cols) {
+        constexpr int R = r.value, C = cols.value;
+        tiles<R, places(C)>(p, numbers.data, spaced<bf16>(m.depth), 0, strip.width, 0, m.depth, nullptr,
+                            Ahead{NEAR_BYTES});
     });
 }
 #else
@@ -494,8 +500,8 @@ template <typename T> constexpr int32_t PLAIN = sizeof(T) == 4 ? FLOAT : BF16;
 template <typename T>
 void vb::multiply_groups(const T *x, int64_t x_stride, const RowGroup *groups, int64_t num_groups,
                          int count, T *out, int64_t out_stride, int threads) {
-    multiply_all(Groups<T>{x, x_stride, groups, num_groups, 0, count},
-                 Output<T>{out, sizeof(T) == sizeof(float)}, out_stride, threads);
+    multiply_all(Groups<T>{x, x_stride, groups, num_groups, 0, count}, Output<T>{out, false},
+                 out_stride, threads);
 }
 
 template <typename T>
@@ -519,8 +525,7 @@ INSTANCES(bf16)
                          int threads) {                                                            \
         const RowGroup all{0, rows, matrices};                                                     \
         const Groups<T> groups{x, x_stride, &all, 1, 0, count};                                    \
-        const bool floats = out_f32 || sizeof(T) == sizeof(float);                                 \
-        multiply_all(groups, Output<T>{out, floats}, out_stride, threads);                         \
+        multiply_all(groups, Output<T>{out, out_f32 != 0}, out_stride, threads);                   \
     }
 
 EXPORT_MANY(vb_multiply_f32, float)

@@ -95,6 +95,9 @@ class IndexOptions:
         return num_heads if self.weights is None else 1
 
 
+AnyOptions = AttentionOptions | IndexOptions  # of a call that attends, or that chooses keys
+
+
 class NormKind(enum.IntEnum):
     """The roundings of an RMS norm, x / rms(x) * weight; as in `kernels/elementwise.h`."""
 

@@ -45,7 +45,8 @@ static inline float float_of(uint32_t bits) {
 // ---- codes, and heads of groups ----
 
 // `Encoding` of weight_packing.py.
-enum Encoding : int { AFFINE, ZERO_POINT, SIGNED, E4M3, NF4, FP4, MXFP4 };
+enum Encoding : int { AFFINE, ZERO_POINT, SIGNED, E4M3, NF4, FP4, MXFP4, HALF, SUPER, CENTERED };
+constexpr int SUPERBLOCK = 8;  // groups that share the two scales of SUPER
 
 // The kinds of codes that kernels are compiled for: integers of 4 or 8 bits, a place in a table of
 // sixteen numbers, FP8.
@@ -53,7 +54,7 @@ enum Code : int { BITS4 = 4, BITS8 = 8, TABLE = 20, FP8 = 24 };
 constexpr int bits_of(int code) { return code & 15; }
 
 // What a code of 4 bits stands for, by encoding; zeros where that is the code itself.
-alignas(64) static const float NUMBERS[7][16] = {
+alignas(64) static const float NUMBERS[10][16] = {
     {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
     {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
     {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
@@ -66,6 +67,9 @@ alignas(64) static const float NUMBERS[7][16] = {
      0.1666666716337204f, 0.25f, -0.0f, -0.0052083334885537624f, -0.6666666865348816f, -1.0f,
      -0.3333333432674408f, -0.5f, -0.1666666716337204f, -0.25f},
     {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6},
+    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
 };
 
 // How a row lies: its codes, then the head of each group. In 4 bits, byte i of a group holds its
@@ -75,11 +79,16 @@ struct RowLayout {
     int64_t depth, whole, code_bytes, bytes;
     int rest;
     RowLayout(int64_t depth, int format, int group)
-        : bits(bits_of(format)), encoding(format >> 8), head_bytes(encoding == MXFP4 ? 2 : 4),
-          depth(depth), whole(depth / group), code_bytes((depth * bits + 7) / 8),
+        : bits(bits_of(format)), encoding(format >> 8),
+          head_bytes(encoding == MXFP4 || encoding == HALF || encoding == SUPER ? 2 : 4), depth(depth), whole(depth / group), code_bytes((depth * bits + 7) / 8),
           bytes(code_bytes + (depth + group - 1) / group * head_bytes), rest((int)(depth % group)) {}
     const float *numbers() const { return NUMBERS[encoding]; }
 };
+
+static inline float from_half(uint32_t bits) {
+    const float size = float_of((bits & 0x7fff) << 13) * 0x1p112f;
+    return bits & 0x8000 ? -size : size;
+}
 
 // FP8 numbers are read as half floats, which are 2^8 smaller: their scales are as much larger.
 constexpr float FP8_SCALE = 256.0f;
@@ -88,11 +97,16 @@ struct Head {
     float scale, low;
 };
 
-// Of the word of a head; one of two bytes is in its upper half. A zero point shifts: its product with
-// the scale is exact. -0 leaves the sign of what it is added to.
+// Of the word of a head, but of SUPER; one of two bytes is in its upper half. A zero point shifts: its
+// product with the scale is exact. -0 leaves the sign of what it is added to.
 static inline Head head_of(int encoding, int bits, uint32_t word) {
     switch (encoding) {
-    case AFFINE: return {float_of(word << 16), float_of(word & 0xffff0000u)};
+    case AFFINE:
+    case CENTERED: return {float_of(word << 16), float_of(word & 0xffff0000u)};
+    case HALF: {
+        const float scale = from_half(word >> 16);
+        return {scale, -(scale * (float)(1 << (bits - 1)))};
+    }
     case ZERO_POINT: {
         const float scale = float_of(word & 0xffffff00u);
         return {scale, -(scale * (float)(word & 0xff))};
@@ -108,6 +122,19 @@ static inline Head head_at(const RowLayout &row, const uint8_t *p) {
     if (row.head_bytes == 4) std::memcpy(&word, p, 4);
     else std::memcpy((char *)&word + 2, p, 2);
     return head_of(row.encoding, row.bits, word);
+}
+
+// The head of group `i` of a row whose heads begin at `p`. A head of SUPER has 6 bits of its scale, 6 of
+// its low and 4 of the half floats that the two of all groups of a superblock are multiplied with.
+static inline Head head_at(const RowLayout &row, const uint8_t *p, int64_t i) {
+    if (row.encoding != SUPER) return head_at(row, p + i * row.head_bytes);
+    uint16_t words[SUPERBLOCK];
+    std::memcpy(words, p + i / SUPERBLOCK * sizeof words, sizeof words);
+    uint32_t halves = 0;
+    for (int k = 0; k < SUPERBLOCK; k++) halves |= (uint32_t)(words[k] >> 12) << (4 * k);
+    const uint32_t own = words[i % SUPERBLOCK];
+    return {from_half(halves & 0xffff) * (float)(own & 63),
+            -(from_half(halves >> 16) * (float)(own >> 6 & 63))};
 }
 
 // The heads of sixteen groups.
@@ -128,6 +155,7 @@ struct Heads {
         __m512 s = (__m512)words, l = _mm512_set1_ps(-0.0f);
         switch (row.encoding) {
         case AFFINE:
+        case CENTERED:
             s = (__m512)_mm512_slli_epi32(words, 16);
             l = (__m512)_mm512_and_si512(words, _mm512_set1_epi32((int)0xffff0000));
             break;
@@ -137,7 +165,26 @@ struct Heads {
             l = _mm512_fnmadd_ps(s, _mm512_cvtepi32_ps(_mm512_and_si512(words, mask)), l);
             break;
         }
+        case HALF:
+            s = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(words, 16)));
+            [[fallthrough]];
         case SIGNED: l = _mm512_fnmadd_ps(s, _mm512_set1_ps((float)(1 << (row.bits - 1))), l); break;
+        case SUPER: {
+            const __m512i places = _mm512_set4_epi32(12, 8, 4, 0);
+            // Four bits of each head, or-ed over the four of a lane: the first half float, then the second.
+            __m512i part = _mm512_sllv_epi32(_mm512_srli_epi32(words, 28), places);
+            part = _mm512_or_si512(part, _mm512_shuffle_epi32(part, (_MM_PERM_ENUM)0x4e));
+            part = _mm512_or_si512(part, _mm512_shuffle_epi32(part, (_MM_PERM_ENUM)0xb1));
+            const __m512 all = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(part));
+            const __m512 d = _mm512_shuffle_f32x4(all, all, 0xa0);
+            const __m512 low = _mm512_shuffle_f32x4(all, all, 0xf5);
+            const auto number = [&](int at) {
+                return _mm512_cvtepi32_ps((__m512i)((u32x16)words >> at & 63u));
+            };
+            s = _mm512_mul_ps(d, number(16));
+            l = _mm512_fnmadd_ps(low, number(22), l);
+            break;
+        }
         }
         const auto below = [](__m512 v, int bits) {  // less one: zero becomes the largest
             const __m512i size = _mm512_and_si512((__m512i)v, _mm512_set1_epi32(0x7fffffff));
@@ -153,7 +200,7 @@ struct Heads {
 #else
     inline bool read(const RowLayout &row, const uint8_t *heads, int64_t count) {
         for (int i = 0; i < std::min<int64_t>(COUNT, count); i++) {
-            const Head head = head_at(row, heads + i * row.head_bytes);
+            const Head head = head_at(row, heads, i);
             scale[i] = head.scale, low[i] = head.low;
         }
         return false;
@@ -244,7 +291,7 @@ static INLINE inline void whole_group(T *out, const uint8_t *codes, const Head &
 }
 
 template <int CODE, typename T>
-static inline void short_group(T *out, const uint8_t *codes, int size, const Head &head,
+static __attribute__((noinline)) void short_group(T *out, const uint8_t *codes, int size, const Head &head,
                                const float *table) {
     const int half = (size + 1) / 2;
     for (int i = 0; i < size; i++) {
@@ -381,7 +428,7 @@ static void unpack_columns(T *out, int64_t out_stride, const uint8_t *group, con
 template <typename F> static inline void of_code(int format, F f) {
     const int encoding = format >> 8;
     if (encoding == E4M3) f(std::integral_constant<int, FP8>());
-    else if (encoding > E4M3) f(std::integral_constant<int, TABLE>());
+    else if ((encoding > E4M3 && encoding <= MXFP4) || encoding == CENTERED) f(std::integral_constant<int, TABLE>());
     else if (bits_of(format) == 8) f(std::integral_constant<int, BITS8>());
     else f(std::integral_constant<int, BITS4>());
 }

@@ -281,6 +281,40 @@ extern "C" void vb_linear_recurrence(float *out, const float *q, const float *k,
     run_recurrence(a, {starts, sources, rows, targets, sequences, writes}, threads);
 }
 
+// As `weighted_mean` there. Both exponents are at most 0, as the larger one of them is subtracted.
+extern "C" void vb_weighted_mean(float *out, const float *key, const float *value, const float *first,
+                                 const float *decay, float *state, const int32_t *starts,
+                                 const int32_t *sources, const int32_t *rows, const int32_t *targets,
+                                 int64_t sequences, int64_t writes, int64_t channels,
+                                 int decay_by_row, int threads) {
+    const StateRows at{starts, sources, rows, targets, sequences, writes};
+    const int64_t pieces = (channels + LANES - 1) / LANES;
+    if (starts[sequences] * channels < (1 << 13)) threads = 1;
+    parallel_for(sequences * pieces, threads, [&](int64_t n) {
+        const int64_t s = n / pieces, c = n % pieces * LANES, count = channels - c;
+        int64_t write = first_write(at, s);
+        const float *source = state + sources[s] * 3 * channels + c;
+        f32x16 total = load_up_to(source, count), weights = load_up_to(source + channels, count);
+        f32x16 largest = load_up_to(source + 2 * channels, count);
+        largest = weights == 0.0f ? splat(-1e38f) : largest;  // before the first row
+        const f32x16 bonus = load_up_to(first + c, count);
+        for (int64_t t = starts[s]; t < starts[s + 1]; t++) {
+            const f32x16 k = load_up_to(key + t * channels + c, count);
+            const f32x16 v = load_up_to(value + t * channels + c, count);
+            f32x16 top = max(largest, k + bonus), old = exp_nonpositive(largest - top);
+            f32x16 now = exp_nonpositive(k + bonus - top);
+            store_up_to(out + t * channels + c, fma(old, total, now * v) / fma(old, weights, now), count);
+            largest -= load_up_to(decay + (decay_by_row ? t * channels : 0) + c, count);
+            top = max(largest, k), old = exp_nonpositive(largest - top), now = exp_nonpositive(k - top);
+            total = fma(old, total, now * v), weights = fma(old, weights, now), largest = top;
+            if (write >= writes || rows[write] != t) continue;
+            float *target = state + targets[write++] * 3 * channels + c;
+            store_up_to(target, total, count), store_up_to(target + channels, weights, count);
+            store_up_to(target + 2 * channels, largest, count);
+        }
+    });
+}
+
 // As `causal_conv` there.
 #define EXPORT_CONV(name, T)                                                                       \
     extern "C" void name(float *out, const T *x, const T *weight, const T *bias, T *state,         \

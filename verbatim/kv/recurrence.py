@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -170,6 +171,60 @@ def scan(step: Step, rows: Sequence[Tensor], state: Tensor, at: StateRows) -> Te
     return out
 
 
+@kernels.without_overrides
+def weighted_mean(
+    key: Tensor,
+    value: Tensor,
+    first: Tensor,
+    decay: Tensor,
+    state: Tensor,
+    at: StateRows,
+    *,
+    reference: bool = False,
+) -> Tensor:
+    """Compute the mean of a sequence's values, weighted by the exponentials of its keys (RWKV).
+
+    The state has the sum of weighted values and that of weights, both divided by the exponential of the
+    largest exponent of a weight, and this exponent. A row lowers the exponents of those before it by
+    `decay`, after it has read their mean; an infinite one makes the next row forget them.
+
+    Args:
+        key, value: `[T, C]` float32.
+        first: `[C]` float32, added to the exponent of a row's own value in its own mean.
+        decay: `[C]` or `[T, C]` float32, at least 0.
+        state: `[slots, 3, C]` float32, written at `at.targets`.
+        reference: compute it in torch, and not by a kernel.
+
+    Returns:
+        `[T, C]` float32.
+    """
+    library = None if reference else _library(key.device)
+    if library is None:
+        rows = key, value, decay.expand_as(key)
+        return scan(partial(_mean_step, first), rows, state, at)
+    out = torch.empty_like(key, memory_format=torch.contiguous_format)
+    key, value, first, decay = (x.contiguous() for x in (key, value, first, decay))
+    operands = _pointers(out, key, value, first, decay, state, *at)
+    sizes = len(at.sources), len(at.rows), key.shape[1]
+    library.vb_weighted_mean(*operands, *sizes, decay.dim() == 2, torch.get_num_threads())
+    return out
+
+
+def _mean_step(
+    first: Tensor, state: Tensor, key: Tensor, value: Tensor, decay: Tensor
+) -> tuple[Tensor, Tensor]:
+    total, weights, largest = state.unbind(1)
+    largest = torch.where(weights == 0, -1e38, largest)  # before the first row
+
+    def add(past: Tensor, now: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        top = torch.maximum(past, now)
+        old, new = torch.exp(past - top), torch.exp(now - top)
+        return old * total + new * value, old * weights + new, top
+
+    summed, divisor, _ = add(largest, key + first)
+    return torch.stack(add(largest - decay, key), dim=1), summed / divisor
+
+
 def _library(device: torch.device) -> ctypes.CDLL | None:
     return _bound(kernels.library()) if device.type == "cpu" else None
 
@@ -179,6 +234,7 @@ def _bound(library: ctypes.CDLL | None) -> ctypes.CDLL | None:
     """Declare the arguments of the kernels."""
     if library is not None:
         library.vb_linear_recurrence.argtypes = [*[_POINTER] * 11, *[_LONG] * 6, _INT, _INT]
+        library.vb_weighted_mean.argtypes = [*[_POINTER] * 10, *[_LONG] * 3, _INT, _INT]
         for suffix in _SUFFIX.values():
             function = getattr(library, f"vb_causal_conv_{suffix}")
             function.argtypes = [*[_POINTER] * 9, *[_LONG] * 4, _INT]

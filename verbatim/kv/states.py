@@ -23,10 +23,15 @@ from verbatim.kv.blocks import BlockPool
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """The state that one recurrent operation of a model keeps of one sequence."""
+    """The state that one recurrent operation of a model keeps of one sequence.
+
+    Attributes:
+        kind: "recurrence", or "convolution" for the last inputs of a layer.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    kind: str = "recurrence"
 
     @property
     def nbytes(self) -> int:

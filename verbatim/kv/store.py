@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,11 +14,11 @@ import torch
 from torch import Tensor
 
 from verbatim.batch import AttentionBatch, Batch
-from verbatim.kernels.options import AttentionOptions, IndexOptions
+from verbatim.kernels.options import AnyOptions, IndexOptions
 from verbatim.kv.attention import paged_attention, write_kv
 from verbatim.kv.indexing import attend_to_chosen, choose_keys
 from verbatim.kv.quantized import KVDtype, Packing, packed_attention, unpack, write_packed
-from verbatim.kv.states import StateStore
+from verbatim.kv.states import StateShape, StateStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +102,7 @@ class KVStore:
 
         return rope.rope_and_write(q, k, v, cos, sin, *self.layers[layer], slots)
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        batch: AttentionBatch,
-        options: AttentionOptions | IndexOptions,
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, batch: AttentionBatch, options: AnyOptions) -> Tensor:
         """Compute `paged_attention` over one layer: `q` `[T, H, Dk]` to `[T, H, Dv]`.
 
         With `IndexOptions`, choose keys instead, as `choose_keys` does.
@@ -229,3 +224,27 @@ def bytes_per_token(layers: list[LayerShape], dtype: KVDtype) -> int:
             s.kv_heads * (dtype.row_bytes(s.key_dim) + dtype.row_bytes(s.value_dim)) for s in layers
         )
     return sum(shape.elements for shape in layers) * dtype.itemsize
+
+
+def cache_info(
+    layers: list[LayerShape], states: list[StateShape], dtype: KVDtype, draft_bytes: int
+) -> dict[str, Any]:
+    """Return the bytes that `LLM.info` has of each token, and of the state of each sequence, by kind too.
+
+    Args:
+        draft_bytes: of a token, in layers that draft.
+    """
+    tokens = {
+        "keys_and_values": bytes_per_token([s for s in layers if s.value_dim], dtype),
+        "index_keys": bytes_per_token([s for s in layers if not s.value_dim], dtype),
+        "draft_layers": draft_bytes,
+    }
+    kinds = Counter[str]()
+    for state in states:
+        kinds[f"{state.kind}s"] += state.nbytes
+    return {
+        "kv_bytes_per_token": sum(tokens.values()),
+        "kv_bytes_per_token_by_kind": {kind: nbytes for kind, nbytes in tokens.items() if nbytes},
+        "state_bytes": kinds.total(),
+        "state_bytes_by_kind": dict(kinds),
+    }

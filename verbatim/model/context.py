@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from verbatim.errors import UnsupportedModel
-from verbatim.kernels.options import AttentionOptions, IndexOptions
+from verbatim.kernels.options import AnyOptions, AttentionOptions
 from verbatim.kv.states import StateRows, StateShape
 
 IMPLEMENTATION = "verbatim"  # name in transformers' registries of attention and experts
@@ -50,12 +50,7 @@ class ForwardContext(Protocol):
     def positions(self) -> Tensor: ...
 
     def attend(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        options: AttentionOptions | IndexOptions,
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AnyOptions
     ) -> Tensor:
         """Store `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]`, attend with `q` `[T, H, Dk]`: `[T, H, Dv]`.
 
@@ -97,13 +92,7 @@ def activate(context: ForwardContext) -> Iterator[None]:
         _thread.active = before
 
 
-def attend(
-    module: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: AttentionOptions | IndexOptions,
-) -> Tensor:
+def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AnyOptions) -> Tensor:
     """Attend in the active context: `[T, H, Dk]`, `[T, Hkv, Dk]`, `[T, Hkv, Dv]` to `[T, H, Dv]`."""
     context = active_context()
     if context is None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from verbatim.batch import Adapter, Batch
 from verbatim.errors import EngineClosed, ModelChanged, NotSupported, first_line
-from verbatim.kernels.options import AttentionOptions, IndexOptions
+from verbatim.kernels.options import AnyOptions, AttentionOptions, IndexOptions
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.states import StateRows, StateShape, open_states
 from verbatim.kv.store import KVStore
@@ -538,12 +538,7 @@ class FlatContext:
         return self._slots[id(module), call]
 
     def attend(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        options: AttentionOptions | IndexOptions,
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AnyOptions
     ) -> Tensor:
         layer = self.layer_of(module)
         self._store.write(layer, k, v, self.rows)
@@ -579,5 +574,5 @@ class FlatContext:
             q = self._store.write_rotated(layer, q, k, v, cos, sin, self.rows)
         return self._attend(layer, q, options)
 
-    def _attend(self, layer: int, q: Tensor, options: AttentionOptions | IndexOptions) -> Tensor:
+    def _attend(self, layer: int, q: Tensor, options: AnyOptions) -> Tensor:
         return self._store.attend(layer, q, self.batch.attention, options)

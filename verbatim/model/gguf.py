@@ -1,7 +1,7 @@
-"""GGUF files, llama.cpp's format, read by transformers.
+"""GGUF files, llama.cpp's format: config and tokenizer, read by transformers, and weights.
 
-Quantized tensors (Q8_0, Q4_0 and others) are dequantized to the model's dtype; `quantization` quantizes them
-again, in Verbatim's format.
+`weights/formats/gguf.py` leaves the weights of most architectures in the file. Those of others are decoded to
+the model's dtype by transformers.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from verbatim.errors import ModelError, NotSupported, first_line
 from verbatim.model.loader import (
     Checkpoint,
     LoadedModel,
+    Skeleton,
     built_module,
     read_config,
     resolve_dtype,
 )
+from verbatim.model.unused import refuse_unused
 from verbatim.untrusted import reason, refuse_lfs_pointer
 
 _NEEDS = {"gguf": "gguf", "accelerate": "accelerate"}
@@ -49,15 +51,25 @@ def find_gguf(model: str | os.PathLike[str]) -> Path | None:
 
 
 def load_gguf(
-    path: Path, *, dtype: str | torch.dtype = "auto", with_tokenizer: bool = True
+    path: Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    with_tokenizer: bool = True,
+    skeleton: Skeleton | None = None,
+    decode: Skeleton | None = None,
+    unused_weights: str = "error",
 ) -> LoadedModel:
     """Load the model of a GGUF file, and its tokenizer, if any.
 
     Args:
         dtype: "auto" is bfloat16, or float32 if every tensor of the file is.
+        skeleton: builds the module without its weights, as of `load`. None loads the weights.
+        decode: the skeleton of architectures that it supports, if `skeleton` is None.
+        unused_weights: as of `LLM`.
 
     Raises:
-        NotSupported: missing packages, or a file of several parts.
+        NotSupported: missing packages, a file of several parts, or an architecture that `skeleton` does not
+            support.
         ModelError, UnsupportedModel: it can't be read, or transformers does not support it.
     """
     missing = [package for name, package in _NEEDS.items() if find_spec(name) is None]
@@ -77,10 +89,28 @@ def load_gguf(
     where = {"trust_remote_code": False, "local_files_only": True, "gguf_file": path.name}
     source = str(path.parent)
     config = read_config(source, where)
-    settled = resolve_dtype(dtype, config)
+    resolved = resolve_dtype(dtype, config)
+    tokenizer = _tokenizer(path) if with_tokenizer and has_tokenizer else None
+    if (open_ := decode if skeleton is None else skeleton) is not None:
+        try:
+            module, lazy_weights, unused = open_(path, config, resolved, False)
+        except NotSupported:
+            if skeleton is not None:
+                raise
+        else:
+            if unused_weights == "error":
+                refuse_unused(path, module, config, unused)
+            return LoadedModel(
+                module,
+                tokenizer,
+                module.generation_config,
+                str(path),
+                lazy_weights=lazy_weights,
+                folder=path.parent,
+            )
 
     def read() -> Any:
-        return built_module(source, config, settled, where)
+        return built_module(source, config, resolved, where)
 
     def fingerprints(folder: Path) -> dict[str, tuple[int, int]]:
         stat = path.stat() if path.exists() else None
@@ -88,7 +118,6 @@ def load_gguf(
 
     module = read()
     checkpoint = Checkpoint(path.parent, module, read=read, fingerprints=fingerprints)
-    tokenizer = _tokenizer(path) if with_tokenizer and has_tokenizer else None
     return LoadedModel(
         module, tokenizer, module.generation_config, str(path), checkpoint=checkpoint
     )

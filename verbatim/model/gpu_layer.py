@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from verbatim.errors import first_line
 from verbatim.kernels.options import AttentionOptions
-from verbatim.model.context import activate, active_context
+from verbatim.model.context import active_context
 from verbatim.model.layer_parts import LayerParts
-from verbatim.model.layer_trial import Watch
+from verbatim.model.layer_trial import watched
 from verbatim.model.norms import Norm
 from verbatim.model.places import numbers_of
 from verbatim.model.structs import NotFusable
@@ -100,7 +100,7 @@ def forward_of(parts: LayerParts, options: AttentionOptions, turns: bool) -> Cal
 
 
 class GpuTrial:
-    """Replaces a layer for one forward, to test whether `forward_of` computes the same bits.
+    """Replaces a layer for one forward, to test whether `forward_of` is bit-equal to its own.
 
     Attributes:
         parts: of the layer.
@@ -136,7 +136,7 @@ class GpuTrial:
             )
         noise = torch.Generator().manual_seed(0)
         x = torch.randn(hidden.shape, generator=noise).to(hidden)
-        expected, seen = _watched(lambda: type(layer).forward(layer, x, **kwargs))
+        expected, seen = watched(lambda: type(layer).forward(layer, x, **kwargs))
         options: AttentionOptions = seen[3]
         if options.alibi is not None or options.sinks is not None:
             raise NotFusable("its attention has a bias or sinks of its own")
@@ -144,20 +144,11 @@ class GpuTrial:
             if turns and not isinstance(kwargs.get("position_embeddings"), tuple):
                 continue
             forward = forward_of(parts, replace(options), turns)
-            made, ours = _watched(lambda forward=forward: forward(x, **kwargs))  # type: ignore[misc]
+            made, ours = watched(lambda forward=forward: forward(x, **kwargs))  # type: ignore[misc]
             same = all(_equal(a, b) for a, b in zip(ours[:3], seen[:3], strict=True))
             if same and isinstance(expected, Tensor) and _equal(made, expected):
                 return forward
         raise NotFusable("what it makes is not what fewer launches make")
-
-
-def _watched(call: Callable[[], Any]) -> tuple[Any, Any]:
-    watch = Watch()
-    with activate(watch):
-        returned = call()
-    if len(watch.seen) != 1:
-        raise NotFusable(f"it attends {len(watch.seen)} times")
-    return returned, watch.seen[0]
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError
-from verbatim.model.weight_packing import TABLES, Encoding, WeightPacking, stretches
+from verbatim.model.weight_packing import (
+    SUPERBLOCK,
+    TABLES,
+    Encoding,
+    WeightPacking,
+    stretches,
+)
 
 LARGEST = 2.0**126  # largest weight, so that a group's range is finite
 PIECE = 1 << 20  # elements packed at once
@@ -50,6 +56,19 @@ def _encode(
     elif encoding is Encoding.SIGNED:
         scale = peak / (levels // 2)
         code = (x / scale).round() + (levels + 1) // 2
+    elif encoding is Encoding.HALF:
+        scale = (peak / (levels // 2)).half().float()
+        code = (x / scale).round() + (levels + 1) // 2
+    elif encoding is Encoding.CENTERED:
+        scale = _round_up((high - low) / levels)
+        zero = (low + 8 * scale).bfloat16().float()
+        code = ((x - zero) / scale).round() + 8
+    elif encoding is Encoding.SUPER:
+        low = low.clamp(max=0)
+        d, dmin = (_times_63(part.flatten(1)) for part in ((high - low) / levels, -low))
+        heads = super_heads(*d, *dmin)
+        scale, least = (part.view_as(low) for part in _of_super_heads(heads))
+        code = ((x + least) / scale).round()
     elif encoding is Encoding.FP8:
         scale = peak / 448
         code = (x / scale).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -61,11 +80,15 @@ def _encode(
         order = table.argsort()
         middles = (table[order][1:] + table[order][:-1]) / 2
         code = order[torch.bucketize((x / scale).contiguous(), middles)]
+    if not bool(scale.isfinite().all()):  # no float16
+        raise unfit(name)
     if encoding not in (Encoding.FP8, *TABLES):
         code = code.clamp_(0, levels)
     code = code.masked_fill(scale == 0, 0).to(torch.uint8)
     if encoding is Encoding.AFFINE:
         return halved(code, dim, bits), (_upper_half(scale), _upper_half(low))
+    if encoding is Encoding.SUPER:
+        return halved(code, dim, bits), (heads.view(scale.shape),)
     return halved(code, dim, bits), (heads_of(scale, zero, encoding),)
 
 
@@ -85,8 +108,12 @@ def heads_of(scale: Tensor, zero: Tensor | float, encoding: Encoding) -> Tensor:
 
     Args:
         scale: float32. What an encoding has no room for is rounded off.
-        zero: of `ZERO_POINT`: 0 to 255.
+        zero: of `ZERO_POINT`: 0 to 255; of `CENTERED`: float32.
     """
+    if encoding is Encoding.HALF:
+        return scale.half().view(torch.int16)
+    if encoding is Encoding.CENTERED:
+        return scale.view(torch.int32) >> 16 & 0xFFFF | torch.as_tensor(zero).view(torch.int32)
     if encoding is Encoding.ZERO_POINT:
         upper = (scale.view(torch.int32) + 0x80) & ~0xFF
         return torch.bitwise_or(upper, torch.as_tensor(zero).to(torch.int32))
@@ -107,19 +134,60 @@ def _decode(code: Tensor, heads: Tensor, dim: int, size: int, packing: WeightPac
         made: Tensor = low.float() + scale.float() * code
         return made
     number = code.float()
+    if encoding is Encoding.SUPER:
+        scale, low = (x.view(heads.shape) for x in _of_super_heads(heads.flatten(1)))
+        product: Tensor = scale * number - low
+        return product
+    if encoding is Encoding.CENTERED:
+        scale, zero = (part.view(torch.float32) for part in (heads << 16, heads & _HIGH_BITS))
+        moved: Tensor = scale * (number - 8) + zero
+        return moved
     if encoding is Encoding.ZERO_POINT:
         scale, number = (heads & ~0xFF).view(torch.float32), number - (heads & 0xFF)
     else:
-        scale = heads.view(torch.bfloat16 if encoding is Encoding.MXFP4 else torch.float32).float()
-    if encoding is Encoding.SIGNED:
+        halves = {Encoding.MXFP4: torch.bfloat16, Encoding.HALF: torch.float16}
+        scale = heads.view(halves.get(encoding, torch.float32)).float()
+    if encoding in (Encoding.SIGNED, Encoding.HALF):
         number = number - 2 ** (bits - 1)
     elif encoding is Encoding.FP8:
         number = code.view(torch.float8_e4m3fn).float()
     elif encoding in TABLES:
         number = TABLES[encoding].to(code.device)[code.int()]
     # As in the kernels, a zero of integers is never -0, also with a scale that is 0 or negative.
-    integers = encoding in (Encoding.ZERO_POINT, Encoding.SIGNED)
+    integers = encoding in (Encoding.ZERO_POINT, Encoding.SIGNED, Encoding.HALF)
     return scale * number + 0.0 if integers else scale * number
+
+
+def _times_63(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return numbers `[n, groups]` of at least 0 as 0 to 63 times one of each superblock, in float32."""
+    blocks = x.unflatten(1, (-1, SUPERBLOCK))
+    whole = blocks.amax(-1) / 63
+    small = (blocks / whole.half().float()[..., None]).round().nan_to_num(0).clamp(0, 63)
+    return small.flatten(1), whole
+
+
+def super_heads(scale: Tensor, d: Tensor, low: Tensor, dmin: Tensor) -> Tensor:
+    """Return the heads of `SUPER` `[n, groups]`, int16.
+
+    Args:
+        scale, low: `[n, groups]`, 0 to 63.
+        d, dmin: `[n, groups / 8]`; what float16 has no room for is rounded off.
+    """
+    halves = torch.stack([d, dmin], -1).half().view(torch.int16).int()
+    shifts = torch.arange(0, 16, 4, dtype=torch.int32)
+    parts = (halves[..., None] >> shifts & 15).flatten(1)
+    return (scale.int() | low.int() << 6 | parts << 12).to(torch.int16)
+
+
+def _of_super_heads(heads: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scales and lows `[n, groups]` of heads of `SUPER` `[n, groups]`."""
+    parts = (heads.int() >> 12 & 15).unflatten(1, (-1, 2, SUPERBLOCK // 2))
+    halves = (parts << torch.arange(0, 16, 4, dtype=torch.int32)).sum(-1).to(torch.int16)
+    d, dmin = (
+        half.contiguous().view(torch.float16).float().repeat_interleave(SUPERBLOCK, 1)
+        for half in halves.unbind(-1)
+    )
+    return d * (heads.int() & 63), dmin * (heads.int() >> 6 & 63)
 
 
 def _round_up(x: Tensor, bits: int = 16) -> Tensor:
@@ -141,7 +209,7 @@ def _upper_half(x: Tensor) -> Tensor:
 
 def _as_heads(data: Tensor, packing: WeightPacking) -> Tensor:
     """Return bytes at any address as the integers of `_encode`."""
-    wide = packing.encoding not in (Encoding.AFFINE, Encoding.MXFP4)
+    wide = packing.head_bytes == 4 and packing.encoding is not Encoding.AFFINE
     whole = data.clone(memory_format=torch.contiguous_format)
     return whole.view(torch.int32 if wide else torch.int16)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from verbatim.batch import ZERO_STATE, Batch
 from verbatim.errors import first_line
-from verbatim.kernels.options import AttentionOptions, IndexOptions
+from verbatim.kernels.options import AnyOptions, AttentionOptions
 from verbatim.kv.states import StateRows, StateShape, StateStore
 from verbatim.kv.store import KVStore, LayerShape
 from verbatim.model.context import Update, activate
@@ -42,12 +42,7 @@ class Watch:
         self.positions = torch.empty(1, 0, dtype=torch.int64)
 
     def attend(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        options: AttentionOptions | IndexOptions,
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AnyOptions
     ) -> Tensor:
         assert isinstance(options, AttentionOptions)  # no layer with an indexer is fused
         self.seen.append((q, k, v, options))
@@ -177,7 +172,7 @@ class LayerTrial:
         call = partial(type(twin).forward, twin, x, **kwargs)
         if self._slot is None:
             return self._fuse_recurrent(own, mixtures, call, x, kwargs)
-        expected, (seen,) = _watched(call)
+        expected, seen = watched(call)
         if not isinstance(expected, Tensor):
             raise NotFusable("it returns more than hidden states")
         q, k, v, options = seen
@@ -206,7 +201,7 @@ class LayerTrial:
                     if mixture is None:
                         raise
                     continue
-                made, (ours,) = _watched(partial(layer.forward(_refuse), x, **kwargs))
+                made, ours = watched(partial(layer.forward(_refuse), x, **kwargs))
                 if not all(bit_equal(a, b) for a, b in zip(ours[:3], seen[:3], strict=True)):
                     break
                 if bit_equal(made, expected):
@@ -277,14 +272,14 @@ def _has_sinks(attention: nn.Module, options: AttentionOptions) -> bool:
     return now is not None and options.sinks is not None and torch.equal(now, options.sinks)
 
 
-def _watched(call: Callable[[], Any]) -> tuple[Any, list[Any]]:
+def watched(call: Callable[[], Any]) -> tuple[Any, Any]:
     """Return the result of `call`, and its one call of attention."""
     watch = Watch()
     with activate(watch):
         returned = call()
     if len(watch.seen) != 1:
         raise NotFusable(f"it attends {len(watch.seen)} times")
-    return returned, watch.seen
+    return returned, watch.seen[0]
 
 
 def bit_equal(a: Tensor, b: Tensor) -> bool:

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _WEIGHTS = frozenset({".safetensors", ".bin"})
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_BESIDE = (".index.json", "config.json", ".distcp", ".metadata")  # the latter two of DCP
 _ADAPTER = "adapter_config.json"
 _BIG = 500_000_000  # bytes of weights above which a progress bar is shown
 # Returns a module, its lazy weights, and the names of tensors that it does not use.
@@ -115,7 +116,8 @@ class ModelSource:
             model = loaded.folder  # `latest` may change later
         if model is not None:
             named = os.path.expanduser(os.fspath(model))
-            model = os.path.abspath(named) if os.path.isdir(named) else os.fspath(model)
+            is_local = os.path.isdir(named) or named.endswith(".gguf")
+            model = os.path.abspath(named) if is_local else os.fspath(model)
         name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
         quantized = None if loaded.quantization is None else asdict(loaded.quantization)
         return cls(
@@ -203,12 +205,12 @@ class Checkpoint:
 
 
 def fingerprints(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return size and time of the files that determine the weights."""
+    """Return size and time of the files that determine the weights, by their path in `folder`."""
     found = {}
-    for path in folder.glob("*"):
-        if path.suffix in _WEIGHTS or path.name.endswith((".index.json", "config.json")):
+    for path in (*folder.glob("*"), *folder.glob("pp*/*")):  # stages of DCP
+        if path.suffix in (*_WEIGHTS, ".gguf") or path.name.endswith(_BESIDE):
             stat = path.stat()
-            found[path.name] = (stat.st_size, stat.st_mtime_ns)
+            found[str(path.relative_to(folder))] = (stat.st_size, stat.st_mtime_ns)
     return found
 
 
@@ -277,7 +279,7 @@ def load(
     else:
         where["revision"] = revision
     config = read_config(source, where)
-    settled = resolve_dtype(dtype, config)
+    resolved = resolve_dtype(dtype, config)
     tokenizer = _tokenizer(source, where) if with_tokenizer else None
     if skeleton is None and is_quantized(config):
         if decode is None:
@@ -285,7 +287,7 @@ def load(
         skeleton = decode
     if skeleton is not None:
         folder = _all_files(source, where)
-        module, lazy_weights, unused = skeleton(folder, config, settled, trust_remote_code)
+        module, lazy_weights, unused = skeleton(folder, config, resolved, trust_remote_code)
         if unused_weights == "error":
             refuse_unused(source, module, config, unused)
         generation = _generation_config(folder, config)
@@ -298,13 +300,13 @@ def load(
             folder=folder,
             wrapper=config,
         )
-    module = built_module(source, config, settled, where, unused_weights)
+    module = built_module(source, config, resolved, where, unused_weights)
     folder = _folder(source, where)
 
     def read() -> nn.Module:
         here = {"trust_remote_code": trust_remote_code, "local_files_only": True}
         again = read_config(str(folder), here)
-        module: nn.Module = built_module(str(folder), again, settled, here, unused_weights)
+        module: nn.Module = built_module(str(folder), again, resolved, here, unused_weights)
         return module
 
     checkpoint = Checkpoint(folder, module, read=read, fingerprints=fingerprints)

@@ -230,8 +230,7 @@ def _files(inner: Any, folder: Path) -> Iterator[Path]:
     checkpoint.check(chosen.values())
     with torch.inference_mode(False):
         for short, name in chosen.items():
-            tensors[short] = torch.empty(checkpoint.size(name), dtype=checkpoint.dtype(name))
-            checkpoint.read(name, tensors[short])
+            tensors[short] = checkpoint.read(name)
     with TemporaryDirectory(prefix="verbatim-mtp-") as place:
         save_file(tensors, Path(place) / "model.safetensors", {"format": "pt"})
         tensors.clear()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.kv.recurrence import linear_recurrence, scan, tree_sum
+from verbatim.kv.recurrence import linear_recurrence, scan, tree_sum, weighted_mean
 from verbatim.kv.states import StateShape
 from verbatim.model.invariant import exp, logsigmoid, sigmoid, softplus
 from verbatim.model.products import matmul
@@ -151,9 +151,10 @@ def _rwkv_attention(layer: Any, hidden: Tensor, *_: Any, **__: Any) -> tuple[Ten
     ]
     key, value = (x.flatten(0, 1).float() for x in rows)
     receptance = sigmoid(layer.receptance(_mix(hidden, before, layer.time_mix_receptance)))
-    step = partial(_wkv, layer.time_first.float(), exp(layer.time_decay.float()))
+    first, decay = layer.time_first.float(), exp(layer.time_decay.float())
     shape = StateShape((3, key.shape[1]), torch.float32)
-    out = update_state(shape, partial(scan, step, (key, value)), lambda: value * torch.cos(key))
+    update = partial(weighted_mean, key, value, first, decay)
+    out = update_state(shape, update, lambda: value * torch.cos(key))
     return layer.output(receptance * out.to(hidden.dtype).view(receptance.shape)), None
 
 
@@ -167,26 +168,6 @@ def _rwkv_feed_forward(layer: Any, hidden: Tensor, *_: Any, **__: Any) -> tuple[
 
 def _mix(hidden: Tensor, before: Tensor, weight: Tensor) -> Tensor:
     return hidden * weight + before * (1 - weight)
-
-
-def _wkv(
-    first: Tensor, decay: Tensor, state: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute the weighted mean of the values of a sequence: `[N, C]` of each row.
-
-    The state has the sums of weighted values and of weights, both divided by the exponential of the largest
-    exponent of a weight, and that exponent.
-    """
-    total, weights, largest = state.unbind(1)
-    largest = torch.where(weights == 0, -1e38, largest)  # before the first row
-
-    def add(past: Tensor, now: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        top = torch.maximum(past, now)
-        old, new = torch.exp(past - top), torch.exp(now - top)
-        return old * total + new * value, old * weights + new, top
-
-    summed, divisor, _ = add(largest, key + first)
-    return torch.stack(add(largest - decay, key), dim=1), summed / divisor
 
 
 def _mlstm(

@@ -33,7 +33,7 @@ def causal_conv1d(
     """Convolve each channel of `[B, C, T]` with the last rows, by a weight `[C, K]`."""
     rows = hidden_states.transpose(1, 2)  # [B, T, C]
     flat = rows.flatten(0, 1).contiguous()
-    shape = StateShape((weight.shape[1] - 1, weight.shape[0]), flat.dtype)
+    shape = StateShape((weight.shape[1] - 1, weight.shape[0]), flat.dtype, "convolution")
     update = partial(causal_conv, flat, weight.detach(), bias)
     out = update_state(shape, update, lambda: flat.float() * weight[:, -1].float()).to(weight.dtype)
     if activation in ("silu", "swish"):

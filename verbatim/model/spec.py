@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from verbatim.batch import Choices
 from verbatim.errors import NotSupported, TierFailed, UnsupportedModel
-from verbatim.kernels.options import AttentionOptions, IndexOptions
+from verbatim.kernels.options import AnyOptions, IndexOptions
 from verbatim.kv.states import StateShape
 from verbatim.kv.store import LayerShape
 from verbatim.model import masks
@@ -117,12 +117,7 @@ class InspectionContext:
         return torch.tensor(_POSITIONS)
 
     def attend(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        options: AttentionOptions | IndexOptions,
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AnyOptions
     ) -> Tensor:
         call = self.calls.get(id(module), 0)
         self.calls[id(module)] = call + 1

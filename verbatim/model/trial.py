@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from verbatim.batch import AttentionBatch
 from verbatim.errors import UnsupportedModel
-from verbatim.kernels.options import AttentionOptions, IndexOptions
+from verbatim.kernels.options import AnyOptions, AttentionOptions, IndexOptions
 from verbatim.kv.indexing import choose_keys
 from verbatim.kv.states import StateRows, StateShape
 from verbatim.model.context import Update, activate
@@ -66,12 +66,7 @@ class _TrialContext:
         return update(state, StateRows(*(x.to(self._device) for x in at)))
 
     def attend(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        options: AttentionOptions | IndexOptions,
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AnyOptions
     ) -> Tensor:
         call = self._calls.get(id(module), 0)
         self._calls[id(module)] = call + 1

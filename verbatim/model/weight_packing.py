@@ -29,8 +29,17 @@ class Encoding(IntEnum):
     NF4 = 4
     FP4 = 5
     MXFP4 = 6
+    # scale * (code - 2^(bits - 1)), float16.
+    HALF = 7
+    # d * scale * code - dmin * min, with scale and min from 0 to 63, and with float16 d and dmin for 8 groups
+    # of 32. A head has 6 bits of its scale, 6 of its min, and 4 of the 32 bits of d and dmin: GGUF's Q4_K.
+    SUPER = 8
+    # scale * (code - 8) + zero, both bf16.
+    CENTERED = 9
 
 
+SUPERBLOCK = 8  # groups that share d and dmin of `SUPER`
+_TWO_BYTES = (Encoding.MXFP4, Encoding.HALF, Encoding.SUPER)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP4 = (
     *(0.0, 0.0052083334885537624, 0.6666666865348816, 1.0),
@@ -75,6 +84,9 @@ class WeightPacking:
 
     def __post_init__(self) -> None:
         assert len(self.shape) >= 2 and self.dtype.is_floating_point
+        assert self.encoding is not Encoding.SUPER or not (
+            self.columns or self.depth % (SUPERBLOCK * 32)
+        )
 
     @property
     def multiplies_codes(self) -> bool:
@@ -87,8 +99,8 @@ class WeightPacking:
         kind = self.quantization
         if self.encoding is Encoding.AFFINE:
             return kind.name
-        is_integer = self.encoding in (Encoding.ZERO_POINT, Encoding.SIGNED)
-        name = f"int{kind.bits}" if is_integer else self.encoding.name.lower()
+        named = self.encoding in (Encoding.FP8, *TABLES)
+        name = self.encoding.name.lower() if named else f"int{kind.bits}"
         return f"{name}-g{kind.group_size}"
 
     @property
@@ -99,7 +111,7 @@ class WeightPacking:
     @property
     def head_bytes(self) -> int:
         """Bytes of a group's scale, and what goes with it."""
-        return 2 if self.encoding is Encoding.MXFP4 else 4
+        return 2 if self.encoding in _TWO_BYTES else 4
 
     @property
     def depth(self) -> int:

@@ -17,7 +17,7 @@ from verbatim.heap import give_back_freed
 from verbatim.kv.flat import BlockStore, read_rows, write_rows
 from verbatim.kv.quantized import resolve_kv_dtype
 from verbatim.kv.states import open_states
-from verbatim.kv.store import KVStore, bytes_per_token, make_store
+from verbatim.kv.store import KVStore, bytes_per_token, cache_info, make_store
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.loader import Checkpoint, LoadedModel
@@ -43,6 +43,9 @@ class Resident:
         store: its K and V.
         num_threads: of torch's pool while a forward or a draw runs; None leaves torch's setting.
         draft_layers: layers of the model that draft for it, with their stores open.
+
+    Attributes:
+        records: what layers chose, by `params.CHOICES`, in the blocks of the store.
     """
 
     checkpoint: Checkpoint | None = None  # of a model that we loaded: lets its weights be dropped
@@ -72,7 +75,7 @@ class Resident:
         self.hidden_reason = spec.hidden_reason
         self.has_hidden = spec.hidden_reason is None
         self.choices: Mapping[str, Choices] = spec.choices
-        self._records = open_records(self.choices, store.num_blocks, store.block_size)
+        self.records = open_records(self.choices, store.num_blocks, store.block_size)
         self._num_threads = num_threads
 
     @property
@@ -91,7 +94,7 @@ class Resident:
         self.draft_layers.copy_blocks(batch.block_copies)
         hidden = self.draft_layers.hidden
         with threads(self._num_threads):
-            return Forward(*self.decoder.run(batch, self.store, self._records, hidden))
+            return Forward(*self.decoder.run(batch, self.store, self.records, hidden))
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
@@ -108,7 +111,7 @@ class Resident:
             recorded = self.graphs.run(batch) if has_graphs and self.graphs else None
             if recorded is not None:
                 return Forward(recorded)
-            logits, hidden = self.decoder.run(batch, self.store, self._records)
+            logits, hidden = self.decoder.run(batch, self.store, self.records)
         # Hidden states are asked for to be read; logits stay where they are drawn from.
         return Forward(logits, None if hidden is None else hidden.cpu())
 
@@ -129,13 +132,13 @@ class Resident:
         return forward.logits[rows].float().cpu()
 
     def record(self, name: str, block_table: list[int], num_tokens: int) -> Tensor:
-        return read_record(name, self.choices[name], self._records, block_table, num_tokens)
+        return read_record(name, self.choices[name], self.records, block_table, num_tokens)
 
     def read_cache(self, kind: str, numbers: list[int]) -> Tensor | None:
-        return read_rows(cached_in(kind, self.store, self._records, self.draft_layers), numbers)
+        return read_rows(cached_in(kind, self.store, self.records, self.draft_layers), numbers)
 
     def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
-        write_rows(cached_in(kind, self.store, self._records, self.draft_layers), numbers, rows)
+        write_rows(cached_in(kind, self.store, self.records, self.draft_layers), numbers, rows)
         return True
 
     def check_replay(self, name: str) -> None:
@@ -159,13 +162,11 @@ class Resident:
             "dtype": dtype_name(spec.dtype),
             **({} if self.packed is None else {"quantization": self.packed.info()}),
             "layers": sum(shape.value_dim > 0 for shape in spec.layers),
-            "routing_bytes": self._records["routing"].nbytes if "routing" in self._records else 0,
+            "routing_bytes": self.records["routing"].nbytes if "routing" in self.records else 0,
             "kv_bytes": self.store.nbytes + drafts.nbytes + (states.nbytes if states else 0),
             "kv_dtype": self.store.dtype_name,
-            "kv_bytes_per_token": bytes_per_token(spec.layers, kv_dtype)
-            + drafts.bytes_per_token(kv_dtype),
+            **cache_info(spec.layers, spec.states, kv_dtype, drafts.bytes_per_token(kv_dtype)),
             **({} if states is None else {"state_slots": states.num_slots}),
-            "state_bytes": 0 if states is None else states.nbytes // states.num_slots,
             **self.draft_info,
             "override": sorted(spec.needs_override),
             "fused": self.decoder.fused,
@@ -225,7 +226,7 @@ class Resident:
         self.draft_layers.allocate()
 
     def close(self) -> None:
-        self._records, self.graphs = {}, None
+        self.records, self.graphs = {}, None
         self.store.release()
         self.draft_layers.close()
         self.decoder.close()

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.errors import NotSupported
-from verbatim.model.dcp.filling import Piece, read, unequal
+from verbatim.model.dcp.filling import Piece, unequal
 from verbatim.model.dcp.folder import DcpCheckpoint, TensorLayout
 from verbatim.model.packed import placeholder
-from verbatim.weights.files import read_whole
 from verbatim.weights.lazy import Computed, Held, LazyWeight, Stamp, Stored, materialize, stamp_of
+from verbatim.weights.packed_cache import read_stored
 
 _aten = torch.ops.aten
 
@@ -38,8 +38,8 @@ def leave_there(
     for key, p in module.named_parameters():
         if p.numel() and owners.setdefault(p.untyped_storage().data_ptr(), p) is not p:
             raise NotSupported(
-                f"placement: {key} shares its memory with another parameter, and they are not one; "
-                "of a torch.distributed.checkpoint only placement=None takes that"
+                f"{key} shares its memory with another parameter, and they are not one, so a "
+                "torch.distributed.checkpoint can't be read into them; tie them"
             )
     parts: dict[nn.Parameter, list[_Part]] = {p: [] for p in owners.values()}
     stamps: dict[Path, Stamp] = {}
@@ -47,7 +47,10 @@ def leave_there(
     for name, piece in pieces:
         owner = owners.get(piece.into.untyped_storage().data_ptr())
         if owner is None:
-            read(checkpoint, name, piece)
+            stored = checkpoint.read(name).to(piece.into.dtype)
+            if piece.spare and not torch.equal(stored, piece.into):
+                raise unequal(checkpoint, name)
+            piece.into.copy_(stored)
             continue
         found = _parts(checkpoint, name, piece, stamps)
         if piece.spare:
@@ -64,7 +67,7 @@ def leave_there(
         parameter.data = placeholder(parameter)
     for name, parameter, lazy in twice:
         if not torch.equal(
-            materialize(lazy, read_whole), materialize(lazy_weights[parameter], read_whole)
+            materialize(lazy, read_stored), materialize(lazy_weights[parameter], read_stored)
         ):
             raise unequal(checkpoint, name)
     return lazy_weights
@@ -87,17 +90,12 @@ def _parts(
     if piece.arrange is not None:  # of the whole tensor
         into = torch.empty(into.shape, dtype=dtype, device="meta")
     found = [
-        _Part(_box(into, chunk), _lazy_weight(name, chunk, dtype, stamps), dtype)
+        _Part(into[chunk.box], _lazy_weight(name, chunk, dtype, stamps), dtype)
         for chunk in checkpoint.chunks(name)
     ]
     if piece.arrange is None:
         return found
     return [_Part(piece.into, Computed(piece.arrange, (_joined(into, found),), {}, None), dtype)]
-
-
-def _box(into: Tensor, chunk: TensorLayout) -> Tensor:
-    spans = zip(chunk.offsets, chunk.sizes, strict=True)
-    return into[tuple(slice(begin, begin + count) for begin, count in spans)]
 
 
 def _lazy_weight(

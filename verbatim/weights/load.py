@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from verbatim import kernels
 from verbatim.errors import NotSupported
 from verbatim.heap import give_back_freed
-from verbatim.model.dcp.folder import fingerprints as dcp_fingerprints
 from verbatim.model.integers import interleave
 from verbatim.model.loader import Checkpoint, LoadedModel, Skeleton, fingerprints
 from verbatim.model.packed import hold_packed, placeholder, replace_children
@@ -59,7 +58,7 @@ def open_weights(open_: Opener, quantization: Quantization | None) -> LoadedMode
     loaded.packed = load_weights(module, lazy_weights, quantization, cache=cache)
     checkpoint = loaded.checkpoint
     marks: Callable[[Path], dict[str, tuple[int, int]]]
-    marks = fingerprints if loaded.config is None else dcp_fingerprints
+    marks = fingerprints
     if (adapter := loaded.adapter) is not None:
 
         def marks(folder: Path) -> dict[str, tuple[int, int]]:

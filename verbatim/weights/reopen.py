@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from verbatim import storyteller
-from verbatim.model.dcp.load import config_from_dict, load_dcp
+from verbatim.model.gguf import find_gguf, load_gguf
 from verbatim.model.loader import LoadedModel, ModelSource, load
 from verbatim.model.quantization import Quantization
-from verbatim.weights.dcp import leave_there
+from verbatim.weights.dcp_model import config_from_dict, load_dcp
 from verbatim.weights.skeleton import open_skeleton
 
 
@@ -21,7 +21,15 @@ def reopen(source: ModelSource) -> LoadedModel:
     if source.config is not None:
         assert source.model is not None
         config = config_from_dict(source.config)
-        loaded = load_dcp(Path(source.model), config, dtype=source.dtype, leave=leave_there)
+        loaded = load_dcp(Path(source.model), config, dtype=source.dtype)
+    elif source.model is not None and (gguf := find_gguf(source.model)) is not None:
+        loaded = load_gguf(
+            gguf,
+            dtype=source.dtype,
+            with_tokenizer=False,
+            skeleton=open_skeleton,
+            unused_weights=source.unused_weights,
+        )
     else:
         loaded = load(
             storyteller.path() if source.model is None else source.model,

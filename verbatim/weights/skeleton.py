@@ -17,6 +17,7 @@ from verbatim.model.patching import quiet
 from verbatim.untrusted import check_dtypes, check_size, shards_of
 from verbatim.weights.adapter import read_folder
 from verbatim.weights.formats import decode, forget_quantization, quantization_of
+from verbatim.weights.formats.gguf import read_gguf
 from verbatim.weights.headers import stored_in
 from verbatim.weights.lazy import LazyWeight, Stored, Traced, traced
 from verbatim.weights.lora import merge_adapter, merge_experts
@@ -32,6 +33,7 @@ def open_skeleton(
     """Build the module that transformers would load from `folder`, without reading a weight.
 
     Args:
+        folder: with safetensors; or a GGUF file.
         adapter_folder: of a PEFT adapter, which is added to the weights.
 
     Returns:
@@ -43,25 +45,29 @@ def open_skeleton(
         NotSupported: weights in another format than safetensors.
     """
     adapter = None if adapter_folder is None else read_folder(adapter_folder)
-    stored = tensors_of(folder, config)
-    quantization = quantization_of(config)
-    table: Mapping[str, LazyWeight] = stored
-    if quantization is not None:
-        config = copy.deepcopy(config)
-        forget_quantization(config)
-        table = decode(folder, stored, quantization, dtype)
-    if adapter is not None:
-        adapter, table = merge_experts(adapter, table, dtype)
-    nbytes = sum(tensor.nbytes for tensor in stored.values())
+    if folder.suffix == ".gguf":
+        tensors, nbytes = read_gguf(folder, config, dtype), folder.stat().st_size
+    else:
+        stored = tensors_of(folder, config)
+        table: Mapping[str, LazyWeight] = stored
+        nbytes = sum(tensor.nbytes for tensor in stored.values())
+        quantization = quantization_of(config)
+        if quantization is not None:
+            config = copy.deepcopy(config)
+            forget_quantization(config)
+            table = decode(folder, stored, quantization, dtype)
+        if adapter is not None:
+            adapter, table = merge_experts(adapter, table, dtype)
+        tensors = {name: traced(lazy) for name, lazy in table.items()}
     with building, quiet(progress=False):
-        module, report = _load_traced(folder, config, dtype, trust_remote_code, table, nbytes)
+        module, report = _load_traced(folder, config, dtype, trust_remote_code, tensors, nbytes)
     for kind in ("missing_keys", "mismatched_keys"):
         names = sorted(str(name) for name in report[kind])
         if names:
             what = kind.replace("_keys", "")
             raise ModelError(f"{folder}: {len(names)} weights are {what}, such as {names[0]}")
     lazy_weights = _hollow_parameters(module)
-    _hollow_buffers(module)
+    _read_buffers(module)
     if adapter is not None:
         merge_adapter(adapter, module, lazy_weights)
     return module.eval(), lazy_weights, sorted(map(str, report["unexpected_keys"]))
@@ -72,10 +78,9 @@ def _load_traced(
     config: Any,
     dtype: torch.dtype,
     trust_remote_code: bool,
-    table: Mapping[str, LazyWeight],
+    tensors: Mapping[str, Traced],
     nbytes: int,
 ) -> tuple[Any, dict[str, Any]]:
-    tensors = {name: traced(lazy) for name, lazy in table.items()}
     try:
         with torch.device("meta"):
             empty: Any = auto_class(config).from_config(
@@ -118,7 +123,7 @@ def _hollow_parameters(module: nn.Module) -> dict[nn.Parameter, LazyWeight]:
     return lazy_weights
 
 
-def _hollow_buffers(module: nn.Module) -> None:
+def _read_buffers(module: nn.Module) -> None:
     """Read the buffers that a checkpoint holds; they are small."""
     from verbatim.weights.files import read_whole
     from verbatim.weights.lazy import materialize

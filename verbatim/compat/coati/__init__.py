@@ -5,7 +5,12 @@
 
 from __future__ import annotations
 
-from verbatim.compat.coati.generation import generate, generate_streaming
+from verbatim.compat.coati.generation import (
+    _sample,
+    _sample_streaming,
+    generate,
+    generate_streaming,
+)
 from verbatim.compat.coati.helpers import (
     _is_sequence_finished,
     _prepare_logits_processor,
@@ -16,6 +21,8 @@ from verbatim.compat.coati.helpers import (
 __all__ = [
     "_is_sequence_finished",
     "_prepare_logits_processor",
+    "_sample",
+    "_sample_streaming",
     "generate",
     "generate_streaming",
     "prepare_inputs_fn",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -138,6 +139,36 @@ def generate_streaming(
     return GenerateCall(
         model, input_ids, tokenizer, max_length, early_stopping, sampling, hooks, model_kwargs
     ).stream()
+
+
+def _by_ids(call: Callable[..., Any], early_stopping: bool) -> Callable[..., Any]:
+    """Return `call` with the ids that end and fill rows in place of a tokenizer, and sampling only."""
+
+    def sample(
+        model: Any,
+        input_ids: Tensor,
+        max_length: int,
+        early_stopping: bool = early_stopping,
+        eos_token_id: int | None = None,
+        pad_token_id: int | None = None,
+        stop_token_ids: Any = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        temperature: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        ends = SimpleNamespace(
+            padding_side="left", eos_token_id=eos_token_id, pad_token_id=pad_token_id
+        )
+        kwargs |= {"top_k": top_k, "top_p": top_p, "temperature": temperature}
+        kwargs |= {"early_stopping": early_stopping, "stop_token_ids": stop_token_ids}
+        return call(model, input_ids, ends, max_length, **kwargs)
+
+    return sample
+
+
+_sample = _by_ids(generate, early_stopping=True)
+_sample_streaming = _by_ids(generate_streaming, early_stopping=False)
 
 
 class GenerateCall:

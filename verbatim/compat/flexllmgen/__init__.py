@@ -3,9 +3,17 @@
 `docs/coming-from/flexllmgen.md` says what differs.
 """
 
+from verbatim.compat.flexllmgen.arguments import add_parser_arguments, str2bool
 from verbatim.compat.flexllmgen.config import OptConfig, get_opt_config
 from verbatim.compat.flexllmgen.model import OptLM
-from verbatim.compat.flexllmgen.policy import CompressionConfig, ExecutionEnv, Policy
+from verbatim.compat.flexllmgen.policy import (
+    CompressionConfig,
+    ExecutionEnv,
+    Policy,
+    TorchDevice,
+    TorchDisk,
+    TorchMixedDevice,
+)
 
 __all__ = [
     "CompressionConfig",
@@ -13,5 +21,10 @@ __all__ = [
     "OptConfig",
     "OptLM",
     "Policy",
+    "TorchDevice",
+    "TorchDisk",
+    "TorchMixedDevice",
+    "add_parser_arguments",
     "get_opt_config",
+    "str2bool",
 ]

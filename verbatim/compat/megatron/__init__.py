@@ -6,15 +6,21 @@
 from __future__ import annotations
 
 from verbatim.compat.megatron.context import DynamicInferenceContext
-from verbatim.compat.megatron.controller import TextGenerationController
+from verbatim.compat.megatron.controller import InferenceWrappedModel, TextGenerationController
 from verbatim.compat.megatron.params import SamplingParams
 from verbatim.compat.megatron.request import DynamicInferenceRequest, InferenceRequest, Status
 from verbatim.compat.megatron.stream import AsyncStream
 
+CommonInferenceParams = SamplingParams
+AbstractModelInferenceWrapper = GPTInferenceWrapper = InferenceWrappedModel
+
 __all__ = [
+    "AbstractModelInferenceWrapper",
     "AsyncStream",
+    "CommonInferenceParams",
     "DynamicInferenceContext",
     "DynamicInferenceRequest",
+    "GPTInferenceWrapper",
     "InferenceRequest",
     "SamplingParams",
     "Status",

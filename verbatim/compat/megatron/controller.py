@@ -47,9 +47,9 @@ _ELSEWHERE = {
 class InferenceWrappedModel:
     """An open `LLM` or a live module with its inference context, as Megatron wraps it."""
 
-    def __init__(self, model: LLM | nn.Module) -> None:
+    def __init__(self, model: LLM | nn.Module, inference_context: Any = None) -> None:
         self.model = model
-        self.inference_context: Any = None
+        self.inference_context = inference_context
 
 
 class TextGenerationController(DraftSteps):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,10 +14,15 @@ from verbatim.compat.batches import draw_seed
 from verbatim.compat.petals.call import CallOptions, GenerateCall, check_criteria
 from verbatim.compat.petals.columns import TokenColumns, bos_column, input_columns
 from verbatim.compat.petals.session import InferenceSession, active_session, enter, leave
-from verbatim.compat.petals.settings import Settings
+from verbatim.compat.petals.settings import NOT_OWN, Settings, is_off
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
+from verbatim.model.patching import exclusive
 from verbatim.params import SamplingParams
+from verbatim.placement.actor import evaluating
+from verbatim.placement.resident import Resident
+
+_log = logging.getLogger("verbatim.compat.petals")
 
 _REFUSED = {
     "assistant_model": 'drafts belong to the model: open it with draft=, a folder or "ngram"',
@@ -71,7 +77,9 @@ class RemoteGenerationMixin:
             seed: an extension. Row b draws with it and sample index b. By default a session takes one from
                 torch's default generator at its first call, and a call without a session one when it
                 samples.
-            kwargs: transformers' generation parameters (`verbatim.compat.petals.settings.DONE` has their
+            kwargs: transformers' generation parameters; those of `REFUSED` run in the loop of the model's own
+                `generate`, if transformers' module is in this process and there is no session, while all
+                engines of this process wait (those that the engine runs: `verbatim.compat.petals.settings.DONE` has their
                 names); `attention_mask` `[B, P]`, without which leading pads are masked; `tokenizer`, for
                 `stop_strings`. `max_length` counts pads and what the session had before. Exactly one of
                 `max_length` and `max_new_tokens`.
@@ -87,20 +95,37 @@ class RemoteGenerationMixin:
             OutOfBlocks: too few blocks for a session's rows. SessionBusy, EngineClosed.
             RequestFailed: no token can be drawn for a row.
         """
-        _check_kwargs(kwargs, synced_gpus, assistant_model)
-        ids, mask = kwargs.pop("input_ids", None), kwargs.pop("attention_mask", None)
-        tokenizer = kwargs.pop("tokenizer", None)
+        ids = kwargs.pop("input_ids", None)
         if inputs is not None and ids is not None:
             raise InvalidRequest("inputs and input_ids are both given; they are the same thing")
         inputs = ids if inputs is None else inputs
         session = self._session(session)
-        settings = Settings(self.llm, kwargs, generation_config)
         SamplingParams(seed=seed)  # validates it
-        given = self._given(settings, inputs, mask, session)
-        criteria = check_criteria(self.llm, settings, stopping_criteria, streamer, tokenizer)
-        options = CallOptions(
-            settings, criteria, streamer, logits_processor, prefix_allowed_tokens_fn
-        )
+        arguments = {
+            **kwargs,
+            "generation_config": generation_config,
+            "logits_processor": logits_processor,
+            "stopping_criteria": stopping_criteria,
+            "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
+            "assistant_model": assistant_model,
+            "streamer": streamer,
+        }
+        try:
+            _check_kwargs(kwargs, synced_gpus, assistant_model)
+            mask, tokenizer = kwargs.pop("attention_mask", None), kwargs.pop("tokenizer", None)
+            settings = Settings(self.llm, kwargs, generation_config)
+            given = self._given(settings, inputs, mask, session)
+            criteria = check_criteria(self.llm, settings, stopping_criteria, streamer, tokenizer)
+            options = CallOptions(
+                settings, criteria, streamer, logits_processor, prefix_allowed_tokens_fn
+            )
+        except NotSupported as why:
+            module = self._own_module()
+            if module is None or session is not None or synced_gpus or _is_of_no_model(arguments):
+                raise
+            _log.info("generate runs in the model's own loop: %s", why)
+            output = _generate_alone(module, inputs, seed, arguments)
+            return output if inputs is None else _on_device(output, inputs.device)
         if session is not None:
             output = session._generate(options, given, seed)
         else:
@@ -142,6 +167,13 @@ class RemoteGenerationMixin:
         finally:
             leave(self.llm, entered)
 
+    def _own_module(self) -> Any:
+        """Return transformers' module if it is whole in this process, else None."""
+        runner = self.llm.engine.runner
+        if not isinstance(runner, Resident) or runner.packed is not None or runner.cuts:
+            return None
+        return runner.module if hasattr(runner.module, "generate") else None
+
     def _session(self, session: Any) -> InferenceSession | None:
         if session is None:
             return self.active_session
@@ -165,6 +197,25 @@ class RemoteGenerationMixin:
         if bos_id is None and tokenizer is not None:
             bos_id = tokenizer.bos_id
         return bos_column(settings["bos_token_id"], bos_id, self.llm.engine.admission.vocab_size)
+
+
+def _is_of_no_model(arguments: dict[str, Any]) -> bool:
+    """Return whether a call names what transformers' own `generate` does not do either."""
+    config = arguments["generation_config"]
+    return any(
+        not is_off(name, value)
+        for name in NOT_OWN
+        for value in (arguments.get(name), getattr(config, name, None))
+    )
+
+
+def _generate_alone(module: Any, inputs: Any, seed: int | None, arguments: dict[str, Any]) -> Any:
+    """Run transformers' `generate`, while no engine of this process computes."""
+    inputs = None if inputs is None else inputs.to(module.device)
+    with exclusive, evaluating(module), torch.random.fork_rng(enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        return module.generate(inputs, **arguments)
 
 
 def _check_kwargs(kwargs: dict[str, Any], synced_gpus: Any, assistant_model: Any) -> None:

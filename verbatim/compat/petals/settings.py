@@ -35,7 +35,7 @@ _NEVER_NONE = frozenset(
     {"do_sample", "num_beams", "num_return_sequences", "temperature", "length_penalty"}
 )
 
-# Unsupported parameters that would change tokens or output, with the reason; refused everywhere.
+# Parameters that would change tokens or output and that the engine does not run, with the reason.
 REFUSED = by_name(
     {
         "a second, unconditional prompt is not run beside the first": "guidance_scale",
@@ -52,6 +52,11 @@ REFUSED = by_name(
 )
 _OFF: dict[str, tuple[Any, ...]] = {"guidance_scale": (1, 1.0), "num_beam_groups": (1,)}
 _OFF |= {"diversity_penalty": (0.0,), "penalty_alpha": (0.0,)}
+# What transformers' own `generate` does not do: for these it runs code of the hub, or they are of Petals.
+NOT_OWN = (
+    "penalty_alpha dola_layers diversity_penalty num_beam_groups constraints force_words_ids "
+    "custom_generate past_key_values"
+).split()
 # How transformers would compute it: ignored in a model's or a caller's config, but refused
 # when named in the call.
 _HOW = by_name(
@@ -236,7 +241,7 @@ def _refuse(given: Mapping[str, Any], config: Any, model_config: Any) -> None:
     """Raise for unsupported and unknown parameters."""
     for name, value in given.items():
         if name in REFUSED or name in _HOW:
-            if not _is_off(name, value):
+            if not is_off(name, value):
                 raise NotSupported(f"{name}={value!r}: {REFUSED.get(name) or _HOW[name]}")
         elif name not in DONE and name not in _HARMLESS:
             raise InvalidRequest(f"{name} is not known: it is no parameter of generate")
@@ -250,11 +255,12 @@ def _refuse(given: Mapping[str, Any], config: Any, model_config: Any) -> None:
     for source, label in sources:
         for name, why in REFUSED.items():
             value = getattr(source, name, None)
-            if name not in given and not _is_off(name, value):
+            if name not in given and not is_off(name, value):
                 raise NotSupported(f"{label}: {name}={value!r}: {why}")
 
 
-def _is_off(name: str, value: Any) -> bool:
+def is_off(name: str, value: Any) -> bool:
+    """Return whether the value of an unsupported parameter means that it is not used."""
     return value is None or value is False or value in _OFF.get(name, ())
 
 

@@ -1,4 +1,4 @@
-"""Assignment of a checkpoint's tensors to a module, and loading them."""
+"""Assignment of a checkpoint's tensors to a module."""
 
 from __future__ import annotations
 
@@ -45,13 +45,6 @@ def pieces_by_name(module: nn.Module) -> list[Piece]:
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name; a shared one by each of its names."""
     return {name: t for name, t in module.state_dict().items() if isinstance(t, Tensor)}
-
-
-def fill(checkpoint: DcpCheckpoint, pieces: Sequence[Piece], ignored: Iterable[str] = ()) -> None:
-    """Read every piece into its target; arguments and errors as in `checked_pieces`."""
-    with torch.no_grad():
-        for name, piece in checked_pieces(checkpoint, pieces, ignored):
-            read(checkpoint, name, piece)
 
 
 def checked_pieces(
@@ -168,25 +161,6 @@ def _check_left_over(
             f"{folder} has {len(left)} tensors that the model by the config has not, such as "
             f"{', '.join(sorted(left)[:3])}"
         )
-
-
-def read(checkpoint: DcpCheckpoint, name: str, piece: Piece) -> None:
-    """Copy a tensor to its target; a spare one must be equal instead.
-
-    Raises:
-        ModelError: it is not equal, or its bytes can't be read.
-    """
-    if piece.arrange is None and not piece.spare:
-        checkpoint.read(name, piece.into)
-        return
-    stored = torch.empty(piece.into.shape, dtype=piece.into.dtype)
-    checkpoint.read(name, stored)
-    if piece.arrange is not None:
-        stored = piece.arrange(stored)
-    if not piece.spare:
-        piece.into.copy_(stored)
-    elif not torch.equal(stored, piece.into):
-        raise unequal(checkpoint, name)
 
 
 def unequal(checkpoint: DcpCheckpoint, name: str) -> ModelError:

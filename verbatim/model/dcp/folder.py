@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shown
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError, first_line
-from verbatim.model.dcp.metadata import Chunk, Metadata, Place, Size, StoredTensor
-from verbatim.model.dcp.payload import Numbers, find_numbers, read_chunk
+from verbatim.model.dcp.metadata import Metadata, Size, StoredTensor
+from verbatim.model.dcp.payload import Numbers, find_numbers
 
 _FILE = ".metadata"
 _LATEST = "latest"
@@ -71,6 +71,11 @@ class TensorLayout:
     sizes: Size
     numbers: Numbers
 
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """The index of the box."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
+
 
 class DcpCheckpoint:
     """The tensors of a checkpoint, by name. Other saved bytes are never read.
@@ -120,13 +125,18 @@ class DcpCheckpoint:
                 raise ModelError(f"{self.folder}: both {first} and {second} hold {key}")
             self._home[key].take(key)
 
-    def read(self, key: str, into: Tensor) -> None:
-        """Copy a checked tensor into `into`, of its size and any dtype, chunk by chunk.
+    def read(self, key: str) -> Tensor:
+        """Read a checked tensor, chunk by chunk.
 
         Raises:
-            ModelError: its bytes can't be read.
+            ModelError: a chunk is not a tensor.
         """
-        self._home[key].read(key, into)
+        whole = torch.empty(self.size(key), dtype=self.dtype(key))
+        for chunk in self.chunks(key):
+            nbytes, at = chunk.numbers.count * whole.itemsize, chunk.numbers.offset
+            raw = torch.from_numpy(np.fromfile(chunk.path, np.uint8, nbytes, offset=at))
+            whole[chunk.box] = raw.view(whole.dtype).as_strided(chunk.sizes, chunk.numbers.strides)
+        return whole
 
     def chunks(self, key: str) -> Iterator[TensorLayout]:
         """Yield the locations of a checked tensor's elements, chunk by chunk, without reading them.
@@ -135,17 +145,6 @@ class DcpCheckpoint:
             ModelError: a chunk is not a tensor.
         """
         return self._home[key].chunks(key)
-
-
-def fingerprints(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return size and time of a checkpoint's files, by their path in `folder`."""
-    found = {}
-    for stage in (folder, *_stages(folder)):
-        for path in (stage / _FILE, *stage.glob("*.distcp")):
-            if path.is_file():
-                stat = path.stat()
-                found[str(path.relative_to(folder))] = (stat.st_size, stat.st_mtime_ns)
-    return found
 
 
 class _Stage:
@@ -191,33 +190,16 @@ class _Stage:
                 f"{self.folder}: {shown(relative_path)} can't be read: {type(error).__name__}"
             ) from None
 
-    def read(self, key: str, into: Tensor) -> None:
-        for chunk, path, place in self._filled(key):
-            box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
-            with _named(path, key):
-                into.detach()[box].copy_(read_chunk(path, place, self._dtype(key), chunk.sizes))
-
     def chunks(self, key: str) -> Iterator[TensorLayout]:
-        for chunk, path, place in self._filled(key):
-            with _named(path, key):
-                numbers = find_numbers(path, place, self._dtype(key), chunk.sizes)
+        stored = self._taken[key]
+        for chunk in stored.chunks:
+            if chunk.place is None:
+                continue
+            path = self.folder / chunk.place.relative_path
+            try:
+                numbers = find_numbers(path, chunk.place, stored.dtype, chunk.sizes)
+            except Exception as error:  # damaged bytes lead to arbitrary exceptions
+                raise ModelError(
+                    f"{path}: {key} is no tensor as torch.save writes it: {first_line(error)}"
+                ) from None
             yield TensorLayout(path, chunk.offsets, chunk.sizes, numbers)
-
-    def _dtype(self, key: str) -> torch.dtype:
-        return self._taken[key].dtype
-
-    def _filled(self, key: str) -> Iterator[tuple[Chunk, Path, Place]]:
-        for chunk in self._taken[key].chunks:
-            if chunk.place is not None:
-                yield chunk, self.folder / chunk.place.relative_path, chunk.place
-
-
-@contextmanager
-def _named(path: Path, key: str) -> Iterator[None]:
-    """Convert exceptions to a ModelError with the file and tensor."""
-    try:
-        yield
-    except Exception as error:  # damaged bytes lead to arbitrary exceptions
-        raise ModelError(
-            f"{path}: {key} is no tensor as torch.save writes it: {first_line(error)}"
-        ) from None

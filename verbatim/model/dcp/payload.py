@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from verbatim.errors import ModelError
 from verbatim.model.dcp.metadata import Place, Size
@@ -35,6 +34,7 @@ _STORED_AS = {
     "CharStorage": torch.int8,
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
 }
 
 
@@ -106,27 +106,6 @@ class _Part(io.RawIOBase):
         count: int = self._file.readinto(wanted)  # type: ignore[attr-defined]
         self._at += count
         return count
-
-
-def read_chunk(path: Path, place: Place, dtype: torch.dtype, sizes: Size) -> Tensor:
-    """Read the tensor at `place` in a file, on the CPU.
-
-    Raises:
-        ModelError: there is something else, or a tensor of another dtype or size.
-    """
-    try:
-        with _archive_at(path, place) as (part, _):
-            part.seek(0)
-            tensor = torch.load(part, map_location="cpu", weights_only=True)
-    except (
-        pickle.UnpicklingError,
-        zipfile.BadZipFile,
-    ):  # torch's message advises to trust the file
-        raise ModelError("there is something else in its place") from None
-    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or not tensor.is_cpu:
-        raise ModelError("there is something else in its place")
-    _check_kind(tensor.dtype, tuple(tensor.shape), dtype, sizes)
-    return tensor
 
 
 @dataclass(frozen=True, slots=True)

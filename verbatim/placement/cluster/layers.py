@@ -6,7 +6,7 @@ import os
 import platform
 import threading
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -14,33 +14,25 @@ import transformers
 from torch import Tensor
 
 from verbatim._version import __version__
-from verbatim.batch import Batch, Draws, SamplePlan
+from verbatim.batch import Adapter, Batch, Draws, SamplePlan
 from verbatim.errors import ModelChanged, VerbatimError
-from verbatim.kv.flat import BlockStore, read_rows, write_rows
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.quantized import resolve_kv_dtype
 from verbatim.kv.states import open_states
-from verbatim.kv.store import KVStore, bytes_per_token, make_store
+from verbatim.kv.store import KVStore, cache_info, make_store
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.patching import threads
-from verbatim.model.routing import Records, open_records
 from verbatim.numerics import numerics_key
 from verbatim.options import available_memory, dtype_name
 from verbatim.placement.cluster.drafts import open_part
-from verbatim.placement.cluster.messages import (
-    pack_draws,
-    unpack_adapter,
-    unpack_batch,
-    unpack_plan,
-)
 from verbatim.placement.cluster.part import Part
 from verbatim.placement.cluster.split import Split
-from verbatim.placement.resident import cached_in
+from verbatim.placement.resident import Resident
+from verbatim.placement.served import Served
 from verbatim.sampling.sampler import sample_rows
 from verbatim.weights.identity import changed, fingerprint
 from verbatim.weights.reopen import reopen
-from verbatim.weights.update import WeightWriter
 
 Message = dict[str, Any]
 
@@ -58,19 +50,17 @@ class Made:
     hops: list[float] = field(default_factory=list)  # seconds between them, where that can be told
 
 
-class Layers:
-    """The layers of one stage. Arguments and results are plain data, as in messages."""
+class Layers(Served):
+    """The layers of one stage. Arguments and results are those of messages."""
 
     def __init__(self) -> None:
         self.part: Part | None = None
-        self.store: KVStore | None = None
-        self._records: Records = {}
         self._kept: HiddenStore | None = None
         self._drafts = DraftLayers()
-        self._writer: WeightWriter | None = None
         self._num_threads: int | None = None
         self._opened_with: Message = {}
-        self._adapters: dict[int, Message] = {}  # by number, of the layers here
+        self._allocated_with: Message = {}
+        self._adapters: dict[int, Adapter] = {}  # by number, of the layers here
         self._opening = threading.Lock()  # a spare may still be getting ready
         self._loaded: LoadedModel | None = None
         self._loaded_from: Message = {}
@@ -129,9 +119,9 @@ class Layers:
             **part.shape.as_dict(),
             "dtype": dtype_name(part.shape.dtype),
             "kv_dtype": name_of(dtype),
-            "kv_bytes_per_token": bytes_per_token(part.shape.layers, dtype)
-            + self._drafts.bytes_per_token(dtype),
-            "state_bytes": sum(state.nbytes for state in part.shape.states),
+            **cache_info(
+                part.shape.layers, part.shape.states, dtype, self._drafts.bytes_per_token(dtype)
+            ),
             "draft": self._drafts.info(),
             "numerics_key": numerics_key(
                 dtype_name(part.shape.dtype),
@@ -151,15 +141,15 @@ class Layers:
         """
         part = self._opened()
         shape, blocks, size = part.shape, message["num_blocks"], message["block_size"]
-        kv = None if message["kv_dtype"] is None else resolve_kv_dtype(message["kv_dtype"])
+        kv = message["kv_dtype"]
+        kv_dtype = shape.kv_dtype if kv is None else resolve_kv_dtype(kv)
         cpu = torch.device("cpu")
-        self._first_of = message["first_of"]
-        self.store = make_store(
-            shape.layers, blocks, size, shape.kv_dtype if kv is None else kv, cpu
-        )
-        self.store.states = open_states(shape.states, message["num_states"])
-        self._open_draft_stores()
-        self._records = open_records(shape.choices, blocks, size)
+        self._allocated_with, self._first_of = message, message["first_of"]
+        store = make_store(shape.layers, blocks, size, kv_dtype, cpu)
+        store.states = open_states(shape.states, message["num_states"])
+        self._drafts.open_stores(blocks, size, kv_dtype)
+        self.runner = Resident(part.decoder, store, self._num_threads, self._drafts)
+        self.runner.packed = part.report
         self._kept = None
         kept = 0
         if not part.is_last:
@@ -167,7 +157,7 @@ class Layers:
             kept = min(blocks, message["keep_bytes"] // (row * size))
             if kept:
                 self._kept = HiddenStore(shape.hidden_size, kept, size, shape.hidden_dtype, cpu)
-        return {"kv_bytes": self.store.nbytes, "kept_blocks": kept}
+        return {"kv_bytes": store.nbytes, "kept_blocks": kept}
 
     def run(self, batch: Batch, hidden: Tensor | None, *, kept: bool = False) -> Made:
         """Run one micro-batch.
@@ -176,9 +166,8 @@ class Layers:
             hidden: `[T, H]` from the stage before; None on the first.
             kept: don't compute, but take what was kept of the last time.
         """
-        part, store = self._opened(), self.store
-        if store is None:
-            raise VerbatimError("this stage has no memory for K and V yet, or sleeps")
+        part, runner = self._opened(), self.running
+        store = runner.store
         if kept:
             assert self._kept is not None
             return Made(self._kept.read(batch.slots(store.block_size)), None, None)
@@ -186,7 +175,7 @@ class Layers:
         batch.forced_keys = self._own("indices", batch.forced_keys)
         self._drafts.copy_blocks(batch.block_copies)
         with threads(self._num_threads):
-            out = part.run(batch, store, hidden, self._records, self._drafts.hidden)
+            out = part.run(batch, store, hidden, runner.records, self._drafts.hidden)
         if out.leaving is not None and self._kept is not None:
             self._keep(batch, store, out.leaving)
         return Made(*out)
@@ -213,45 +202,12 @@ class Layers:
         with threads(self._num_threads):
             return sample_rows(logits, plan)
 
-    def draft(self, message: Message) -> Message:
-        """Run a draft layer, and draw from its logits by a plan, if there is one."""
-        if self.store is None:
-            raise VerbatimError("this stage has no memory for K and V yet, or sleeps")
-        plan, batch = message["plan"], unpack_batch(message["batch"])
-        with threads(self._num_threads), self._drafts.patched():
-            logits = self._drafts.run(message["k"], batch, self.store)
-            if plan is None:
-                return {"draws": None}
-            return {"draws": pack_draws(sample_rows(logits, unpack_plan(plan)))}
-
-    def weight_names(self, message: Message) -> Message:
-        """Return the names of the weights that are held here, quantized ones apart."""
-        if self._writer is None:
-            self._writer = WeightWriter(self._opened().decoder.held, whole=False)
-        return {"packed": self._writer.packed, "exact": self._writer.exact}
-
-    def prepare_weights(self, message: Message) -> None:
-        """Quantize new weights, which `write_weights` writes."""
-        assert self._writer is not None
-        self._writer.prepare(message["tensors"])
-
-    def write_weights(self, message: Message) -> Message:
-        """Write new weights, and those that were prepared; return `PackingReport.info` of them."""
-        assert self._writer is not None
-        self._writer.write(message["tensors"])
-        part = self._opened()
-        part.decoder.weights_moved()
-        if part.report is None:
-            return {"quantization": None}
-        part.report.squares |= self._writer.squares
-        return {"quantization": part.report.info()}
-
     def load_adapter(self, message: Message) -> Message:
         """Hold an adapter's matrices for the layers here, and return their names."""
-        adapter = message["adapter"]
-        names = self._opened().decoder.load_adapter(unpack_adapter(adapter), partial=True)
-        layers = {name: adapter["layers"][name] for name in names}
-        self._adapters[adapter["number"]] = {**adapter, "layers": layers}
+        adapter: Adapter = message["adapter"]
+        names = self._opened().decoder.load_adapter(adapter, partial=True)
+        layers = {name: adapter.layers[name] for name in names}
+        self._adapters[adapter.number] = replace(adapter, layers=layers)
         return {"names": names}
 
     def unload_adapter(self, message: Message) -> None:
@@ -260,41 +216,20 @@ class Layers:
         if self.part is not None:
             self.part.decoder.unload_adapter(message["number"])
 
-    def check_replay(self, message: Message) -> None:
-        """Check whether the experts here can be forced."""
-        part = self._opened()
-        if part.shape.choices["routing"].layers:
-            with threads(self._num_threads):
-                part.check_replay()
-
     def record(self, message: Message) -> Message:
         """Return what was chosen for a sequence's tokens, from its blocks; None if no layer here chooses."""
-        records = self._records.get(message["name"])
-        if records is None:
+        name, runner = message["name"], self.runner
+        if runner is None or name not in runner.records:
             return {"record": None}
-        return {"record": records.read(message["block_table"], message["num_tokens"])}
-
-    def read_cache(self, message: Message) -> Message:
-        """Return the rows of blocks or slots, as of `Runner.read_cache`."""
-        return {"rows": read_rows(self._cached_in(message["kind"]), message["numbers"])}
-
-    def write_cache(self, message: Message) -> None:
-        """Write the rows of blocks or slots."""
-        write_rows(self._cached_in(message["kind"]), message["numbers"], message["rows"])
-
-    def _cached_in(self, kind: str) -> list[BlockStore]:
-        if self.store is None:
-            raise VerbatimError("this stage has no memory for K and V yet, or sleeps")
-        return cached_in(kind, self.store, self._records, self._drafts)
+        return {"record": runner.record(name, message["block_table"], message["num_tokens"])}
 
     def sleep(self, message: Message) -> None:
         """Free the KV memory; with `weights`, also that of the weights."""
-        if self.store is not None:
-            self.store.release()
+        if self.runner is not None:
+            self.runner.sleep(False)
         if self._kept is not None:
             self._kept.release()
-        self._drafts.release()
-        if message["weights"] and self.part is not None:
+        if message["weights"]:
             self._close_part()
 
     def wake(self, message: Message) -> None:
@@ -304,7 +239,7 @@ class Layers:
             ModelChanged: the files hold another model by now. It sleeps on.
         """
         if self.part is None and self._opened_with:
-            held, before = (self.store, self._kept, self._records), self._fingerprint
+            before, self._fingerprint = self._fingerprint, ""
             try:
                 self.open({**self._opened_with, "adapters": list(self._adapters.values())})
                 if self._fingerprint != before:
@@ -313,42 +248,36 @@ class Layers:
                         f"{self._opened_with['model']!r} is not what it was before its weights slept"
                     )
             finally:
-                self.store, self._kept, self._records = held
                 self._fingerprint = before
-            self._open_draft_stores()
-        self._drafts.allocate()
-        if self.store is not None:
-            self.store.allocate()
+            if self._allocated_with:
+                self.allocate(self._allocated_with)
+            return
+        if self.runner is not None:
+            self.runner.wake()
         if self._kept is not None:
             self._kept.allocate()
 
     def close(self) -> None:
         """Free everything."""
-        if self.store is not None:
-            self.store.release()
+        if self.runner is not None:
+            self.runner.store.release()
         self._close_part()
-        self.store, self._records, self._kept = None, {}, None
+        self._kept = None
 
     def _close_part(self) -> None:
         self._drafts.close()
         if self.part is not None:
             self.part.close()
-        self.part, self._drafts, self._writer = None, DraftLayers(), None
-
-    def _open_draft_stores(self) -> None:
-        store = self.store
-        if store is not None:
-            kv_dtype = resolve_kv_dtype(store.dtype_name)
-            self._drafts.open_stores(store.num_blocks, store.block_size, kv_dtype)
+        self.part, self.runner, self._drafts, self._weights = None, None, DraftLayers(), None
 
     def status(self) -> Message:
-        part, store = self.part, self.store
+        part, runner = self.part, self.runner
         if part is None:
             return {"layers": None, "weight_bytes": 0, "kv_bytes": 0, "kept_bytes": 0}
         return {
             "layers": [part.first, part.end],
             "weight_bytes": part.shape.weight_bytes,
-            "kv_bytes": (0 if store is None else store.nbytes) + self._drafts.nbytes,
+            "kv_bytes": (0 if runner is None else runner.store.nbytes) + self._drafts.nbytes,
             "kept_bytes": 0 if self._kept is None else self._kept.nbytes,
         }
 

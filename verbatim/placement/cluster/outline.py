@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from verbatim.errors import UnsupportedModel
-from verbatim.kernels.options import AttentionOptions, IndexOptions
+from verbatim.kernels.options import AnyOptions
 from verbatim.model.hidden import head_of
 from verbatim.model.packed import placeholder
 from verbatim.model.patching import configs_of
@@ -148,12 +148,7 @@ class _OneLayerContext(InspectionContext):
     inside = False
 
     def attend(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        options: AttentionOptions | IndexOptions,
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AnyOptions
     ) -> Tensor:
         if not self.inside:
             raise Beyond("what attends is not all in one list of layers")

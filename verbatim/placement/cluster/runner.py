@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,13 +21,7 @@ from verbatim.params import CHOICES
 from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.figures import Figures
 from verbatim.placement.cluster.group import Message, StageGone, StageGroup, StageHandle
-from verbatim.placement.cluster.messages import (
-    pack_adapter,
-    pack_batch,
-    pack_plan,
-    unpack_draws,
-)
-from verbatim.placement.cluster.shape import choices_from, joined_quantization
+from verbatim.placement.cluster.shape import joined_quantization
 from verbatim.placement.cluster.supervisor import Supervisor
 from verbatim.placement.offload.cut import cut
 from verbatim.protocols import Forward
@@ -81,9 +76,8 @@ class Clustered:
         self.num_forwards = 0
         self.hidden_reason: str | None = last["hidden_reason"]
         self.has_hidden = self.hidden_reason is None
-        parts = [choices_from(shape) for shape in shapes]
         self.choices: Mapping[str, Choices] = {
-            name: joined(name, [part[name] for part in parts]) for name in CHOICES
+            name: joined(name, [shape["choices"][name] for shape in shapes]) for name in CHOICES
         }
         self.draft_info: dict[str, int] = {**shapes[0]["draft"], **last["draft"]}
         self._last: Remote | None = None
@@ -145,10 +139,11 @@ class Clustered:
 
     def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
         assert isinstance(forward, Remote)
-        answer = self._ask(forward, {"do": "draw", "plan": pack_plan(plan)})
+        answer = self._ask(forward, {"do": "draw", "plan": plan})
         forward.hidden = answer["hidden"]
         self._figures.note(time.perf_counter() - forward.begun, forward.parts, answer)
-        return unpack_draws(answer["draws"])
+        draws: Draws = answer["draws"]
+        return draws
 
     def logits(self, forward: Forward, rows: list[int]) -> Tensor:
         assert isinstance(forward, Remote)
@@ -193,10 +188,9 @@ class Clustered:
             StageGone: a stage is lost.
         """
         member = self.group.members[-1 if "mtp_layers" in self.draft_info else 0]
-        packed = None if plan is None else pack_plan(plan)
-        order = {"do": "draft", "k": k, "batch": pack_batch(batch), "plan": packed}
-        draws = self.group.call_each([(member, order)])[0]["draws"]
-        return None if draws is None else unpack_draws(draws)
+        order = {"do": "draft", "k": k, "batch": batch, "plan": plan}
+        draws: Draws | None = self.group.call_each([(member, order)])[0]["draws"]
+        return draws
 
     # All stages.
 
@@ -234,7 +228,7 @@ class Clustered:
     def check_replay(self, name: str) -> None:
         self.choices[name].check(f"its {name} can't be replayed")
         if name == "routing":
-            self._each("check_replay")
+            self._each("check_replay", name=name)
 
     def read_cache(self, kind: str, numbers: list[int]) -> Tensor | None:
         if self.choices["routing"].layers:  # of other layers after `rebalance`
@@ -338,9 +332,8 @@ class Clustered:
 
     def load_adapter(self, adapter: Adapter) -> None:
         """See `Runner`. A stage that is replaced later gets it again."""
-        message = pack_adapter(adapter)
         try:
-            answers = self._each("load_adapter", patient=True, adapter=message)
+            answers = self._each("load_adapter", patient=True, adapter=adapter)
             missing = adapter.layers.keys() - {n for answer in answers for n in answer["names"]}
             if missing:
                 raise NotSupported(
@@ -352,7 +345,7 @@ class Clustered:
             if not isinstance(error, StageFailed):
                 self.unload_adapter(adapter.number)
             raise
-        self.supervisor.launcher.adapters[adapter.number] = message
+        self.supervisor.launcher.adapters[adapter.number] = adapter
 
     def unload_adapter(self, number: int) -> None:
         self.supervisor.launcher.adapters.pop(number, None)
@@ -393,8 +386,14 @@ class Clustered:
             * self.num_blocks
             * self.block_size,
             "kv_dtype": shapes[0]["kv_dtype"],
-            "kv_bytes_per_token": sum(shape["kv_bytes_per_token"] for shape in shapes),
-            "state_bytes": sum(shape["state_bytes"] for shape in shapes),
+            **{
+                name: sum(shape[name] for shape in shapes)
+                for name in ("kv_bytes_per_token", "state_bytes")
+            },
+            **{
+                name: dict(sum((Counter(shape[name]) for shape in shapes), Counter()))
+                for name in ("kv_bytes_per_token_by_kind", "state_bytes_by_kind")
+            },
             **({"state_slots": self.num_states} if self.num_states else {}),
             **self.draft_info,
             "stages": [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ import torch
 from verbatim.batch import Choices
 from verbatim.kv.states import StateShape
 from verbatim.kv.store import LayerShape
-from verbatim.options import dtype_name
 
 
 def joined_quantization(stages: list[dict[str, Any] | None]) -> dict[str, Any]:
@@ -20,11 +19,6 @@ def joined_quantization(stages: list[dict[str, Any] | None]) -> dict[str, Any]:
         return {}
     sums = {name: sum(stage[name] for stage in found) for name in ("bytes_before", "bytes_after")}
     return {"quantization": {"format": found[0]["format"], **sums, "stages": found}}
-
-
-def choices_from(shape: dict[str, Any]) -> dict[str, Choices]:
-    """Return the choices in a part's description as plain data."""
-    return {name: Choices(*made) for name, made in shape["choices"].items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +64,5 @@ class PartShape:
         return self.kv_dtype
 
     def as_dict(self) -> dict[str, Any]:
-        """Convert to plain data."""
-        plain = asdict(self)
-        plain["layers"] = [[x.kv_heads, x.key_dim, x.value_dim] for x in self.layers]
-        plain["states"] = [[list(x.shape), dtype_name(x.dtype)] for x in self.states]
-        plain["choices"] = {name: list(astuple(made)) for name, made in self.choices.items()}
-        for name in ("kv_dtype", "hidden_dtype"):
-            plain[name] = dtype_name(plain[name])
-        return plain
-
-    @classmethod
-    def from_dict(cls, plain: dict[str, Any]) -> PartShape:
-        """Convert from the result of `as_dict`; other keys are ignored."""
-        own = {name: plain[name] for name in cls.__dataclass_fields__}
-        own["layers"] = [LayerShape(*layer) for layer in own["layers"]]
-        own["states"] = [StateShape(tuple(s), getattr(torch, d)) for s, d in own["states"]]
-        own["choices"] = choices_from(own)
-        for name in ("kv_dtype", "hidden_dtype"):
-            own[name] = getattr(torch, own[name])
-        return cls(**own)
+        """Return the fields by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}

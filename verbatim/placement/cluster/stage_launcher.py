@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from verbatim.batch import Adapter
 from verbatim.errors import NotSupported
 from verbatim.params import CHOICES
 from verbatim.placement.cluster.contact import NoHost
@@ -12,7 +13,6 @@ from verbatim.placement.cluster.group import Message, StageGone, StageGroup, Sta
 from verbatim.placement.cluster.hosts import Hosts
 from verbatim.placement.cluster.link import LinkLost, Refused
 from verbatim.placement.cluster.plan import Layout, Range
-from verbatim.placement.cluster.shape import choices_from
 
 _AGREED = ("verbatim", "torch", "transformers")  # versions that all stages must have in common
 
@@ -26,7 +26,7 @@ class StageLauncher:
         fingerprint: of the model's files here.
 
     Attributes:
-        adapters: those that stages hold from their opening on, by number, as messages.
+        adapters: those that stages hold from their opening on, by number.
         connected: every stage of the group has its connections in the group's epoch.
     """
 
@@ -38,7 +38,7 @@ class StageLauncher:
         self.layout = layout
         self.model = model
         self.connected = False
-        self.adapters: dict[int, Message] = {}
+        self.adapters: dict[int, Adapter] = {}
         self._fingerprint = fingerprint
         self._blocks: Message | None = None  # what K and V were allocated with
 
@@ -132,7 +132,7 @@ class StageLauncher:
         for member in members:
             before = line[: line.index(member)]
             first_of = {
-                name: sum(choices_from(other.shape)[name].layers for other in before)
+                name: sum(other.shape["choices"][name].layers for other in before)
                 for name in CHOICES
             }
             orders.append((member, {"do": "allocate", **self._blocks, "first_of": first_of}))

@@ -19,7 +19,7 @@ from verbatim.errors import OutOfBlocks, StageFailed, VerbatimError
 from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.contact import NoHost
 from verbatim.placement.cluster.group import Message, StageGone, StageHandle, error_of
-from verbatim.placement.cluster.messages import Mark, pack_batch
+from verbatim.placement.cluster.messages import Mark
 from verbatim.placement.cluster.plan import Range
 from verbatim.placement.cluster.stage_launcher import StageLauncher
 
@@ -253,7 +253,7 @@ class Supervisor:
             "fresh": list(fresh),
             "kept": kept,
             "replays": replays,
-            "batch": pack_batch(batch),
+            "batch": batch,
         }
         for member in self.group.members[first : stop + 1]:
             member.send(work)

@@ -1,6 +1,7 @@
 """Encoding of messages: plain data as JSON, followed by the arrays as they are in memory.
 
-Nothing that is read can run: there are numbers, text, lists, mappings with text for keys, and tensors.
+Nothing that is read can run: there are numbers, text, lists, tuples, mappings, tensors, dtypes, and objects
+of the classes in `FIELDS`.
 """
 
 from __future__ import annotations
@@ -8,19 +9,24 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from verbatim.errors import VerbatimError
+from verbatim.placement.cluster.messages import FIELDS
 
 PREFIX = struct.Struct("<4sIQ")  # magic, bytes of JSON, bytes of arrays
 _MAGIC = b"vbt1"
 _MAX_HEADER = 1 << 28
 _MAX_ARRAYS = 1 << 38
-_ARRAY = "\0array"  # the key that stands for the n-th array; no message of ours has it otherwise
+# Keys that stand for what JSON lacks; no message of ours has one otherwise.
+_ARRAY, _DTYPE, _TUPLE, _PAIRS = "\0array", "\0dtype", "\0tuple", "\0pairs"
+_IDS = "\0ids"  # a long list of whole numbers, as an array
+_OBJECT, _SAME = "\0object", "\0same"  # an object of `FIELDS`; one that came before
+_LONG = 64  # entries of a list
 _ALIGNED = 16
 
 _DTYPES = {
@@ -38,6 +44,7 @@ _DTYPES = {
     )
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_KINDS = {kind.__name__: kind for kind in FIELDS}
 
 Buffer = bytes | memoryview
 
@@ -50,16 +57,16 @@ def encode(message: Mapping[str, Any]) -> list[Buffer]:
     """Encode a message as buffers that are sent one after another.
 
     Raises:
-        TypeError: it holds something else than plain data and tensors on the CPU.
+        TypeError: it holds something else than plain data, tensors on the CPU and objects of `FIELDS`.
     """
     if message.get("do") == "rows":
         return _encode_rows(message)
-    arrays: list[Tensor] = []
-    header = json.dumps(_plain(message, arrays), separators=(",", ":")).encode()
+    writer = _Writer()
+    header = json.dumps(writer.plain(message), separators=(",", ":")).encode()
     header += b" " * (-(PREFIX.size + len(header)) % _ALIGNED)
     buffers: list[Buffer] = []
     size = 0
-    for array in arrays:
+    for array in writer.arrays:
         raw = array.detach().contiguous()
         if raw.numel():
             data = memoryview(raw.reshape(-1).view(torch.uint8).numpy().data)
@@ -90,26 +97,79 @@ def decode(header: bytes, arrays: bytearray) -> dict[str, Any]:
     if header[:1] == _ROWS_FIRST:
         return _decode_rows(header, arrays)
     try:
-        reader = _Arrays(arrays)
-        message = json.loads(header, object_hook=reader.put_in)
-    except (ValueError, KeyError, TypeError, RecursionError, OverflowError, RuntimeError) as error:
+        message = json.loads(header, object_hook=_Reader(arrays).put_in)
+    except Exception as error:  # the objects' own checks raise more than those of this file
         raise Garbage(f"not a message of Verbatim's cluster: {error}") from None
     if not isinstance(message, dict):
         raise Garbage(f"not a message of Verbatim's cluster: {type(message).__name__}")
     return message
 
 
-class _Arrays:
-    """The arrays of a message, in the order of the JSON."""
+class _Writer:
+    """Converts values to plain data, and collects the arrays in their order."""
+
+    def __init__(self) -> None:
+        self.arrays: list[Tensor] = []
+        self._sent: dict[
+            int, tuple[int, Any]
+        ] = {}  # id to number; the objects, so that ids stay theirs
+
+    def plain(self, value: Any) -> Any:
+        if type(value) in FIELDS:
+            return self._object(value)
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, Tensor):
+            self.arrays.append(value)
+            return {_ARRAY: [_NAMES[value.dtype], list(value.shape)]}
+        if isinstance(value, Mapping):
+            if all(isinstance(key, str) for key in value):
+                return {key: self.plain(entry) for key, entry in value.items()}
+            return {_PAIRS: [[self.plain(key), self.plain(x)] for key, x in value.items()]}
+        if isinstance(value, list):
+            if len(value) > _LONG and set(map(type, value)) == {int}:
+                return {_IDS: self.plain(torch.tensor(value, dtype=torch.int64))}
+            return [self.plain(entry) for entry in value]
+        if isinstance(value, tuple):
+            return {_TUPLE: [self.plain(entry) for entry in value]}
+        if isinstance(value, torch.dtype):
+            return {_DTYPE: _NAMES[value]}
+        raise TypeError(f"{type(value).__name__} is not plain data")
+
+    def _object(self, value: Any) -> Any:
+        if id(value) in self._sent:
+            return {_SAME: self._sent[id(value)][0]}
+        kind = type(value)
+        entries = [self.plain(getattr(value, name)) for name in FIELDS[kind]]
+        self._sent[id(value)] = len(self._sent), value
+        return {_OBJECT: [kind.__name__, *entries]}
+
+
+class _Reader:
+    """Converts plain data back. JSON is read in the order in which it was written."""
 
     def __init__(self, raw: bytearray) -> None:
         self._raw = raw
         self._offset = 0
+        self._objects: list[Any] = []
+        self._made: dict[str, Callable[[Any], Any]] = {
+            _ARRAY: lambda entry: self._array(*entry),
+            _DTYPE: _DTYPES.__getitem__,
+            _TUPLE: tuple,
+            _PAIRS: dict,
+            _IDS: Tensor.tolist,
+            _OBJECT: lambda entry: self._object(*entry),
+            _SAME: lambda number: self._objects[number],
+        }
 
     def put_in(self, entry: dict[str, Any]) -> Any:
-        if _ARRAY not in entry:
-            return entry
-        name, shape = entry[_ARRAY]
+        if len(entry) == 1:
+            ((key, value),) = entry.items()
+            if key.startswith("\0"):
+                return self._made[key](value)
+        return entry
+
+    def _array(self, name: str, shape: list[int]) -> Tensor:
         dtype = _DTYPES[name]
         if not all(isinstance(size, int) and size >= 0 for size in shape):
             raise ValueError(f"an array of shape {shape}")
@@ -123,20 +183,11 @@ class _Arrays:
         self._offset += nbytes + -nbytes % _ALIGNED
         return found.view(shape)
 
-
-def _plain(value: Any, arrays: list[Tensor]) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Tensor):
-        arrays.append(value)
-        return {_ARRAY: [_NAMES[value.dtype], list(value.shape)]}
-    if isinstance(value, Mapping):
-        if not all(isinstance(key, str) for key in value):
-            raise TypeError(f"the keys of {value!r} are not text")
-        return {key: _plain(entry, arrays) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry, arrays) for entry in value]
-    raise TypeError(f"{type(value).__name__} is not plain data")
+    def _object(self, name: str, *entries: Any) -> Any:
+        kind: Any = _KINDS[name]
+        made = kind(**dict(zip(FIELDS[kind], entries, strict=True)))
+        self._objects.append(made)
+        return made
 
 
 # Hidden states have a form of their own, made for `frame.py`: what is known beforehand comes first.

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from verbatim.batch import SamplePlan
+from verbatim.batch import Batch
 from verbatim.errors import VerbatimError
 from verbatim.placement.cluster.frame import Expected
 from verbatim.placement.cluster.layers import Layers, Made
 from verbatim.placement.cluster.link import Link, LinkLost
-from verbatim.placement.cluster.messages import Mark, pack_draws, unpack_batch, unpack_plan
+from verbatim.placement.cluster.messages import Mark
 from verbatim.placement.cluster.neighbours import Neighbours
 
 _SPANS = 4096  # of the past, for benchmarks
@@ -60,14 +60,15 @@ class Work:
     def take(self, do: str, message: Message) -> None:
         """Take one half of a micro-batch: the work from the head, or hidden states from the previous stage.
 
-        The head tells all stages at once, so that batches are unpacked before their hidden states arrive.
+        The head tells all stages at once, so that batches are decoded before their hidden states arrive.
         """
         try:
             mark = Mark(message["epoch"], message["step"], message["part"])
             if mark.epoch != self._neighbours.epoch or mark <= self.done:
                 raise VerbatimError(f"{mark} is of the past: this stage has done {self.done}")
             if do == "work":
-                message["batch"] = unpack_batch(message["batch"])
+                if not isinstance(message["batch"], Batch):
+                    raise TypeError("the batch of a piece of work is none")
                 if self._neighbours.index in message["fresh"]:
                     # Of blocks whose contents came with its replay, or are gone.
                     message["batch"].block_copies = []
@@ -152,11 +153,9 @@ class Work:
         logits = torch.cat(rows) if len(rows) > 1 else rows[0]
         if message["do"] == "logits":
             return {"logits": logits[message["rows"]].float()}
-        plan: SamplePlan = unpack_plan(message["plan"])
         hidden = [part.hidden for part in made if part.hidden is not None]
-        draws = pack_draws(self._layers.sample(logits, plan))
         return {
-            "draws": draws,
+            "draws": self._layers.sample(logits, message["plan"]),
             "hidden": torch.cat(hidden) if hidden else None,
             "busy": [*map(sum, zip(*(part.busy for part in made), strict=True))],
             "hops": [hop for part in made for hop in part.hops],

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verbatim.batch import AttentionBatch, Batch
-from verbatim.kernels.options import AttentionOptions, IndexOptions
+from verbatim.kernels.options import AnyOptions, IndexOptions
 from verbatim.kv.quantized import KVDtype, Packing
 from verbatim.kv.store import KVStore, LayerShape, bytes_per_token, make_store
 from verbatim.placement.offload.choice import Percents
@@ -150,13 +150,7 @@ class TieredKVStore(KVStore):
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         raise AssertionError("a store over tiers is written through stores_for")
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        batch: AttentionBatch,
-        options: AttentionOptions | IndexOptions,
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, batch: AttentionBatch, options: AnyOptions) -> Tensor:
         raise AssertionError("a store over tiers is attended in through stores_for")
 
     @contextmanager
@@ -303,13 +297,7 @@ class _MicroBatchStore(KVStore):
         self._taken = self._schedule.take(layer, self._part)
         self._taken.write(0, k, v, self._view.slots)
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        batch: AttentionBatch,
-        options: AttentionOptions | IndexOptions,
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, batch: AttentionBatch, options: AnyOptions) -> Tensor:
         whole, view = self._whole, self._view
         if whole.tiers[layer] == "disk":
             assert self._taken is not None and view is not None
@@ -335,7 +323,7 @@ class _MicroBatchStore(KVStore):
         layer: int,
         q: Tensor,
         batch: AttentionBatch,
-        options: AttentionOptions | IndexOptions,
+        options: AnyOptions,
     ) -> Tensor:
         whole = self._whole
         if whole.top_k is None or isinstance(options, IndexOptions):

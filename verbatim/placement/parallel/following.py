@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import astuple
 from typing import Any
 
 from torch import Tensor
@@ -33,7 +32,7 @@ def described(runner: Runner) -> dict[str, Any]:
             reason = str(error)
     return {
         **{name: getattr(runner, name) for name in _ATTRIBUTES},
-        "choices": {name: astuple(made) for name, made in runner.choices.items()},
+        "choices": runner.choices,
         "replay_reason": reason,
         "info": runner.info(),
     }
@@ -56,9 +55,7 @@ class Following:
         self.num_states: int = told["num_states"]
         self.has_hidden: bool = told["has_hidden"]
         self.hidden_reason: str | None = told["hidden_reason"]
-        self.choices: Mapping[str, Choices] = {
-            name: Choices(*made) for name, made in told["choices"].items()
-        }
+        self.choices: Mapping[str, Choices] = told["choices"]
         self.member = member
         self._replay_reason: str | None = told["replay_reason"]
         self._info: dict[str, Any] = told["info"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from verbatim.batch import AttentionBatch
 from verbatim.errors import NotSupported
-from verbatim.kernels.options import AttentionOptions, IndexOptions
+from verbatim.kernels.options import AnyOptions, IndexOptions
 from verbatim.kv.quantized import KVDtype
 from verbatim.kv.states import StateStore
 from verbatim.kv.store import KVStore, LayerShape, make_store
@@ -98,13 +98,7 @@ class HeadStore(KVStore):
         own = self._heads[layer][1][self._ranks.rank]
         self._own.write(layer, k[:, own], v[:, own], slots)
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        batch: AttentionBatch,
-        options: AttentionOptions | IndexOptions,
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, batch: AttentionBatch, options: AnyOptions) -> Tensor:
         if isinstance(options, IndexOptions):
             return self._own.attend(layer, q, batch, options)
         rank, bounds = self._ranks.rank, self._heads[layer][0]

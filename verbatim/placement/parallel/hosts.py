@@ -38,7 +38,7 @@ class RankHosts:
     def __init__(self, group: RankGroup, timeout_s: float) -> None:
         self.key = group.key
         self._group = group
-        group.tell({"do": "stage"})
+        group.tell({"do": "stage", "asks": True})
         answers = sorted(group.answers(timeout_s).items())
         own = Stage(group.key, HOST)
         self._hosts = [RankHost(rank, (HOST, answer["port"])) for rank, answer in answers]

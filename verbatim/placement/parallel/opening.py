@@ -157,6 +157,7 @@ def _lead(
     group.tell(
         {
             "do": "open",
+            "asks": True,
             "source": asdict(source),
             "dtype": dtype,
             "kv_dtype": kv_dtype,
@@ -168,7 +169,7 @@ def _lead(
         }
     )
     _check_keys(group, numerics_key(dtype, kv_dtype), timeout_s)
-    group.tell({"do": "share"})
+    group.tell({"do": "share", "asks": True})
     with ExitStack() as undo:
         try:
             ranks = Gloo(meeting, 0, size, timeout_s)
@@ -178,23 +179,27 @@ def _lead(
             raise group.failure(error) from error
         answers = group.answers(timeout_s)
         spec = shared.decoder.spec
-        settled = options.kv_dtype or spec.dtype
+        cache_dtype = options.kv_dtype or spec.dtype
         state_bytes = size * sum(state.nbytes for state in spec.states)
         num_states = options.num_states(state_bytes)
-        blocks = _num_blocks(shared, size, options, settled, limit, num_states * state_bytes)
-        told = {"num_blocks": blocks, "block_size": options.block_size, "kv_dtype": _name(settled)}
-        group.tell({"do": "store", "num_states": num_states, **told})
+        blocks = _num_blocks(shared, size, options, cache_dtype, limit, num_states * state_bytes)
+        told = {
+            "num_blocks": blocks,
+            "block_size": options.block_size,
+            "kv_dtype": _name(cache_dtype),
+        }
+        group.tell({"do": "store", "asks": True, "num_states": num_states, **told})
         store = HeadStore(
             spec.layers,
             spec.query_heads,
             ranks,
             blocks,
             options.block_size,
-            settled,
+            cache_dtype,
             open_states(spec.states, num_states),
         )
         undo.callback(store.release)
-        shared.draft_layers.open_stores(blocks, options.block_size, settled)
+        shared.draft_layers.open_stores(blocks, options.block_size, cache_dtype)
         kv = group.answers(timeout_s)
         runner = Leading(
             shared,

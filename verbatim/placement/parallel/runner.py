@@ -13,7 +13,6 @@ from torch import Tensor
 from verbatim.batch import Adapter, Batch, Draws, SamplePlan
 from verbatim.errors import ModelError, NotSupported, TierFailed, VerbatimError, first_line
 from verbatim.heap import give_back_freed
-from verbatim.placement.cluster.messages import pack_adapter, pack_batch
 from verbatim.placement.parallel.group import RankGroup
 from verbatim.placement.parallel.heads import HeadStore
 from verbatim.placement.parallel.share import Shared
@@ -76,21 +75,13 @@ class Leading(Rank):
         self._kv_bytes = kv_bytes
 
     def forward(self, batch: Batch) -> Forward:
-        # All ranks make a forward or none: Ctrl-C waits for its end.
-        with Shield().up():
-            made: Forward = self._together(
-                {"do": "forward", "batch": pack_batch(batch)},
-                lambda: super(Leading, self).forward(batch),
-            )
-            return made
+        made: Forward = self._together("forward", partial(super().forward, batch), batch=batch)
+        return made
 
     def draft(self, k: int, batch: Batch, plan: SamplePlan | None) -> Draws | None:
-        with Shield().up():
-            draws: Draws | None = self._together(
-                {"do": "draft", "k": k, "batch": pack_batch(batch)},
-                lambda: super(Leading, self).draft(k, batch, plan),
-            )
-            return draws
+        call = partial(super().draft, k, batch, plan)
+        draws: Draws | None = self._together("draft", call, k=k, batch=batch, plan=None)
+        return draws
 
     def read_cache(self, kind: str, numbers: list[int]) -> Tensor | None:
         own = super().read_cache(kind, numbers)
@@ -101,7 +92,7 @@ class Leading(Rank):
 
     def _rows_of_others(self, blocks: list[int]) -> list[Tensor]:
         with Shield().up():
-            self.group.tell({"do": "read_cache", "blocks": blocks})
+            self.group.tell({"do": "read_cache", "kind": "blocks", "numbers": blocks, "asks": True})
             answers = self.group.answers(self.ranks.timeout_s)
         return [answers[rank]["rows"] for rank in sorted(answers)]
 
@@ -127,9 +118,9 @@ class Leading(Rank):
         new = NewWeights(self.cut.original, tensors, check_finite=False)
         writer = WeightWriter(self.decoder.held)
         for piece in new.messages(writer.packed):
-            self.group.tell({"do": "prepare_weights", "tensors": piece})
+            self.group.tell({"do": "prepare_weights", "tensors": piece, "asks": True})
             for answer in self.group.answers(self.ranks.timeout_s).values():
-                if answer["error"] is not None:
+                if "error" in answer:
                     raise ModelError(answer["error"])
 
         def write_all() -> None:
@@ -142,31 +133,27 @@ class Leading(Rank):
 
     def load_adapter(self, adapter: Adapter) -> None:
         """See `Runner`. Each rank holds all of it, and adds it to the gathered columns."""
-        with Shield().up():
-            load = partial(super().load_adapter, adapter)
-            self._together({"do": "load_adapter", "adapter": pack_adapter(adapter)}, load)
+        self._together("load_adapter", partial(super().load_adapter, adapter), adapter=adapter)
 
     def unload_adapter(self, number: int) -> None:
-        with Shield().up():
-            self.group.tell({"do": "unload_adapter", "number": number})
-            super().unload_adapter(number)
+        self._together("unload_adapter", partial(super().unload_adapter, number), number=number)
 
     def check_replay(self, name: str) -> None:
-        with Shield().up():
-            check = partial(super().check_replay, name)
-            self._together({"do": "check_replay", "name": name}, check)
+        self._together("check_replay", partial(super().check_replay, name), name=name)
 
-    def _together(self, message: dict[str, Any], do: Callable[[], Any]) -> Any:
-        self.group.tell(message)
-        try:
-            return do()
-        except TierFailed as error:
-            raise self.group.failure(error) from error
-        except VerbatimError:  # of the batch and the model, so it is the same on all ranks
-            raise
-        except Exception as error:  # the others are in the middle of what this one gave up
-            what = f"{type(error).__name__}: {first_line(error)}"
-            raise TierFailed(f"rank 0 of {self.group.size}: {what}") from error
+    def _together(self, what: str, do: Callable[[], Any], **fields: Any) -> Any:
+        """Make a call on all ranks. Ctrl-C waits for its end, as all of them make it or none."""
+        with Shield().up():
+            self.group.tell({"do": what, **fields})
+            try:
+                return do()
+            except TierFailed as error:
+                raise self.group.failure(error) from error
+            except VerbatimError:  # of the batch and the model, so it is the same on all ranks
+                raise
+            except Exception as error:  # the others are in the middle of what this one gave up
+                told = f"{type(error).__name__}: {first_line(error)}"
+                raise TierFailed(f"rank 0 of {self.group.size}: {told}") from error
 
     def info(self) -> dict[str, Any]:
         return {

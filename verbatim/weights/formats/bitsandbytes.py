@@ -15,7 +15,7 @@ from verbatim.model.weight_packing import TABLES, Encoding
 from verbatim.weights.files import read_whole
 from verbatim.weights.formats.checkpoint import QuantizedCheckpoint, pairs
 from verbatim.weights.formats.compressed import unsigned
-from verbatim.weights.lazy import LazyWeight
+from verbatim.weights.lazy import LazyWeight, Stored
 
 
 def read_bitsandbytes(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
@@ -26,7 +26,7 @@ def read_bitsandbytes(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, La
 
     for name in checkpoint.names(".SCB"):
         weight = f"{name}.weight"
-        parts = checkpoint.take(weight), checkpoint.take(f"{name}.SCB")
+        parts = checkpoint.take(weight), checkpoint.take_scale(f"{name}.SCB")
         shape = parts[0].shape
         if parts[0].dtype is not torch.int8 or parts[1].shape != shape[:1]:
             raise checkpoint.wrong(weight)
@@ -49,15 +49,21 @@ def _four_bits(checkpoint: QuantizedCheckpoint, name: str, kind: Encoding) -> La
         offset = float(fields.get("nested_offset") or 0)
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ModelError(f"{checkpoint.folder}: the quant_state of {name} is damaged") from None
-    keys = ["", ".absmax", ".quant_map"]
-    keys += [".nested_absmax", ".nested_quant_map"] if nested else []
-    parts = tuple(checkpoint.take(f"{name}{key}") for key in keys)
+    # Scales that are quantized as well are bytes.
+    peaks_of = checkpoint.take if nested > 0 else checkpoint.take_scale
+    parts: tuple[Stored, ...] = (checkpoint.take(name), peaks_of(f"{name}.absmax"))
+    keys = [".quant_map"] + [".nested_absmax", ".nested_quant_map"] * (nested > 0)
+    parts += tuple(checkpoint.take_scale(f"{name}{key}") for key in keys)
     numel = torch.Size(shape).numel()
     peaks = -(-numel // block) if block > 0 else -1
     if len(shape) != 2 or parts[0].nbytes != -(-numel // 2) or parts[2].shape != (16,):
         raise checkpoint.wrong(name)
-    if torch.Size(parts[1].shape).numel() != peaks:
+    if torch.Size(parts[1].shape).numel() != peaks or (
+        nested > 0 and parts[1].dtype is not torch.uint8
+    ):
         raise checkpoint.wrong(f"{name}.absmax")
+    if nested > 0 and (parts[3].shape != (-(-peaks // nested),) or parts[4].shape != (256,)):
+        raise checkpoint.wrong(f"{name}.nested_absmax")
 
     def flat(codes: Tensor, absmax: Tensor, *nests: Tensor) -> tuple[Tensor, Tensor]:
         data = codes.contiguous().view(torch.uint8).flatten()  # stored in any dtype

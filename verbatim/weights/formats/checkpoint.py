@@ -21,6 +21,7 @@ from verbatim.weights.lazy import Computed, LazyWeight, Stored
 # Of the tensors of a matrix: codes `[N, K]`, scales `[N, groups]`, zero points of `ZERO_POINT`.
 Codes = Callable[..., tuple[Tensor, Tensor, Tensor | float]]
 _LARGEST = 2.0**118  # a scale; FP8 scales are multiplied by 2^8
+_SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(slots=True)
@@ -47,6 +48,17 @@ class QuantizedCheckpoint:
         if name not in self.left:
             raise ModelError(f"{self.folder} lacks {name}, which its quantization needs")
         return self.left.pop(name)
+
+    def take_scale(self, name: str, *others: torch.dtype) -> Stored:
+        """Remove and return a tensor of scales.
+
+        Args:
+            others: dtypes that it may have, besides the usual floating-point numbers.
+        """
+        scale = self.take(name)
+        if scale.dtype not in (*_SCALES, *others):
+            raise ModelError(f"{self.folder}: {name} is {scale.dtype}, which scales are not")
+        return scale
 
     def take_if_there(self, name: str) -> tuple[Stored, ...]:
         """Remove and return a tensor, or nothing."""
@@ -103,15 +115,21 @@ class QuantizedCheckpoint:
         packing = WeightPacking(shape, self.dtype, kind, columns, encoding=encoding)
         repeat = -(-depth // group) if size <= 0 or size >= depth else size // group
         one, full_name = replace(packing, shape=shape[-2:]), f"{self.folder}: {name}"
+        groups = 1 if size <= 0 else -(-depth // size)
 
         def compute(*tensors: Tensor) -> Tensor:
             code, scale, zero = codes(*tensors)
+            zero_shape = zero.shape if isinstance(zero, Tensor) else scale.shape
+            if code.shape != (one.width, depth) or not (
+                scale.shape == zero_shape == (one.width, groups)
+            ):
+                raise ModelError(f"{full_name} has codes, scales or zero points of another shape")
             if not bool((scale.float().abs() <= _LARGEST).all()):
                 raise ModelError(f"{full_name} has scales that are NaN, infinite or too large")
             if isinstance(zero, Tensor) and not 0 <= int(zero.min()) <= int(zero.max()) < 256:
                 raise ModelError(f"{full_name} has zero points that are not from 0 to 255")
             heads = heads_of(scale.float().contiguous(), zero, encoding)
-            return _laid_out(code, heads.repeat_interleave(repeat, -1), one)
+            return laid_out(code, heads.repeat_interleave(repeat, -1), one)
 
         return Computed(Grouped(full_name, packing, compute), parts, {}, None)
 
@@ -131,11 +149,13 @@ class QuantizedCheckpoint:
         return Computed(Grouped(f"{self.folder}: {name}", packing, compute), parts, {}, None)
 
     def wrong(self, name: str) -> ModelError:
-        """Return the error for a tensor of another shape."""
-        return ModelError(f"{self.folder}: {name} has not the shape that its quantization says")
+        """Return the error for a tensor of another shape or dtype."""
+        return ModelError(
+            f"{self.folder}: {name} has not the shape or dtype that its quantization says"
+        )
 
 
-def _laid_out(code: Tensor, heads: Tensor, packing: WeightPacking) -> Tensor:
+def laid_out(code: Tensor, heads: Tensor, packing: WeightPacking) -> Tensor:
     """Return codes `[N, K]` and heads `[N, groups]`, or more of them, as `[packing.nbytes]` uint8."""
     bits, cut = packing.quantization.bits, stretches(packing.depth, packing.quantization.group_size)
     heads = heads[:, : sum(count for count, _ in cut)].contiguous()

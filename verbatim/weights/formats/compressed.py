@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.errors import NotSupported
+from verbatim.errors import ModelError, NotSupported
 from verbatim.model.weight_packing import Encoding
 from verbatim.weights.files import read_whole
 from verbatim.weights.formats.checkpoint import QuantizedCheckpoint, nibbles
@@ -33,10 +33,10 @@ def read_compressed(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, Lazy
         weight = f"{name}.weight"
         if f"{name}.weight_packed" in checkpoint.left:
             yield weight, _words(checkpoint, name, options)
-        elif checkpoint.left[weight].dtype in FP8:
+        elif weight in checkpoint.left and checkpoint.left[weight].dtype in FP8:
             yield weight, scaled(checkpoint, weight, f"{name}.weight_scale", block)
         else:
-            yield weight, _plain(checkpoint, name)
+            yield weight, _plain(checkpoint, name, options)
         checkpoint.drop(f"{name}.input_scale", f"{name}.input_zero_point")
         checkpoint.drop(f"{name}.weight_zero_point", f"{name}.weight_shape")
     finish_fp8(checkpoint)
@@ -44,7 +44,9 @@ def read_compressed(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, Lazy
 
 def _words(checkpoint: QuantizedCheckpoint, name: str, options: list[dict[str, Any]]) -> LazyWeight:
     words = checkpoint.take(f"{name}.weight_packed")
-    scales = checkpoint.take(f"{name}.weight_scale")
+    scales = checkpoint.take_scale(f"{name}.weight_scale")
+    if words.dtype is not torch.int32 or not len(words.shape) == len(scales.shape) == 2:
+        raise checkpoint.wrong(f"{name}.weight_packed")
     all_bits = {option.get("num_bits") for option in options}
     if all_bits not in ({4}, {8}):
         raise NotSupported(
@@ -54,13 +56,16 @@ def _words(checkpoint: QuantizedCheckpoint, name: str, options: list[dict[str, A
     bits = 4 if all_bits == {4} else 8
     per_word = 32 // bits
     depth = words.shape[1] * per_word
-    if f"{name}.weight_shape" in checkpoint.left:
-        depth = int(read_whole(checkpoint.take(f"{name}.weight_shape"))[1])
-    if f"{name}.weight_g_idx" in checkpoint.left:
+    for stored in checkpoint.take_if_there(f"{name}.weight_shape"):
+        told = read_whole(stored).tolist()
+        if not isinstance(told, list) or len(told) != 2 or told[0] != words.shape[0]:
+            raise checkpoint.wrong(f"{name}.weight_shape")
+        depth = int(told[1])
+    by_order = {o.get("actorder") for o in options} & {"group", "dynamic"}
+    if by_order or f"{name}.weight_g_idx" in checkpoint.left:
         raise NotSupported(f"{checkpoint.folder}: {name}.weight_g_idx: groups that are reordered")
     shape = (words.shape[0], depth)
-    sizes = {int(o["group_size"]) for o in options if o.get("strategy") == "group"}
-    size = next(iter(sizes)) if len(sizes) == 1 else -(-depth // scales.shape[1])
+    size = _group_size(options) or -(-depth // max(1, scales.shape[1]))
     if scales.shape != (shape[0], -(-depth // size)) or -(-depth // per_word) != words.shape[1]:
         raise checkpoint.wrong(f"{name}.weight_scale")
 
@@ -70,28 +75,59 @@ def _words(checkpoint: QuantizedCheckpoint, name: str, options: list[dict[str, A
             return code, scales, 0.0
         return code, scales, nibbles(zeros.t(), bits)[:, : len(scales)].int().t()
 
-    zeros = checkpoint.take_if_there(f"{name}.weight_zero_point")
+    zero_shape = (-(-shape[0] // per_word), scales.shape[1])
+    zeros = _zero_points(checkpoint, name, options, torch.int32, zero_shape)
     kind, parts = _encoding(zeros), (words, scales, *zeros)
     return checkpoint.grouped(f"{name}.weight", shape, kind, bits, size, codes, parts)
 
 
-def _plain(checkpoint: QuantizedCheckpoint, name: str) -> LazyWeight:
-    weight, scales = checkpoint.take(f"{name}.weight"), checkpoint.take(f"{name}.weight_scale")
+def _plain(checkpoint: QuantizedCheckpoint, name: str, options: list[dict[str, Any]]) -> LazyWeight:
+    weight = checkpoint.take(f"{name}.weight")
+    scales = checkpoint.take_scale(f"{name}.weight_scale")
     shape = weight.shape
-    count = torch.Size(scales.shape).numel()
-    if weight.dtype is not torch.int8 or len(shape) != 2 or (count % shape[0] and count != 1):
+    if weight.dtype is not torch.int8 or len(shape) != 2:
         raise checkpoint.wrong(f"{name}.weight")
-    size = shape[1] // max(1, count // shape[0])
+    groups = scales.shape[1] if len(scales.shape) == 2 else 1
+    size = _group_size(options) or -(-shape[1] // max(1, groups))
+    for_tensor = torch.Size(scales.shape).numel() == 1
+    if not for_tensor and (scales.shape[0] != shape[0] or groups != -(-shape[1] // size)):
+        raise checkpoint.wrong(f"{name}.weight_scale")
+    size = 0 if for_tensor else size
+
+    def by_rows(x: Tensor) -> Tensor:
+        return x.reshape(1, 1).expand(shape[0], 1) if for_tensor else x.reshape(shape[0], -1)
 
     def codes(weight: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Any:
-        scales = scales.reshape(1, 1).expand(shape[0], 1) if count == 1 else scales
-        scales = scales.reshape(shape[0], -1)
-        zero = 0.0 if zeros is None else zeros.int().view(-1, scales.shape[1]) + 128
-        return unsigned(weight), scales, zero
+        zero = 0.0 if zeros is None else by_rows(zeros.int()) + 128
+        return unsigned(weight), by_rows(scales), zero
 
-    zeros = checkpoint.take_if_there(f"{name}.weight_zero_point")
+    zeros = _zero_points(checkpoint, name, options, torch.int8, scales.shape)
     kind, parts = _encoding(zeros), (weight, scales, *zeros)
     return checkpoint.grouped(f"{name}.weight", shape, kind, 8, size, codes, parts)
+
+
+def _group_size(options: list[dict[str, Any]]) -> int | None:
+    """Return the size that the config names for groups; None: none, or several."""
+    sizes = {int(o["group_size"]) for o in options if o.get("strategy") == "group"}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _zero_points(
+    checkpoint: QuantizedCheckpoint,
+    name: str,
+    options: list[dict[str, Any]],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+) -> tuple[Stored, ...]:
+    """Return the zero points of a matrix, if it has any."""
+    zeros = checkpoint.take_if_there(f"{name}.weight_zero_point")
+    if not zeros and all(option.get("symmetric") is False for option in options):
+        raise ModelError(
+            f"{checkpoint.folder} lacks {name}.weight_zero_point, as config.json says symmetric=false"
+        )
+    if any(zero.dtype is not dtype or zero.shape != shape for zero in zeros):
+        raise checkpoint.wrong(f"{name}.weight_zero_point")
+    return zeros
 
 
 def _encoding(zeros: tuple[Stored, ...]) -> Encoding:

@@ -25,20 +25,29 @@ def scaled(
     It is packed, unless it is E5M2 or has blocks of another size along K than a group can have.
 
     Args:
-        block: rows and columns of a block; None: a scale for the tensor or for each row.
+        block: rows and columns of a block; None: a scale for the tensor, for each row, or for each column of
+            a stack `[experts, K, N]`.
     """
-    parts = checkpoint.take(name), checkpoint.take(scale)
+    parts = checkpoint.take(name), checkpoint.take_scale(scale, torch.float8_e8m0fnu)
     shape, blocks = parts[0].shape, parts[1].shape
+    stacks = len(shape) == 3 and not block
+    columns = stacks and blocks == (shape[0], 1, shape[2])
+    if stacks and checkpoint.quantization.get("quant_method") == "fbgemm_fp8":
+        # Llama 4: the scales of columns, which are `[experts, N, 1]` of one of the two stacks.
+        columns, width = True, (shape[0], 1, shape[2])
+        if blocks not in (width, (shape[0], shape[2], 1)):
+            raise checkpoint.wrong(scale)
+        blocks = width
     if block and len(blocks) == len(shape):
         # The last block of a dimension may be short.
         sizes = [1] * (len(shape) - 2) + list(block)
     elif len(blocks) == len(shape):
-        if any(m and n % m for n, m in zip(shape, blocks, strict=True)):
+        if any(m not in (1, n) for n, m in zip(shape, blocks, strict=True)):
             raise NotSupported(
-                f"{checkpoint.folder}: config.json names no size for the blocks of {name}, and "
-                f"{list(shape)} is no multiple of its {list(blocks)} scales"
+                f"{checkpoint.folder}: config.json names no size for the blocks of {name}, which has "
+                f"{list(blocks)} scales"
             )
-        sizes = [-(-n // max(1, m)) for n, m in zip(shape, blocks, strict=True)]
+        sizes = [n // m for n, m in zip(shape, blocks, strict=True)]
     else:
         sizes = []
     if (sizes and any(-(-n // b) != m for n, b, m in zip(shape, sizes, blocks, strict=True))) or (
@@ -58,24 +67,26 @@ def scaled(
         code = weight.view(torch.uint8)
         if bool((code & 127 == 127).any()):
             raise ModelError(f"{checkpoint.folder}: {name} has numbers that are NaN")
+        if columns:
+            return code.t(), scales.float().view(-1, 1), 0.0
         return code, by_rows(scales.float(), len(code)), 0.0
 
     def values(weight: Tensor, scales: Tensor) -> Tensor:
         scales = scales.float()
         if not bool(scales.isfinite().all()):
             raise ModelError(f"{checkpoint.folder}: {scale} has numbers that are NaN or infinite")
-        if not sizes:
-            scales = scales.view(-1, *[1] * (len(shape) - 1))
+        scales = scales.view(blocks if sizes else (-1, *[1] * (len(shape) - 1)))
         for dim, size in enumerate(sizes):
             if size > 1 and scales.shape[dim] > 1:
                 scales = scales.repeat_interleave(size, dim).narrow(dim, 0, shape[dim])
         return (weight.float() * scales).to(checkpoint.dtype)
 
-    size = sizes[-1] if sizes else 0
+    size = sizes[-1] if sizes and not columns else 0
     matrices = len(shape) == 2 or (len(shape) == 3 and blocks[:1] == shape[:1])
     is_e4m3 = parts[0].dtype is torch.float8_e4m3fn
     if is_e4m3 and matrices and checkpoint.group_size(shape[-1], size):
-        return checkpoint.grouped(name, shape, Encoding.FP8, 8, size, codes, parts)
+        kind = Encoding.FP8
+        return checkpoint.grouped(name, shape, kind, 8, size, codes, parts, columns=columns)
     return Computed(Decoded(shape, checkpoint.dtype, values), parts, {}, None)
 
 
@@ -115,7 +126,11 @@ def read_mxfp4(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeigh
     for name in checkpoint.names("_blocks"):
         blocks = checkpoint.take(f"{name}_blocks")
         parts = blocks, checkpoint.take(f"{name}_scales")
-        if blocks.shape[:-1] != parts[1].shape or blocks.shape[-1:] != (16,):
+        if (
+            blocks.shape[:-1] != parts[1].shape
+            or blocks.shape[-1:] != (16,)
+            or {part.dtype for part in parts} != {torch.uint8}
+        ):
             raise checkpoint.wrong(f"{name}_blocks")
         *outer, width, groups, _ = blocks.shape
         # transformers keeps these experts as [experts, K, N].

@@ -25,8 +25,9 @@ def _take(
         by_columns: a word has codes of several columns, as in AWQ; else of several rows.
         size: of a group; at most 0: all of K.
     """
-    keys, per_word = ("qweight", "qzeros", "scales"), 32 // bits
-    words, zeros, scales = (checkpoint.take(f"{name}.{key}") for key in keys)
+    per_word = 32 // bits
+    words, zeros = (checkpoint.take(f"{name}.{key}") for key in ("qweight", "qzeros"))
+    scales = checkpoint.take_scale(f"{name}.scales")
     if any(part.dtype is not torch.int32 or len(part.shape) != 2 for part in (words, zeros)):
         raise checkpoint.wrong(f"{name}.qweight")
     depth, width = words.shape
@@ -67,7 +68,10 @@ def read_gptq(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight
     for name in checkpoint.names(".qweight"):
         shape, parts = _take(checkpoint, name, False, bits, size)
         order = checkpoint.take_if_there(f"{name}.g_idx")
-        if (ordered and not order) or any(part.shape != shape[1:] for part in order):
+        integers = (torch.int32, torch.int64)
+        if (ordered and not order) or any(
+            part.shape != shape[1:] or part.dtype not in integers for part in order
+        ):
             raise checkpoint.wrong(f"{name}.g_idx")
         weight, parts = f"{name}.weight", parts + order
         if ordered:

@@ -85,13 +85,20 @@ class Grouped:
 def stored_packing(lazy: LazyWeight) -> tuple[WeightPacking, LazyWeight] | None:
     """Return the packing that a lazy weight has in its file, and the lazy weight of its packed bytes.
 
-    A stack or concatenation of packed matrices along any dimension but K is packed as well.
+    A stack or concatenation of packed matrices along any dimension but K is packed as well, and so are the
+    rows of one in another order.
     None of any other weight.
     """
     if not isinstance(lazy, Computed):
         return None
     if isinstance(lazy.func, Grouped):
         return lazy.func.packing, replace(lazy, func=lazy.func.pack)
+    if lazy.func is _aten.index_select.default:
+        source, dim, order = lazy.args
+        stored = stored_packing(source)
+        if dim or stored is None or stored[0].columns:
+            return None
+        return stored[0], replace(lazy, args=(stored[1], dim, order))
     if lazy.func not in (_aten.stack.default, _aten.cat.default):
         return None
     pairs = [pair for part in lazy.args[0] if (pair := stored_packing(part)) is not None]

@@ -1,33 +1,8 @@
-"""The names of FlexLLMGen's `flex_opt` module, with the arguments of its commands."""
+"""The arguments of FlexLLMGen's commands."""
 
 from __future__ import annotations
 
 import argparse
-
-from verbatim.compat.flexllmgen.config import OptConfig, get_opt_config
-from verbatim.compat.flexllmgen.model import OptLM
-from verbatim.compat.flexllmgen.policy import (
-    CompressionConfig,
-    ExecutionEnv,
-    Policy,
-    TorchDevice,
-    TorchDisk,
-    TorchMixedDevice,
-)
-
-__all__ = [
-    "CompressionConfig",
-    "ExecutionEnv",
-    "OptConfig",
-    "OptLM",
-    "Policy",
-    "TorchDevice",
-    "TorchDisk",
-    "TorchMixedDevice",
-    "add_parser_arguments",
-    "get_opt_config",
-    "str2bool",
-]
 
 
 def str2bool(text: str | bool) -> bool:

@@ -1,7 +1,6 @@
-"""Loading of a DCP checkpoint: a module is built by a config, then filled tensor by tensor.
+"""Opening of a DCP checkpoint: a module is built by a config, and each weight gets its lazy weight.
 
-A DCP folder has no config, so `config=` is required: KempnerForge's TOML or a transformers config. At most
-one tensor is in memory beside the module.
+A DCP folder has no config, so `config=` is required: KempnerForge's TOML or a transformers config.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +19,12 @@ import torch
 from torch import nn
 
 from verbatim.errors import InvalidRequest, ModelError, NotSupported, first_line
-from verbatim.model.dcp.filling import Piece, checked_pieces, fill, pieces_by_name, stored_dtype
-from verbatim.model.dcp.folder import DcpCheckpoint, fingerprints
+from verbatim.model.dcp.filling import Piece, checked_pieces, pieces_by_name, stored_dtype
+from verbatim.model.dcp.folder import DcpCheckpoint
 from verbatim.model.kempner.config import KempnerConfig
 from verbatim.model.kempner.config import ModelConfig as KempnerModel
 from verbatim.model.loader import (
     HUB_ID,
-    Checkpoint,
     LoadedModel,
     auto_class,
     building,
@@ -35,10 +33,8 @@ from verbatim.model.loader import (
 )
 from verbatim.model.unused import mtp_names
 from verbatim.untrusted import check_size
-
-# Takes a checkpoint, a module built for it, and its tensors in the checkpoint with their targets; returns the
-# lazy weight of each parameter, which then has no memory.
-Leave = Callable[[DcpCheckpoint, nn.Module, list[tuple[str, Piece]]], Mapping[nn.Parameter, Any]]
+from verbatim.weights.dcp import leave_there
+from verbatim.weights.lazy import LazyWeight
 
 ALLOWED = (
     "a KempnerForge TOML (a path that ends in .toml), a transformers config, or the folder, "
@@ -54,9 +50,9 @@ def load_dcp(
     dtype: str | torch.dtype = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
-    leave: Leave | None = None,
+    with_config: bool = False,
 ) -> LoadedModel:
-    """Load a DCP checkpoint.
+    """Open a DCP checkpoint with lazy weights.
 
     Args:
         folder: as `find_dcp` gives it.
@@ -65,13 +61,13 @@ def load_dcp(
         dtype: "auto" is the dtype of most stored weights (float16: bfloat16).
         revision: of the config, if it is a hub id.
         trust_remote_code: run the checkpoint's Python code.
-        leave: frees a module's weights and returns lazy weights in their place.
-            None reads them.
+        with_config: return the config as plain data, too, for another process.
 
     Raises:
         InvalidRequest: a missing or invalid config.
         ModelError: the checkpoint is damaged, or does not fit the config.
         UnsupportedModel: an unsupported architecture.
+        NotSupported: a module with parameters that share memory; `with_config`, a config of a foreign class.
     """
     where = {"trust_remote_code": trust_remote_code, "revision": revision}
     builder = _ModuleBuilder.of(folder, config, where)
@@ -81,25 +77,19 @@ def load_dcp(
         path = builder.kempner.tokenizer_path
         tokenizer = Tokenizer.open(path, trust_remote_code=trust_remote_code).hf
     checkpoint = DcpCheckpoint(folder)
-    settled = resolve_dtype(dtype, SimpleNamespace(dtype=builder.dtype(checkpoint)))
-    module: Any
-    if leave is None:
-        module = builder.module(checkpoint, settled)
-    else:
-        module, lazy_weights = builder.skeleton(checkpoint, settled, leave)
+    resolved = resolve_dtype(dtype, SimpleNamespace(dtype=builder.dtype(checkpoint)))
+    module, lazy_weights = builder.skeleton(checkpoint, resolved)
     if builder.kempner is not None and tokenizer is not None:
         module.generation_config.eos_token_id = tokenizer.eos_token_id
-    loaded = LoadedModel(module, tokenizer, module.generation_config, str(folder))
-    if leave is not None:
-        loaded.lazy_weights, loaded.folder, loaded.config = lazy_weights, folder, builder.as_dict()
-        return loaded
-    loaded.checkpoint = Checkpoint(
-        folder,
+    return LoadedModel(
         module,
-        read=lambda: builder.module(DcpCheckpoint(folder), settled),
-        fingerprints=fingerprints,
+        tokenizer,
+        module.generation_config,
+        str(folder),
+        lazy_weights=lazy_weights,
+        folder=folder,
+        config=builder.as_dict() if with_config else None,
     )
-    return loaded
 
 
 def config_from_dict(plain: Mapping[str, Any]) -> Any:
@@ -164,25 +154,20 @@ class _ModuleBuilder:
         check_size(checkpoint.folder, module, nbytes)
         return stored_dtype(checkpoint, self._pieces(module))
 
-    def module(self, checkpoint: DcpCheckpoint, dtype: torch.dtype) -> nn.Module:
-        """Return a module with the checkpoint's weights, in `dtype` unless its class fixes another."""
-        with torch.inference_mode(False):
-            module: Any = self._built(dtype)
-            fill(checkpoint, self._pieces(module), self._ignored(module))
-        return self._finished(module)
-
     def skeleton(
-        self, checkpoint: DcpCheckpoint, dtype: torch.dtype, leave: Leave
-    ) -> tuple[nn.Module, Mapping[nn.Parameter, Any]]:
-        """Return a module without weights, and its lazy weights.
+        self, checkpoint: DcpCheckpoint, dtype: torch.dtype
+    ) -> tuple[Any, Mapping[nn.Parameter, LazyWeight]]:
+        """Return a module without weights, in `dtype` unless its class fixes another, and its lazy weights.
 
         Memory is reserved and freed without being written, so none is committed.
         """
         with torch.inference_mode(False):
-            module: Any = self._built(dtype)
+            module = self._built(dtype)
             pieces = checked_pieces(checkpoint, self._pieces(module), self._ignored(module))
-            lazy_weights = leave(checkpoint, module, pieces)
-        return self._finished(module), lazy_weights
+            lazy_weights = leave_there(checkpoint, module, pieces)
+        if self._generation is not None:
+            module.generation_config = copy.deepcopy(self._generation)
+        return module, lazy_weights
 
     def as_dict(self) -> dict[str, Any]:
         """Return the config as plain data, the input of `config_from_dict`.
@@ -211,12 +196,6 @@ class _ModuleBuilder:
             return LEFT_OVER
         own = tuple(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())
         return (*own, *mtp_names(self.config))
-
-    def _finished(self, module: Any) -> nn.Module:
-        if self._generation is not None:
-            module.generation_config = copy.deepcopy(self._generation)
-        finished: nn.Module = module
-        return finished
 
     def _built(self, dtype: torch.dtype) -> Any:
         from transformers.initialization import no_init_weights

@@ -1,0 +1,163 @@
+"""GGUF, llama.cpp's format: blocks of 32 codes, or of 256 with scales of their own for each 32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verbatim.errors import ModelError, NotSupported
+from verbatim.model.groups import super_heads
+from verbatim.model.loader import auto_class
+from verbatim.model.quantization import Quantization
+from verbatim.model.weight_packing import Encoding, WeightPacking
+from verbatim.weights.formats.checkpoint import laid_out
+from verbatim.weights.formats.stored import Decoded, Grouped
+from verbatim.weights.lazy import Computed, LazyWeight, Stored, Traced, stamp_of, traced
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# What transformers does to the tensors of these can be done to tensors that are not read yet.
+_PROCESSORS = (
+    "TensorProcessor",
+    "LlamaTensorProcessor",
+    "Qwen2MoeTensorProcessor",
+    "NemotronTensorProcessor",
+    "Gemma2TensorProcessor",
+)
+
+
+def read_gguf(path: Path, config: Any, dtype: torch.dtype) -> dict[str, Traced]:
+    """Return the tensors of a GGUF file, traced, by transformers' names.
+
+    Args:
+        config: of the file's model.
+        dtype: of decoded weights.
+
+    Raises:
+        NotSupported: an architecture whose tensors transformers rearranges in other ways.
+    """
+    from gguf import GGUFReader
+    from transformers.integrations.gguf.utils import is_gguf_arch_supported
+    from transformers.modeling_gguf_pytorch_utils import (
+        TENSOR_PROCESSORS,
+        TensorProcessor,
+        get_gguf_hf_weights_map,
+        read_field,
+    )
+
+    reader = GGUFReader(path)
+    (architecture,) = read_field(reader, "general.architecture")
+    kind: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
+    processor = kind(config.to_dict())
+    if type(processor).__name__ not in _PROCESSORS or is_gguf_arch_supported(architecture):
+        raise NotSupported(
+            f"{path}: {architecture} in GGUF is decoded to the model's dtype when it is opened, which only a "
+            "model in memory, without a placement, can be"
+        )
+    with torch.device("meta"):
+        names = get_gguf_hf_weights_map(auto_class(config).from_config(config), processor)
+    with path.open("rb") as file:
+        stamp = stamp_of(file.fileno())
+    table: dict[str, Any] = {}
+    halves: dict[str, dict[str, Tensor]] = {}
+    for tensor in reader.tensors:
+        lazy = traced(_lazy(path, tensor, dtype, stamp))
+        owner, _, kind = tensor.name.removesuffix(".weight").rpartition(".")
+        if kind in ("ffn_gate_exps", "ffn_up_exps") and f"{owner}.{kind}" in names:
+            halves.setdefault(names[f"{owner}.{kind}"], {})[kind] = lazy
+        elif kind == "ffn_down_exps" and f"{owner}.{kind}" in names:
+            table[names[f"{owner}.{kind}"]] = lazy
+        elif tensor.name in names:
+            table[names[tensor.name]] = _processed(processor, tensor.name, lazy, names)
+        elif kind != "rope_freqs":  # computed from the config
+            table[tensor.name] = lazy
+    for name, parts in halves.items():
+        pair = [parts[kind] for kind in ("ffn_gate_exps", "ffn_up_exps") if kind in parts]
+        table[name] = torch.cat(pair, 1)
+    return table
+
+
+def _processed(processor: Any, name: str, tensor: Tensor, names: dict[str, str]) -> Tensor:
+    """Return a tensor after what transformers does to it.
+
+    A matrix only has its rows reordered, which leaves the blocks of quantized ones whole.
+    """
+    if "ffn_gate_inp_shexp" in name:
+        return tensor.reshape(1, -1)
+    if tensor.ndim != 2:
+        made: Tensor = processor.process(tensor.float(), name, tensor_key_mapping=names).weights
+        return made
+    rows = torch.arange(len(tensor))
+    order = processor.process(rows[:, None], name, tensor_key_mapping=names).weights.flatten()
+    return tensor if torch.equal(order, rows) else tensor.index_select(0, order)
+
+
+def _lazy(path: Path, tensor: Any, dtype: torch.dtype, stamp: Any) -> LazyWeight:
+    """Return the lazy weight of a tensor, as it lies in the file."""
+    kind = tensor.tensor_type
+    shape = tuple(int(n) for n in reversed(tensor.shape))
+    own = _FLOATS.get(kind.name, torch.uint8)
+    stored_shape = shape if own.is_floating_point else tuple(map(int, tensor.data.shape))
+    begin, nbytes = int(tensor.data_offset), int(tensor.n_bytes)
+    stored = Stored(tensor.name, path, begin, nbytes, own, stored_shape, stamp)
+    if own.is_floating_point:
+        return stored
+    full_name = f"{path}: {tensor.name}"
+    if kind.name in _BLOCKS and len(shape) >= 2:
+        encoding, bits, nbytes, split = _BLOCKS[kind.name]
+        packing = WeightPacking(shape, dtype, Quantization(bits, 32, None), encoding=encoding)
+        one = replace(packing, shape=shape[-2:])
+
+        def compute(raw: Tensor) -> Tensor:
+            code, heads = split(raw.unflatten(1, (-1, nbytes)), full_name)
+            return laid_out(code.flatten(1), heads, one)
+
+        return Computed(Grouped(full_name, packing, compute), (stored,), {}, None)
+
+    def decode(raw: Tensor) -> Tensor:
+        from gguf import dequantize
+
+        values = torch.from_numpy(dequantize(raw.numpy(), kind))
+        return values.to(dtype)
+
+    return Computed(Decoded(shape, dtype, decode), (stored,), {}, None)
+
+
+def _halves(data: Tensor, name: str) -> Tensor:
+    """Return pairs of bytes `[..., 2]` as float16, bit for bit."""
+    halves = data.contiguous().view(torch.float16).squeeze(-1)
+    if not bool(halves.isfinite().all()):
+        raise ModelError(f"{name} has scales that are NaN or infinite")
+    return halves
+
+
+def _q8_0(blocks: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    return blocks[..., 2:] ^ 128, _halves(blocks[..., :2], name).view(torch.int16)
+
+
+def _q4_0(blocks: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    both = blocks[..., 2:]
+    code = torch.cat([both & 15, both >> 4], -1)
+    return code, _halves(blocks[..., :2], name).view(torch.int16)
+
+
+def _q4_k(blocks: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    d, dmin = _halves(blocks[..., :2], name), _halves(blocks[..., 2:4], name)
+    low, mid, high = blocks[..., 4:16].split(4, -1)
+    scale = torch.cat([low & 63, high & 15 | low >> 2 & 48], -1)
+    least = torch.cat([mid & 63, high >> 4 | mid >> 2 & 48], -1)
+    both = blocks[..., 16:].unflatten(-1, (4, 32))
+    heads = super_heads(scale.flatten(1), d, least.flatten(1), dmin)
+    return torch.stack([both & 15, both >> 4], -2).flatten(-3), heads
+
+
+# Encoding, bits, bytes of a block, and what gives codes and heads of blocks `[N, blocks, bytes]`.
+_BLOCKS: dict[str, tuple[Encoding, int, int, Callable[..., tuple[Tensor, Tensor]]]] = {
+    "Q8_0": (Encoding.HALF, 8, 34, _q8_0),
+    "Q4_0": (Encoding.HALF, 4, 18, _q4_0),
+    "Q4_K": (Encoding.SUPER, 4, 144, _q4_k),
+}
