@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from support.lora import save_adapter
 from support.stages import ThreadHosts
 from support.toys import make_toy
 from verbatim import LLM, Cluster, SamplingParams
@@ -61,6 +62,17 @@ def test_two_stages_give_the_same_bits():
     report = verify(only=["two-stages"], tokens=6, cluster=Cluster(stages=2, hosts=ThreadHosts()))
     assert report.verdict() == "the same bits in the schedule"
     assert report.rows[1].note == "layers 0 to 2 and 3 to 4"
+
+
+def test_requests_take_an_adapter_in_turn(toy, tmp_path):
+    folder = save_adapter(tmp_path / "a", make_toy("llama"))
+    entry = ["--adapter", f"a={folder}", "--only", "batched", "--only", "evicted", "--json"]
+    done = CliRunner().invoke(app, ["verify", str(toy), *entry])
+    report = json.loads(done.stdout)
+    assert done.exit_code == 0 and [row["status"] for row in report["rows"][1:]] == ["equal"] * 2
+    with LLM(toy, adapters={"a": folder}) as llm:
+        requests = make_requests(llm, 4, 0)
+    assert [request.params.adapter for request in requests] == ["a", None] * 6
 
 
 @pytest.mark.slow

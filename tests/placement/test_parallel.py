@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from support import toys
+from support.lora import save_adapter
 from support.parallel_rank import GREEDY, QUANTIZED, ROLLOUT, fingerprint
 from support.programs import run_ranks, run_without_kernels
 from support.requests_mixed import all_facts, mixed_requests
@@ -138,6 +139,7 @@ def run_all(
     for name in ("gemma2", "qwen3_moe"):
         toys.make_toy(name, num_hidden_layers=5).save_pretrained(folder / f"deep-{name}")
     save_with_mtp(toy("deepseek_v3", 1), folder / "mtp")
+    save_adapter(folder / "adapter", toys.make_toy("qwen3_moe"))
     toys.make_toy("qwen3_moe", seed=9).save_pretrained(folder / "new-qwen3_moe")
     told = run_ranks(world, "parallel_rank.py", folder, "share_columns+share_layers+share_experts")
     return {name: [ours[name] for ours in told] for name in told[0]}
@@ -188,12 +190,16 @@ def check_columns(
 def check_experts(told: list[dict[str, Any]], folder: Path, folders: Folders) -> None:
     world = len(told)
     prompts, params = mixed_requests(12)
-    with LLM(folders("qwen3_moe")) as llm, LLM(folder / "mtp") as second:
+    adapters = {"a": folder / "adapter"}
+    with LLM(folders("qwen3_moe"), adapters=adapters) as llm, LLM(folder / "mtp") as second:
         whole_bytes = llm.info()["weight_bytes"]
         for rank, ours in enumerate(told):
             own = slice(0, 0) if rank == 0 else slice(rank - 1, None, world - 1)
             results = llm.generate(prompts[own], params[own]) if rank else []
             assert ours["mixed"] == fingerprint(results)
+            adapted = [replace(p, adapter="a") for p in params[own]]
+            results = llm.generate(prompts[own], adapted) if rank else []
+            assert ours["adapter"] == fingerprint(results)
             results = second.generate(prompts[own], params[own]) if rank else []
             assert ours["mtp"] == fingerprint(results)
             assert (ours["drafted"] > 0) == (rank > 0)

@@ -93,6 +93,11 @@ def share_experts(rank: int, world: int, folder: Path) -> dict[str, Any]:
         found = rl.rollout(llm, [[5 + rank, 6, 7]] * (rank + 1), ROLLOUT, seed=3)
         told["rows"], told["routing"] = found.sequences.tolist(), found.routing.tolist()
         told["weight_bytes"] = llm.info()["weight_bytes"]
+    adapters = {"a": folder / "adapter"} if rank else {}
+    params = [replace(p, adapter="a") for p in params]
+    with LLM(folder / "qwen3_moe", placement=ExpertParallel(), adapters=adapters) as llm:
+        told["adapter"] = fingerprint(llm.generate(prompts[own], params[own]))
+    params = [replace(p, adapter=None) for p in params]
     for kind in QUANTIZED:
         with LLM(folder / "qwen3_moe", placement=ExpertParallel(), quantization=kind) as llm:
             told[kind] = fingerprint(llm.generate(prompts[own], params[own]))

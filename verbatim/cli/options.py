@@ -262,7 +262,8 @@ ADAPTERS = Option(
     "adapter",
     list[str],
     _ENGINE,
-    "Load a LoRA adapter, a PEFT folder; `generate` runs with the first one.",
+    "Load a LoRA adapter, a PEFT folder; `generate` runs with the first one, `verify` with all in "
+    "turn.",
     "NAME=FOLDER",
 )
 

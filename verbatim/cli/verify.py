@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verbatim.cli.options import MODEL, given, prepare, takes
+from verbatim.cli.options import ADAPTERS, MODEL, adapters_of, given, prepare, takes
 from verbatim.cli.terminal import EXIT_ERROR, command, note
 from verbatim.plain import to_json
 
@@ -25,7 +25,7 @@ _WIDTH = 150  # of the table, if stdout is not a terminal
 
 
 @command
-@takes(*_OPTIONS, positional_model=True)
+@takes(*_OPTIONS, ADAPTERS, positional_model=True)
 def verify(
     tokens: Annotated[
         int | None,
@@ -45,6 +45,8 @@ def verify(
     unfused, int8-kv, offloaded, two-stages. The exit status is 1 if one differs or fails.
     """
     settings = given(values, _OPTIONS)
+    if adapters := adapters_of(values):
+        settings["adapters"] = adapters
     if tokens is not None:
         settings["tokens"] = tokens
     prepare()

@@ -19,7 +19,8 @@ from verbatim.verify.trial import NotRun, Subject, Trial
 
 DEFAULT_TOKENS = 16
 OPTIONS = (
-    "tokenizer config revision trust_remote_code dtype device max_length kv_dtype quantization fused"
+    "tokenizer config revision trust_remote_code dtype device max_length kv_dtype quantization fused "
+    "adapters"
 ).split()
 
 
@@ -48,7 +49,8 @@ def verify(
         cluster: placement of the row "two-stages". None: two stages on this machine.
         num_threads: size of torch's thread pool, for all schedules except "threads".
         options: options of `LLM` for all schedules: tokenizer, config, revision, trust_remote_code, dtype,
-            device, max_length, kv_dtype, quantization, fused.
+            device, max_length, kv_dtype, quantization, fused, adapters. Requests take
+            the adapters, and none, in turn.
 
     Raises:
         InvalidRequest: an unknown option or schedule, or a number out of range.

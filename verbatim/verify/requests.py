@@ -34,6 +34,8 @@ class TestRequest:
 def make_requests(llm: LLM, num_tokens: int, seed: int) -> list[TestRequest]:
     """Return twelve requests, with prompts drawn from the vocabulary, within the model's length limit.
 
+    They take the adapters of `llm` and the model without one in turn.
+
     Args:
         num_tokens: length of the longest completions; the others are a little shorter.
         seed: for the prompts and the requests' seeds.
@@ -53,7 +55,7 @@ def make_requests(llm: LLM, num_tokens: int, seed: int) -> list[TestRequest]:
     num_tokens = min(num_tokens, max(1, limit // 2))
     longest = min(MAX_PROMPT, limit - num_tokens)
     rng = random.Random(f"verify-{seed}")
-    ids = _plain_ids(llm)
+    ids, adapters = _plain_ids(llm), [*llm.adapters, None]
     requests = []
     for number, (kind, fields) in enumerate(_kinds(ids, rng).items()):
         length = min(_LENGTHS[number], longest)
@@ -66,6 +68,7 @@ def make_requests(llm: LLM, num_tokens: int, seed: int) -> list[TestRequest]:
             seed=rng.randrange(2**53),
             max_tokens=max(1, num_tokens - number % 4),
             ignore_eos=number % 3 > 0,
+            adapter=adapters[number % len(adapters)],
             **fields,
         )
         requests.append(TestRequest(kind, prompt, params))

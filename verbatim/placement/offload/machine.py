@@ -192,7 +192,8 @@ def _reading(tensors: Sequence[Stored]) -> tuple[float, float, float]:
 def _read_ahead(chunks: list[Stored]) -> tuple[float, float]:
     """Return bytes/s of a stream of these chunks, and processor time per byte."""
     layouts = [lay_out(chunk.name, [chunk]) for chunk in chunks]
-    stream = Stream(layouts, _RING * CHUNK, 2, Trace())
+    # Room for many more of a small file's chunks would take long to fill.
+    stream = Stream(layouts, _RING * max(layout.nbytes for layout in layouts), 2, Trace())
     try:
         start, cpu = perf_counter(), process_time()
         for index in range(len(layouts)):
