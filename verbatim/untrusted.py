@@ -25,7 +25,10 @@ _LAYERS = re.compile(
 _PARTS = re.compile(r"^(num|n)_\w*(heads?|experts?|groups?|blocks?|codebooks)$")
 _IMPLEMENTATIONS = re.compile(r"^_?(attn|experts)_implementation(_internal)?$")
 # `weights/formats` decodes these. transformers sees none: its quantizers need packages, or load kernels.
-QUANTIZATIONS = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "mxfp4")
+QUANTIZATIONS = (
+    *("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "mxfp4"),
+    "torchao",
+)
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _MOST_POINTER_BYTES = 1024  # as Git LFS has it
 _FLOATS = re.compile(r"^(BF|F)\d|^torch\.b?float")

@@ -21,6 +21,7 @@ from verbatim.weights.formats.checkpoint import QuantizedCheckpoint
 from verbatim.weights.formats.compressed import read_compressed
 from verbatim.weights.formats.fp8 import read_fp8, read_mxfp4
 from verbatim.weights.formats.gptq import read_awq, read_gptq
+from verbatim.weights.formats.torchao import read_torchao
 from verbatim.weights.lazy import LazyWeight, Stored
 
 # By `quant_method`, as in `QUANTIZATIONS` of `untrusted.py`.
@@ -32,6 +33,7 @@ _FORMATS: dict[str, Callable[[QuantizedCheckpoint], Iterator[tuple[str, LazyWeig
     "fp8": read_fp8,
     "gptq": read_gptq,
     "mxfp4": read_mxfp4,
+    "torchao": read_torchao,
 }
 
 

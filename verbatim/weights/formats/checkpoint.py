@@ -18,7 +18,7 @@ from verbatim.model.weight_packing import Encoding, WeightPacking, stretches
 from verbatim.weights.formats.stored import Grouped
 from verbatim.weights.lazy import Computed, LazyWeight, Stored
 
-# Of the tensors of a matrix: codes `[N, K]`, scales `[N, groups]`, zero points of `ZERO_POINT`.
+# Of the tensors of a matrix: codes `[N, K]`, scales `[N, groups]`, zero points, if the encoding has any.
 Codes = Callable[..., tuple[Tensor, Tensor, Tensor | float]]
 _LARGEST = 2.0**118  # a scale; FP8 scales are multiplied by 2^8
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
@@ -126,7 +126,12 @@ class QuantizedCheckpoint:
                 raise ModelError(f"{full_name} has codes, scales or zero points of another shape")
             if not bool((scale.float().abs() <= _LARGEST).all()):
                 raise ModelError(f"{full_name} has scales that are NaN, infinite or too large")
-            if isinstance(zero, Tensor) and not 0 <= int(zero.min()) <= int(zero.max()) < 256:
+            if encoding is Encoding.CENTERED:
+                if not bool((torch.as_tensor(zero).abs() <= _LARGEST).all()):
+                    raise ModelError(
+                        f"{full_name} has zero points that are NaN, infinite or too large"
+                    )
+            elif isinstance(zero, Tensor) and not 0 <= int(zero.min()) <= int(zero.max()) < 256:
                 raise ModelError(f"{full_name} has zero points that are not from 0 to 255")
             heads = heads_of(scale.float().contiguous(), zero, encoding)
             return laid_out(code, heads.repeat_interleave(repeat, -1), one)

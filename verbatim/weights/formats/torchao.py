@@ -1,0 +1,103 @@
+"""torchao's tensors, as transformers stores them: their kinds are in the metadata of the files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verbatim.errors import NotSupported
+from verbatim.model.weight_packing import Encoding
+from verbatim.weights.files import read_whole
+from verbatim.weights.formats.checkpoint import QuantizedCheckpoint, pairs
+from verbatim.weights.formats.compressed import unsigned
+from verbatim.weights.formats.fp8 import scaled
+from verbatim.weights.lazy import LazyWeight
+
+_UNUSED = ("act_quant_scale", "act_quant_zero_point")  # of activations
+
+
+def read_torchao(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
+    """Yield the lazy weight of each matrix."""
+    from safetensors import safe_open
+
+    metadata: dict[str, str] = {}
+    for path in {stored.path for stored in checkpoint.left.values()}:
+        with safe_open(path, framework="pt") as file:
+            metadata |= file.metadata() or {}
+    readers = {
+        "Float8Tensor": _float8,
+        "Int4Tensor": _int4,
+        "Int8Tensor": _int8,
+        "IntxUnpackedToInt8Tensor": _int8,
+    }
+    for name, text in metadata.items():
+        fields = json.loads(text) if "." in name else {}
+        kind = fields.get("_type", "Tensor")
+        if kind == "Tensor":
+            continue
+        owner, _, own = name.rpartition(".")
+        prefix = f"{owner}._{own}_"
+        if kind not in readers or f"{prefix}act_pre_scale" in checkpoint.left:
+            raise NotSupported(
+                f"{checkpoint.folder}: {name} is a {str(kind)[:80]} of torchao: must be one of "
+                f"{', '.join(readers)}, without act_pre_scale"
+            )
+        block = [int(n) for n in fields["_data"]["block_size"]][-2:]
+        yield name, readers[kind](checkpoint, name, prefix, block)
+        checkpoint.drop(*(f"{prefix}{unused}" for unused in _UNUSED))
+
+
+def _float8(
+    checkpoint: QuantizedCheckpoint, name: str, prefix: str, block: list[int]
+) -> LazyWeight:
+    stored = checkpoint.left.get(f"{prefix}qdata")
+    in_blocks = stored is not None and block[1] != stored.shape[-1]
+    return scaled(checkpoint, f"{prefix}qdata", f"{prefix}scale", block if in_blocks else None)
+
+
+def _int8(checkpoint: QuantizedCheckpoint, name: str, prefix: str, block: list[int]) -> LazyWeight:
+    weight, scales = checkpoint.take(f"{prefix}qdata"), checkpoint.take_scale(f"{prefix}scale")
+    zeros = checkpoint.take_if_there(f"{prefix}zero_point")
+    *outer, width, depth = weight.shape
+    rows, size = block
+    groups = (*outer, width // rows if rows else 0, -(-depth // size) if size else 0)
+    if weight.dtype is not torch.int8 or rows not in (1, width) or len(outer) > 1:
+        raise checkpoint.wrong(f"{prefix}qdata")
+    for part in (scales, *zeros):
+        if torch.Size(part.shape).numel() != torch.Size(groups).numel():
+            raise checkpoint.wrong(part.name)
+    if any(zero.dtype is not torch.int8 for zero in zeros):
+        raise checkpoint.wrong(f"{prefix}zero_point")
+    # Symmetric ones are stored with zeros; without them a scale keeps all its bits.
+    zeros = tuple(zero for zero in zeros if bool(read_whole(zero).any()))
+
+    def by_rows(x: Tensor) -> Tensor:
+        return x.reshape(groups[-2:]).expand(width, -1)
+
+    def codes(weight: Tensor, scales: Tensor, *zeros: Tensor) -> Any:
+        zero = by_rows(zeros[0].int()) + 128 if zeros else 0.0
+        return unsigned(weight), by_rows(scales), zero
+
+    kind = Encoding.ZERO_POINT if zeros else Encoding.SIGNED
+    return checkpoint.grouped(name, weight.shape, kind, 8, size, codes, (weight, scales, *zeros))
+
+
+def _int4(checkpoint: QuantizedCheckpoint, name: str, prefix: str, block: list[int]) -> LazyWeight:
+    parts = tuple(checkpoint.take(f"{prefix}{key}") for key in ("qdata", "scale", "zero_point"))
+    *outer, width, half = parts[0].shape
+    shape, size = (*outer, width, 2 * half), block[1]
+    groups = (*outer, shape[-1] // size if size > 0 else 0, width)
+    if parts[0].dtype not in (torch.int8, torch.uint8) or block[0] != 1 or len(outer) > 1:
+        raise checkpoint.wrong(f"{prefix}qdata")
+    for part in parts[1:]:
+        if part.shape != groups or part.dtype is not torch.bfloat16:
+            raise checkpoint.wrong(part.name)
+
+    def codes(words: Tensor, scales: Tensor, zeros: Tensor) -> Any:
+        return pairs(words.view(torch.uint8)) ^ 8, scales.t(), zeros.float().t()
+
+    return checkpoint.grouped(name, shape, Encoding.CENTERED, 4, size, codes, parts)
