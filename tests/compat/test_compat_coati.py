@@ -1411,6 +1411,8 @@ def test_all_names_are_there():
     assert set(coati.__all__) == {
         "_is_sequence_finished",
         "_prepare_logits_processor",
+        "_sample",
+        "_sample_streaming",
         "generate",
         "generate_streaming",
         "prepare_inputs_fn",
