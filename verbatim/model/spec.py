@@ -80,7 +80,7 @@ class ModelSpec:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether rows attend to chosen keys or to records, and not to all keys in a window."""
+        """Return whether rows attend to chosen keys or to records, and not to all keys in a window."""
         return any(shape.records or not shape.value_dim for shape in self.layers)
 
     @property
