@@ -10,7 +10,7 @@ from functools import partial
 from verbatim.core import FinishReason, Request
 from verbatim.options import switch
 
-_DELAY_S = 1.0  # without a bar that nobody asked for, so that short calls show none
+_DELAY_S = 1.0  # before the bar shows, so that short calls show none
 
 
 @contextmanager
