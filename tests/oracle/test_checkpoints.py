@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from support import checkpoints
-from support.checkpoints import save
+from support.checkpoints import check_other_placements, save
 from support.requests_mixed import all_facts, mixed_requests
 from support.toys import make_toy, random_ids
 from verbatim import (
@@ -168,12 +168,7 @@ def test_the_numbers_are_those_of_the_file(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_other_placements_give_the_same_tokens(name: str, tmp_path: Path) -> None:
     written(name, tmp_path)
-    requests = mixed_requests(4)
-    with LLM(tmp_path) as llm:
-        outputs = all_facts(llm.generate(*requests))
-    for placement in (Offload(cpu="64MB"), Cluster(stages=2)):
-        with LLM(tmp_path, placement=placement) as llm:
-            assert all_facts(llm.generate(*requests)) == outputs
+    check_other_placements(tmp_path)
 
 
 def save_adapter(folder: Path, base: Path, module: Any, **config: Any) -> None:

@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from support.checkpoints import check_other_placements
 from support.requests_mixed import all_facts, mixed_requests
 from support.toys import make_toy
-from verbatim import LLM, Cluster, ModelError, NotSupported, Offload
+from verbatim import LLM, ModelError, NotSupported, Offload
 
 pytest.importorskip("torchao")
 
@@ -98,12 +99,7 @@ def test_the_numbers_are_those_of_torchao(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_stages_give_the_same_tokens(kind: str, tmp_path: Path) -> None:
     write(tmp_path, kind)
-    requests = mixed_requests(4)
-    with LLM(tmp_path) as llm:
-        expected = all_facts(llm.generate(*requests))
-    for placement in (Offload(cpu="64MB"), Cluster(stages=2)):
-        with LLM(tmp_path, placement=placement) as llm:
-            assert all_facts(llm.generate(*requests)) == expected
+    check_other_placements(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from support.requests_mixed import all_facts, mixed_requests
+from verbatim import LLM, Cluster, Offload
+
 Writer = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]
 _NOT_QUANTIZED = re.compile(r"embed|norm|lm_head|gate\.weight|router|bias")
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -260,3 +263,13 @@ def _save_experts(tensors: dict[str, Tensor], name: str, stack: Tensor, write: W
             tensors |= {f"{path}.{number}.{short}.{end}": t for end, t in stored.items()}
         values.append(torch.cat(made))
     return torch.stack(values)
+
+
+def check_other_placements(folder: Path) -> None:
+    """Check that a checkpoint gives the same results in memory, within 64 MB and in two stages."""
+    requests = mixed_requests(4)
+    with LLM(folder) as llm:
+        expected = all_facts(llm.generate(*requests))
+    for placement in (Offload(cpu="64MB"), Cluster(stages=2)):
+        with LLM(folder, placement=placement) as llm:
+            assert all_facts(llm.generate(*requests)) == expected
