@@ -444,6 +444,7 @@ def _act_of(experts: Any) -> Any:
     return getattr(experts, "act_fn", None) or getattr(mlp, "activation_fn", None)
 
 
+@kernels.without_overrides
 def _clamped_pairs(x: Tensor, alpha: float, limit: float) -> Tensor:
     """Apply gpt-oss' gate, with a batch-invariant sigmoid."""
     gate = x[..., ::2].clamp(max=limit)
@@ -452,6 +453,7 @@ def _clamped_pairs(x: Tensor, alpha: float, limit: float) -> Tensor:
     return (up + 1) * (gate * opened)
 
 
+@kernels.without_overrides
 def _clamped_split(x: Tensor, alpha: float, limit: float) -> Tensor:
     """Apply HY V4's gate: silu of a clamped half, times the other one, clamped; with `alpha`, MiniMax M3's:
     gpt-oss' on halves.

@@ -288,11 +288,7 @@ def _deepseek_v4(module: Any) -> Callable[..., Any]:
     def forward(hidden_states: Tensor, input_ids: Tensor | None = None) -> Any:
         rows = hidden_states.reshape(-1, module.hidden_dim)
         logits = products.linear(rows, module.weight)
-        if type(module.score_fn).__name__ == "SqrtSoftplusActivation":
-            wide = logits.float()
-            scores = torch.sqrt(wide.clamp(min=0) + torch.log1p(torch.exp(-wide.abs())))
-        else:
-            scores = module.score_fn(logits).float()
+        scores = module.score_fn(logits.float())
         forced = forced_experts()
         if input_ids is not None:
             listed = module.tid2eid[input_ids.reshape(-1)].long()
