@@ -23,7 +23,7 @@ from verbatim.engine.sessions import num_in_common
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.params import SamplingParams
 
-FORMAT, VERSION = "verbatim-session", 2
+FORMAT, VERSION = "verbatim-session", 3
 _SHAPE = (
     "model_type",
     "hidden_size",

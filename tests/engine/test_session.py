@@ -670,24 +670,40 @@ def test_saved_sessions_go_on_in_another_engine_with_the_same_words(
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_moe", "mtp", pytest.param("ranks", marks=pytest.mark.slow)]
+    ("name", "places"),
+    [
+        ("qwen3_moe", (None, None)),
+        ("qwen3_moe", ("stages", None)),
+        ("qwen3_moe", (None, "stages")),
+        ("mtp", (None, None)),
+        ("mtp", ("stages", None)),
+        pytest.param("llama", ("ranks", "ranks"), marks=pytest.mark.slow),
+    ],
 )
-def test_saved_kv_has_all_that_is_kept_of_a_token(name: str, tmp_path: Path) -> None:
+def test_saved_kv_has_all_that_is_kept_of_a_token(
+    name: str, places: tuple[str | None, str | None], tmp_path: Path
+) -> None:
     path, options = tmp_path / "talk.session", dict[str, Any](kv_memory="2MB")
     folder = tmp_path / "model"
     if name == "mtp":
         save_with_mtp(mtp_toy("deepseek_v3", 1), folder)
         options |= {"draft": "mtp"}
     else:
-        toys.make_toy("llama" if name == "ranks" else name).save_pretrained(folder)
-    if name == "ranks":
-        options |= {"placement": TensorParallel(2)}
+        toys.make_toy(name).save_pretrained(folder)
     params = P8.replace(record_routing=name == "qwen3_moe")
-    with LLM(folder, **options) as llm, llm.session(90, seed=7) as session:
+
+    def opened(place: str | None) -> LLM:
+        placements = {
+            "ranks": lambda: TensorParallel(2),
+            "stages": lambda: Cluster(stages=2, hosts=ThreadHosts()),
+        }
+        return LLM(folder, placement=place and placements[place](), **options)
+
+    with opened(places[0]) as llm, llm.session(90, seed=7) as session:
         session.generate(toys.random_ids(20, 1), P8)
         session.save(path, kv=True)
         want = session.generate([5], params)
-    with LLM(folder, **options) as llm, llm.session(90, load=path) as session:
+    with opened(places[1]) as llm, llm.session(90, load=path) as session:
         found = session.generate([5], params)
         assert said(found) == said(want)
         assert found.num_cached_tokens == want.num_cached_tokens == 27

@@ -27,14 +27,16 @@ class BlockStore(Protocol):
         ...
 
 
-def read_rows(stores: Sequence[BlockStore], blocks: list[int], used: int | None = None) -> Tensor:
-    """Copy some blocks of all these stores: `[n, bytes]` uint8 on the CPU.
+def read_rows(
+    stores: Sequence[BlockStore | None], blocks: list[int], used: int | None = None
+) -> Tensor:
+    """Copy some blocks of all these stores that there are: `[n, bytes]` uint8 on the CPU.
 
     Args:
         used: positions of the last block that are copied; the others are zero. None: all.
     """
     parts: list[Tensor] = []
-    for store in stores:
+    for store in filter(None, stores):
         copied = store.read_blocks(blocks)
         if used is not None and store.token_axis is not None and blocks:
             for part in copied:
@@ -45,10 +47,16 @@ def read_rows(stores: Sequence[BlockStore], blocks: list[int], used: int | None 
     return torch.cat(rows, dim=1) if rows else torch.empty(len(blocks), 0, dtype=torch.uint8)
 
 
-def write_rows(stores: Sequence[BlockStore], blocks: list[int], rows: Tensor) -> None:
+def row_bytes(store: BlockStore | None) -> int:
+    """Return the bytes of a block of a store."""
+    parts = [] if store is None else store.read_blocks([])
+    return sum(part.shape[1:].numel() * part.element_size() for part in parts)
+
+
+def write_rows(stores: Sequence[BlockStore | None], blocks: list[int], rows: Tensor) -> None:
     """Write blocks, given as `read_rows` returns them."""
     begin = 0
-    for store in stores:
+    for store in filter(None, stores):
         contents = []
         for like in store.read_blocks([]):
             end = begin + like.shape[1:].numel() * like.element_size()

@@ -145,12 +145,12 @@ class ChoiceStore:
             self.ids[[b for _, b in copies]] = self.ids[[a for a, _ in copies]]
 
     def read_blocks(self, blocks: list[int]) -> list[Tensor]:
-        """Copy whole blocks: one tensor, `[n, block_size, layers, k]`."""
-        return [self.ids[blocks]]
+        """Copy whole blocks: for each layer a tensor `[n, block_size, k]`, as for K and V."""
+        return [*self.ids[blocks].unbind(2)]
 
     def write_blocks(self, blocks: list[int], contents: list[Tensor]) -> None:
         """Write whole blocks, given as `read_blocks` returns them."""
-        self.ids[blocks] = contents[0].to(self.ids.device)
+        self.ids[blocks] = torch.stack(contents, 2).to(self.ids.device)
 
     def write(self, slots: Tensor, ids: Tensor, layers: slice = slice(None)) -> None:
         """Put `ids` `[T, layers, k]`, or those of some layers, at `slots` `[T]`."""

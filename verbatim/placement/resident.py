@@ -23,7 +23,7 @@ from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.loader import Checkpoint, LoadedModel
 from verbatim.model.packing import PackingReport
 from verbatim.model.patching import threads
-from verbatim.model.routing import Records, open_records, read_record
+from verbatim.model.routing import open_records, read_record
 from verbatim.model.spec import inner_model
 from verbatim.model.weights import weight_info, writes_to
 from verbatim.options import dtype_name
@@ -135,12 +135,21 @@ class Resident:
         return read_record(name, self.choices[name], self.records, block_table, num_tokens)
 
     def read_cache(self, kind: str, numbers: list[int], used: int | None = None) -> Tensor | None:
-        stores = cached_in(kind, self.store, self.records, self.draft_layers)
-        return read_rows(stores, numbers, used)
+        return read_rows(self.cached_in(kind), numbers, used)
 
     def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
-        write_rows(cached_in(kind, self.store, self.records, self.draft_layers), numbers, rows)
+        write_rows(self.cached_in(kind), numbers, rows)
         return True
+
+    def cached_in(self, kind: str) -> list[BlockStore | None]:
+        """Return the stores of what a cached prefix consists of, as of `read_cache`.
+
+        Indices are recorded only for requests that share no blocks; MTP layers compute their K and V again,
+        from the hidden states.
+        """
+        if kind == "states":
+            return [self.store.states]
+        return [self.store, self.records.get("routing"), self.draft_layers.hidden]
 
     def check_replay(self, name: str) -> None:
         with threads(self._num_threads):
@@ -231,18 +240,6 @@ class Resident:
         self.store.release()
         self.draft_layers.close()
         self.decoder.close()
-
-
-def cached_in(kind: str, store: KVStore, records: Records, drafts: DraftLayers) -> list[BlockStore]:
-    """Return the stores of what a cached prefix consists of, as of `Runner.read_cache`.
-
-    Indices are recorded only for requests that share no blocks; MTP layers compute their K and V again,
-    from the hidden states.
-    """
-    stores: list[BlockStore | None] = [store, records.get("routing"), drafts.hidden]
-    if kind == "states":
-        stores = [store.states]
-    return [one for one in stores if one is not None]
 
 
 def move(loaded: LoadedModel, device: Device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from verbatim.errors import VerbatimError
+from verbatim.kv.flat import row_bytes
 from verbatim.placement.resident import Resident
 from verbatim.weights.update import WeightWriter
 
@@ -56,10 +57,10 @@ class Served:
             self.running.check_replay(name)
 
     def read_cache(self, message: Message) -> Message:
-        """Return the rows of blocks or slots, as of `Runner.read_cache`."""
-        return {
-            "rows": self.running.read_cache(message["kind"], message["numbers"], message["used"])
-        }
+        """Return the rows of blocks or slots, as of `Runner.read_cache`, and each store's bytes in one."""
+        runner, kind = self.running, message["kind"]
+        rows = runner.read_cache(kind, message["numbers"], message["used"])
+        return {"rows": rows, "widths": [row_bytes(store) for store in runner.cached_in(kind)]}
 
     def write_cache(self, message: Message) -> None:
         """Write the rows of blocks or slots."""

@@ -231,13 +231,13 @@ class Clustered:
             self._each("check_replay", name=name)
 
     def read_cache(self, kind: str, numbers: list[int], used: int | None = None) -> Tensor | None:
-        if self.choices["routing"].layers:  # of other layers after `rebalance`
-            raise NotSupported(
-                "stages keep the experts of each token beside the K and V of their layers"
-            )
         asked: Message = {"kind": kind, "numbers": numbers, "used": used}
         parts = self._cached("read_cache", [asked] * len(self._stages))
-        return None if parts is None else torch.cat([part["rows"] for part in parts], dim=1)
+        if parts is None:
+            return None
+        # K and V of all layers, then the experts of all layers, whichever stages have them.
+        by_store = zip(*(part["rows"].split(part["widths"], dim=1) for part in parts), strict=True)
+        return torch.cat([rows for store in by_store for rows in store], dim=1)
 
     def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
         asked: Message = {"kind": kind, "numbers": list[int](), "used": None}
@@ -246,9 +246,11 @@ class Clustered:
             return False
         if kind == "blocks":
             self.supervisor.note_written(numbers)
-        shares = rows.split([part["rows"].shape[1] for part in parts], dim=1)
+        widths = [*zip(*(part["widths"] for part in parts), strict=True)]  # by store, by stage
+        pieces = rows.split([width for store in widths for width in store], dim=1)
+        shares = [torch.cat(pieces[i :: len(parts)], dim=1) for i in range(len(parts))]
         asked = {"kind": kind, "numbers": numbers}
-        orders = [{**asked, "rows": share.contiguous()} for share in shares]
+        orders = [{**asked, "rows": share} for share in shares]
         return self._cached("write_cache", orders) is not None
 
     def _cached(self, do: str, orders: list[Message]) -> list[Any] | None:
