@@ -122,10 +122,10 @@ def _open_placed(
     layers = draft if isinstance(draft, EarlyExit | Mtp) else None
     if isinstance(placement, Offload):
         return open_offloaded(loaded, placement, options, limit, layers)
-    if isinstance(placement, ExpertParallel):
-        return open_expert_parallel(loaded, placement, options, limit, layers)
     if placement is not None:
         assert source is not None
+        if isinstance(placement, ExpertParallel):
+            return open_expert_parallel(loaded, source, placement, options, limit, layers)
         if isinstance(placement, Cluster):
             return open_cluster(loaded, source, placement, options, limit, layers)
         if isinstance(placement, PipelineParallel):

@@ -35,6 +35,7 @@ from verbatim import (
     rl,
 )
 from verbatim.batch import AttentionBatch
+from verbatim.errors import ModelChanged
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.attention import paged_attention
 from verbatim.model import products
@@ -210,7 +211,7 @@ def check_experts(told: list[dict[str, Any]], folder: Path, folders: Folders) ->
             for rank, ours in enumerate(told):
                 own = slice(0, 0) if rank == 0 else slice(rank - 1, None, world - 1)
                 results = llm.generate(prompts[own], params[own]) if rank else []
-                assert ours[kind] == fingerprint(results), (kind, rank)
+                assert ours[kind] == ours[f"{kind} awake"] == fingerprint(results), (kind, rank)
                 results = new.generate(prompts[own], params[own]) if rank else []
                 assert ours[f"{kind} updated"] == fingerprint(results), (kind, rank)
                 assert ours[f"{kind} bytes"] < llm.info()["quantization"]["bytes_after"]
@@ -241,9 +242,10 @@ def test_started_ranks_serve_all_there_is_and_are_gone_afterwards(folders: Folde
         assert info["placement"] == "tensor parallel" and info["ranks"] == 2
         assert sum(info["rank_kv_bytes"]) == info["kv_bytes"]
         assert max(info["rank_weight_bytes"]) < 0.6 * info["weight_bytes"]
-        llm.sleep()
-        llm.wake()
-        assert all_facts(llm.generate(prompts[:3], params[:3])) == expected[:3]
+        for weights in (False, True):
+            llm.sleep(weights)
+            llm.wake()
+            assert all_facts(llm.generate(prompts[:3], params[:3])) == expected[:3]
         group = llm.engine.runner.group
         (process,), folder = group.processes.values(), group.folder
         # A rank dies in the middle of a request: an error that names it, and soon.
@@ -255,6 +257,27 @@ def test_started_ranks_serve_all_there_is_and_are_gone_afterwards(folders: Folde
             list(stream)
         assert time.monotonic() - begin < 20
     assert process.returncode == -signal.SIGKILL and not folder.exists()
+
+
+@pytest.mark.slow
+def test_weights_of_ranks_sleep_unless_they_or_their_files_changed(tmp_path: Path) -> None:
+    toys.make_toy("llama").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    kinds: dict[str, Any] = dict(quantization="int8", placement=TensorParallel(2))
+    with LLM(tmp_path, quantization="int8") as llm:
+        (expected,) = all_facts(llm.generate([[5, 6]], GREEDY))
+    with LLM(tmp_path, **kinds) as llm:
+        llm.sleep(weights=True)
+        before = file.stat()
+        os.utime(file, ns=(0, 0))
+        with pytest.raises(ModelChanged, match=r"model\.safetensors changed"):
+            llm.wake()
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+        llm.wake()
+        assert all_facts(llm.generate([[5, 6]], GREEDY)) == [expected]
+        llm.update_weights(toys.make_toy("llama", seed=1).state_dict())
+        with pytest.raises(NotSupported, match="would be lost"):
+            llm.sleep(weights=True)
 
 
 def test_a_rank_that_fails_alone_is_named() -> None:

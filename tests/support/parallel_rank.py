@@ -101,6 +101,9 @@ def share_experts(rank: int, world: int, folder: Path) -> dict[str, Any]:
     for kind in QUANTIZED:
         with LLM(folder / "qwen3_moe", placement=ExpertParallel(), quantization=kind) as llm:
             told[kind] = fingerprint(llm.generate(prompts[own], params[own]))
+            llm.sleep(weights=True)
+            llm.wake()
+            told[f"{kind} awake"] = fingerprint(llm.generate(prompts[own], params[own]))
             told[f"{kind} bytes"] = llm.info()["quantization"]["bytes_after"]
             llm.update_weights(folder / "new-qwen3_moe")
             told[f"{kind} updated"] = fingerprint(llm.generate(prompts[own], params[own]))

@@ -53,10 +53,17 @@ def open_weights(open_: Opener, quantization: Quantization | None) -> LoadedMode
     else:
         loaded, lazy_weights, cache = _open_lazily(open_, quantization)
     assert not loaded.live
-    module, folder = loaded.module, loaded.folder
+    module = loaded.module
     loaded.original = module.state_dict(keep_vars=True)
     loaded.packed = load_weights(module, lazy_weights, quantization, cache=cache)
-    checkpoint = loaded.checkpoint
+    loaded.checkpoint = checkpoint_of(loaded, lambda: open_weights(open_, quantization).module)
+    loaded.lazy_weights = loaded.folder = loaded.config = None
+    return loaded
+
+
+def checkpoint_of(loaded: LoadedModel, read: Callable[[], nn.Module]) -> Checkpoint:
+    """Return the files of the weights that were just read; `read` reads them again, into another module."""
+    folder, checkpoint = loaded.folder, loaded.checkpoint
     marks: Callable[[Path], dict[str, tuple[int, int]]]
     marks = fingerprints
     if (adapter := loaded.adapter) is not None:
@@ -68,14 +75,7 @@ def open_weights(open_: Opener, quantization: Quantization | None) -> LoadedMode
     if checkpoint is not None:
         folder, marks = checkpoint.folder, checkpoint.fingerprints
     assert folder is not None
-    loaded.lazy_weights = loaded.folder = loaded.config = None
-    loaded.checkpoint = Checkpoint(
-        folder,
-        module,
-        read=lambda: open_weights(open_, quantization).module,
-        fingerprints=marks,
-    )
-    return loaded
+    return Checkpoint(folder, loaded.module, read=read, fingerprints=marks)
 
 
 def _open_lazily(

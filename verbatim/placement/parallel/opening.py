@@ -184,7 +184,7 @@ def _lead(
         try:
             ranks = Gloo(meeting, 0, size, timeout_s)
             undo.callback(ranks.close)
-            shared = open_share(loaded, ranks, num_threads, draft)
+            shared = open_share(loaded, source, ranks, num_threads, draft)
         except TierFailed as error:
             raise group.failure(error) from error
         spec = shared.decoder.spec
@@ -249,6 +249,7 @@ def _num_blocks(
 
 def open_expert_parallel(
     loaded: LoadedModel,
+    source: ModelSource,
     choice: ExpertParallel,
     options: EngineOptions,
     limit: int | None,
@@ -266,13 +267,14 @@ def open_expert_parallel(
     kv_dtype = "auto" if options.kv_dtype is None else _name(options.kv_dtype)
     kind = loaded.quantization
     group.check_equal(numerics_key(dtype, kv_dtype, None if kind is None else kind.name))
-    cut = take_share(loaded, group, head=None, linears=False, share=ExchangedExperts)
+    cut = take_share(loaded, source, group, head=None, linears=False, share=ExchangedExperts)
     decoder = Decoder(module, fused=options.fused)
     layers = open_draft_layers(draft, decoder, loaded)
     if options.kv_bytes is None:
         options = replace(options, kv_bytes=int(available_memory() * _KV_SHARE) // group.size)
     runner = open_resident(decoder, loaded, options, limit, layers)
     runner.packed, runner.original, runner.cuts = cut.report, cut.original, cut.ranges
+    runner.checkpoint = cut.checkpoint
     runner.placement = {
         "placement": "expert parallel",
         "ranks": group.size,

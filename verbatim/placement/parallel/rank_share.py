@@ -63,7 +63,8 @@ class RankShare(Served):
         meeting = Path(told["meeting"])
         self._ranks = Gloo(meeting, told["rank"], told["size"], told["timeout_s"])
         draft = options_of(told["draft"])
-        self._shared = open_share(self._loaded, self._ranks, told["num_threads"], draft)
+        source = ModelSource(**told["source"])
+        self._shared = open_share(self._loaded, source, self._ranks, told["num_threads"], draft)
 
     def store(self, message: Message) -> Message:
         """Allocate this rank's K and V."""
@@ -94,11 +95,11 @@ class RankShare(Served):
         self.running.unload_adapter(message["number"])
 
     def sleep(self, message: Message) -> None:
-        """Free the memory of K and V."""
-        self.running.sleep(False)
+        """Free the memory of K and V; with `weights`, also that of the weights."""
+        self.running.sleep(message["weights"])
 
     def wake(self, message: Message) -> None:
-        """Allocate it again."""
+        """Allocate it again, and read the weights."""
         self.running.wake()
 
     def _leave(self) -> None:

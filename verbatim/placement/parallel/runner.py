@@ -30,7 +30,7 @@ class Rank(Resident):
         self.ranks = shared.ranks
         self.cut = shared.cut
         self.packed, self.original = shared.cut.report, shared.cut.original
-        self.cuts = shared.cut.ranges
+        self.checkpoint, self.cuts = shared.cut.checkpoint, shared.cut.ranges
 
     def check_replay(self, name: str) -> None:
         with self.ranks.everywhere():
@@ -38,13 +38,6 @@ class Rank(Resident):
 
     def stamp(self) -> object:
         return None  # the parameters have no other users
-
-    def sleep(self, weights: bool) -> None:
-        if weights:
-            raise NotSupported(
-                "sleep(weights=True): placement=TensorParallel; close the LLM instead"
-            )
-        super().sleep(False)
 
     def close(self) -> None:
         self.ranks.close()
@@ -170,11 +163,11 @@ class Leading(Rank):
 
     def sleep(self, weights: bool) -> None:
         super().sleep(weights)
-        self.group.tell({"do": "sleep"})
+        self.group.ask({"do": "sleep", "weights": weights})
 
     def wake(self) -> None:
-        self.group.tell({"do": "wake"})
         super().wake()
+        self.group.ask({"do": "wake"})
 
     def close(self) -> None:
         with ExitStack() as last_first:

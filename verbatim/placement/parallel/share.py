@@ -16,7 +16,7 @@ from verbatim.model.early_exit import EarlyExit, open_draft_layers
 from verbatim.model.experts import flat_experts, is_stacked
 from verbatim.model.hidden import head_of
 from verbatim.model.invariant import forward_for
-from verbatim.model.loader import LoadedModel
+from verbatim.model.loader import Checkpoint, LoadedModel, ModelSource
 from verbatim.model.mtp_source import Mtp
 from verbatim.model.packed import weight_bytes
 from verbatim.model.packing import PackingReport
@@ -28,7 +28,8 @@ from verbatim.placement.parallel.heads import own_layers
 from verbatim.placement.parallel.ranks import Gloo
 from verbatim.weights.files import read_whole
 from verbatim.weights.lazy import materialize
-from verbatim.weights.load import Place, load_weights
+from verbatim.weights.load import Place, checkpoint_of, load_weights
+from verbatim.weights.reopen import reopen
 from verbatim.weights.update import Cut as Range
 
 
@@ -41,6 +42,7 @@ class Cut:
     whole: list[str] = field(default_factory=list)  # linears that can't be cut, or are too narrow
     total_parameters: int = 0  # of the model
     total_bytes: int = 0
+    checkpoint: Checkpoint | None = None
     report: PackingReport | None = None  # of what this rank holds
     original: dict[str, Tensor] = field(default_factory=dict)  # the state dict of the whole model
     ranges: dict[str, Range] = field(default_factory=dict)  # what this rank holds of a weight
@@ -48,6 +50,7 @@ class Cut:
 
 def take_share(
     loaded: LoadedModel,
+    source: ModelSource,
     ranks: Ranks,
     *,
     head: nn.Module | None,
@@ -57,6 +60,7 @@ def take_share(
     """Read this rank's share of a model's lazy weights.
 
     Args:
+        source: where the weights are read again after they slept.
         head: its columns are wanted on rank 0 alone; None: of a model that names none.
         linears: cut linears by columns; else only experts are shared.
         share: makes of (ranks, bounds) what runs the experts.
@@ -110,6 +114,13 @@ def take_share(
             if hasattr(inner, attribute):
                 setattr(inner, attribute, bounds[ranks.rank + 1] - bounds[ranks.rank])
         setattr(above, name, Columns(inner, ranks, bounds, 0 if is_head else None))
+
+    def read() -> nn.Module:
+        again = reopen(source)
+        take_share(again, source, ranks, head=None, linears=linears, share=share)
+        return again.module
+
+    cut.checkpoint = checkpoint_of(loaded, read)
     return cut
 
 
@@ -156,7 +167,11 @@ class Shared:
 
 
 def open_share(
-    loaded: LoadedModel, ranks: Gloo, num_threads: int, draft: Mtp | EarlyExit | None
+    loaded: LoadedModel,
+    source: ModelSource,
+    ranks: Gloo,
+    num_threads: int,
+    draft: Mtp | EarlyExit | None,
 ) -> Shared:
     """Read a rank's share, inspect the model, and open its draft layers; all ranks do so at once.
 
@@ -165,7 +180,7 @@ def open_share(
         NotSupported: its layers for attention have heads that can't be shared by so many.
         TierFailed: a file can't be read, or another rank is gone.
     """
-    cut = take_share(loaded, ranks, head=head_of(inner_model(loaded.module)))
+    cut = take_share(loaded, source, ranks, head=head_of(inner_model(loaded.module)))
     with threads(num_threads), ranks.everywhere():
         decoder = Decoder(loaded.module, fused=False)  # its products are shared
         spec = decoder.spec
