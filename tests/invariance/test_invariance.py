@@ -17,9 +17,18 @@ from support.stages import ThreadHosts, serving
 from support.toys import make_toy, random_ids
 from verbatim import LLM, Cluster, SamplingParams
 
+# Every model, in the slow suite in the other dtype too.
+each_in_one_dtype = pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=[pytest.mark.slow] * (i % 2 != j))
+        for i, name in enumerate(MODELS)
+        for j, dtype in enumerate(DTYPES)
+    ],
+)
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", MODELS)
+
+@each_in_one_dtype
 def test_every_schedule_gives_the_same_bits(name: str, dtype: str) -> None:
     prompts, params = mixed_requests()
     with open_toy(name, dtype) as llm:
@@ -87,14 +96,7 @@ def test_every_chunk_size_gives_the_same_bits(name: str) -> None:
             assert all_facts(llm.generate(prompts, params)) == expected, f"chunks of {rows}"
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        pytest.param(name, dtype, marks=[pytest.mark.slow] * (i % 2 != j))
-        for i, name in enumerate(MODELS)
-        for j, dtype in enumerate(DTYPES)
-    ],
-)
+@each_in_one_dtype
 def test_found_prefixes_give_the_same_bits(name: str, dtype: str) -> None:
     prompts, params = mixed_requests()
     params = [p if p.num_beams > 1 else p.replace(**routed(name)) for p in params]

@@ -126,18 +126,27 @@ def test_a_named_tool_is_the_one_that_is_called(served):
         assert {call["function"]["name"] for call in calls} == {name}
 
 
+CHOICES: list[dict[str, Any]] = [
+    {"tool_choice": "required"},
+    {"tool_choice": "required", "parallel_tool_calls": False},
+    {"tool_choice": "auto"},
+    {"tool_choice": "none"},
+    {"tool_choice": "required", "max_tokens": 20},
+    {"tool_choice": "required", "stop": ["node", "city"]},
+    {"tool_choice": "required", "logprobs": True},
+]
+
+
 @pytest.mark.parametrize(
-    "choice",
+    ("served", "choice"),
     [
-        {"tool_choice": "required"},
-        {"tool_choice": "required", "parallel_tool_calls": False},
-        {"tool_choice": "auto"},
-        {"tool_choice": "none"},
-        {"tool_choice": "required", "max_tokens": 20},
-        {"tool_choice": "required", "stop": ["node", "city"]},
-        {"tool_choice": "required", "logprobs": True},
+        # Three choices of each kind are fast, and each choice of five or six kinds.
+        pytest.param(kind, choice, marks=[pytest.mark.slow] * ((i - j) % 7 not in (0, 1, 3)))
+        for i, kind in enumerate(KINDS)
+        for j, choice in enumerate(CHOICES)
     ],
-    ids=json.dumps,
+    ids=lambda value: value if isinstance(value, str) else json.dumps(value),
+    indirect=["served"],
 )
 def test_a_stream_calls_what_the_whole_calls(served, choice):
     body = ASK | TALKATIVE | {"n": 2, "seed": 3} | choice
