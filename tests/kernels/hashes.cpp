@@ -1,0 +1,136 @@
+// Calls kernels of the library that argv[1] names, and prints a hash of each result. It runs where
+// there is no Python: on another processor, under an emulator (test_aarch64.py).
+
+#include <dlfcn.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "../../verbatim/kernels/matrix.h"
+
+using vb::bf16;
+
+static void *library;
+
+// The kernel of this name, with the types of the arguments that it is called with.
+template <typename... Arguments> static void call(const char *name, Arguments... arguments) {
+    void *const kernel = dlsym(library, name);
+    if (!kernel) std::printf("%s: %s\n", name, dlerror()), std::exit(1);
+    ((void (*)(Arguments...))kernel)(arguments...);
+}
+
+// FNV-1a over the bytes of a result.
+template <typename T> static void report(const std::string &name, const std::vector<T> &result) {
+    uint64_t hash = 0xcbf29ce484222325u;
+    const unsigned char *const bytes = (const unsigned char *)result.data();
+    for (size_t i = 0; i < result.size() * sizeof(T); i++) hash = (hash ^ bytes[i]) * 0x100000001b3u;
+    std::printf("%s %016llx\n", name.c_str(), (unsigned long long)hash);
+}
+
+// Numbers between -1 and 1, always the same.
+template <typename T> static std::vector<T> numbers(int64_t count, uint64_t seed) {
+    std::vector<T> values(count);
+    for (T &value : values) {
+        seed = seed * 6364136223846793005u + 1442695040888963407u;
+        vb::put(&value, (float)(int32_t)(seed >> 32) * 0x1p-31f);
+    }
+    return values;
+}
+
+template <typename T> struct Names {
+    static constexpr const char *suffix = sizeof(T) == 2 ? "_bf16" : "_f32";
+    std::string operator()(const char *name) const { return std::string(name) + suffix; }
+};
+
+// Products of 5 rows: plain weights either way round, then packed ones and their numbers.
+template <typename T> static void products() {
+    const Names<T> named;
+    constexpr int64_t ROWS = 5, COLS = 83, DEPTH = 200, GROUP = 32;
+    const auto x = numbers<T>(ROWS * DEPTH, 1), w = numbers<T>(COLS * DEPTH, 2), bias = numbers<T>(COLS, 3);
+    std::vector<T> out(ROWS * COLS);
+    for (const char *name : {"vb_linear", "vb_linear_t"}) {
+        const int64_t stride = name[9] ? COLS : DEPTH;
+        call(named(name).c_str(), out.data(), x.data(), w.data(), bias.data(), ROWS, COLS, DEPTH, DEPTH,
+             stride, COLS, 0, 1);
+        report(named(name), out);
+    }
+    for (const int bits : {4, 8}) {
+        const std::string of_bits = std::to_string(bits);
+        std::vector<uint8_t> packed(2 * COLS * DEPTH);
+        std::vector<double> squares(2);
+        call("vb_pack_rows", packed.data(), w.data(), COLS, DEPTH, bits, (int)GROUP, (int)(sizeof(T) == 2),
+             squares.data(), 1);
+        report(named("vb_pack_rows") + " to " + of_bits, packed);
+        report(named("vb_pack_rows") + " squares of " + of_bits, squares);
+        std::vector<T> unpacked(COLS * DEPTH);
+        call("vb_unpack_rows", unpacked.data(), packed.data(), COLS, DEPTH, bits, (int)GROUP,
+             (int)(sizeof(T) == 2), 1);
+        report(named("vb_unpack_rows") + " from " + of_bits, unpacked);
+        const vb::Matrix matrix{packed.data(), bias.data(), COLS, DEPTH, DEPTH, bits, GROUP, 0};
+        call(named("vb_multiply").c_str(), out.data(), x.data(), ROWS, DEPTH, &matrix, 1, COLS, 0, 1);
+        report(named("vb_multiply") + " by " + of_bits, out);
+    }
+}
+
+template <typename T> static void elementwise() {
+    const Names<T> named;
+    constexpr int64_t ROWS = 3, WIDTH = 100;
+    const auto x = numbers<T>(ROWS * WIDTH, 4), weight = numbers<T>(WIDTH, 5), up = numbers<T>(ROWS * WIDTH, 6);
+    std::vector<T> out(ROWS * WIDTH);
+    for (int kind = 1; kind <= 4; kind++) {
+        call(named("vb_rms_norm").c_str(), out.data(), x.data(), weight.data(), ROWS, WIDTH, 1e-6f, kind, 1);
+        report(named("vb_rms_norm") + " " + std::to_string(kind), out);
+    }
+    for (int activation = 0; activation <= 4; activation++) {
+        call(named("vb_activate").c_str(), out.data(), x.data(), up.data(), ROWS * WIDTH, activation, 1);
+        report(named("vb_activate") + " " + std::to_string(activation), out);
+    }
+}
+
+// Two sequences, 3 new tokens behind 20 cached ones and 1 behind 8, over keys of every format.
+template <typename T> static void attention() {
+    constexpr int64_t TOKENS = 4, HEADS = 4, KV_HEADS = 2, SIZE = 40, BLOCK = 16, BLOCKS = 3;
+    constexpr int64_t SLOTS = BLOCKS * BLOCK;
+    const auto q = numbers<T>(TOKENS * HEADS * SIZE, 7);
+    const auto k = numbers<T>(SLOTS * KV_HEADS * SIZE, 8), v = numbers<T>(SLOTS * KV_HEADS * SIZE, 9);
+    const std::vector<int32_t> starts{0, 3, 4}, lengths{23, 9}, tables{2, 0, 1, 1};
+    const std::vector<int64_t> strides{KV_HEADS * SIZE, SIZE, KV_HEADS * SIZE, SIZE};
+    const auto sinks = numbers<float>(HEADS, 10);
+    std::vector<int64_t> slots(SLOTS);
+    for (int64_t i = 0; i < SLOTS; i++) slots[i] = i;
+    constexpr int IS_BF16 = sizeof(T) == 2, PLAIN = IS_BF16;
+    for (const int format : {PLAIN, 8, 4}) {
+        std::vector<uint8_t> keys(SLOTS * KV_HEADS * SIZE * 4), values(keys);
+        if (format == PLAIN) {
+            std::memcpy(keys.data(), k.data(), k.size() * sizeof(T));
+            std::memcpy(values.data(), v.data(), v.size() * sizeof(T));
+        } else {
+            call("vb_pack_kv", k.data(), v.data(), keys.data(), values.data(), slots.data(), SLOTS, KV_HEADS,
+                 BLOCK, SIZE, SIZE, strides.data(), IS_BF16, format, 1);
+        }
+        std::vector<T> out(TOKENS * HEADS * SIZE);
+        call("vb_attention", q.data(), out.data(), keys.data(), values.data(), starts.data(), lengths.data(),
+             tables.data(), (int64_t)2, (int64_t)2, HEADS * SIZE, SIZE, HEADS, KV_HEADS, SIZE, SIZE, BLOCK,
+             (int64_t)0, (int64_t)0, IS_BF16, format, 0.158f, 30.0f, sinks.data(), (const float *)nullptr, 1);
+        report(Names<T>()("vb_attention") + " over " + std::to_string(format), out);
+    }
+}
+
+static void noise() {
+    std::vector<float> out(10'000);
+    call("vb_gumbel", (uint64_t)0x1234567890abcdef, (uint32_t)3, (uint32_t)41, (int64_t)out.size(), out.data());
+    report("vb_gumbel", out);
+}
+
+int main(int, char **arguments) {
+    library = dlopen(arguments[1], RTLD_NOW);
+    if (!library) return std::printf("%s\n", dlerror()), 1;
+    products<float>(), products<bf16>();
+    elementwise<float>(), elementwise<bf16>();
+    attention<float>(), attention<bf16>();
+    noise();
+}
