@@ -7,6 +7,7 @@ import copy
 import gc
 import inspect
 import re
+import runpy
 import subprocess
 import sys
 import threading
@@ -598,6 +599,49 @@ def test_policies_that_are_refused_by_name(changes, said):
         Policy(**{**plain, **changes})
 
 
+def test_four_bits_in_groups_of_64_are_run_in_groups_of_32_with_a_warning(folder):
+    halves = config4(group_size=64, group_dim=2)
+    with pytest.warns(UserWarning, match="group_size=64 is run in groups of 32"):
+        wide = policy(compress_cache=True, comp_cache_config=halves)
+    assert options_of(wide)["kv_dtype"] == "int4"
+    with (
+        OptLM(folder, policy=wide) as model,
+        OptLM(folder, policy=policy(compress_cache=True)) as other,
+    ):
+        assert model.generate(ROWS, 6).tolist() == other.generate(ROWS, 6).tolist()
+
+
+@pytest.mark.parametrize("debug", ["", "--debug-mode breakdown", "--cut-gen-len 3"])
+def test_the_benchmark_runs_with_the_flags_of_its_command(tmp_path, capsys, debug):
+    folder = saved(tmp_path / "model", "opt", vocab_size=340, **OPT)
+    byte_level().hf.save_pretrained(folder)
+    parser = argparse.ArgumentParser()
+    flexllmgen.add_parser_arguments(parser)
+    log = tmp_path / "x.log"
+    flags = f"--model {folder} --offload-dir {tmp_path} --percent 0 100 100 0 100 0 {debug}"
+    flags += f" --gpu-batch-size 2 --prompt-len 40 --gen-len 6 --log-file {log}"
+    timings = flexllmgen.run_flexllmgen(parser.parse_args(flags.split()))
+    ran = 3 if "cut" in debug else 6
+    assert (timings.num_rows, len(timings.costs)) == (2, ran)
+    out = capsys.readouterr().out
+    assert out.startswith("0: The longest river") and out.endswith(log.read_text())
+    assert [line.split(":")[0] for line in log.read_text().splitlines()] == [
+        "model size", "prefill latency", "decode latency", "total latency"
+    ] + ["projected for the whole"] * (ran == 3)  # fmt: skip
+    with pytest.raises(InvalidRequest, match="six numbers"):
+        flexllmgen.run_flexllmgen(parser.parse_args([*flags.split(), "--percent", "100"]))
+
+
+def test_the_command_of_the_benchmark_reports_errors_in_one_line(monkeypatch, capsys, tmp_path):
+    flags = f"x --model {tmp_path}/none --offload-dir {tmp_path}"
+    monkeypatch.setattr(sys, "argv", flags.split())
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("verbatim.compat.flexllmgen", run_name="__main__")
+    assert end.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path}/none" in line
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "said"),
     [
@@ -606,11 +650,11 @@ def test_policies_that_are_refused_by_name(changes, said):
         ("weight", dict(group_dim=2), "group_dim=2"),
         ("weight", dict(symmetric=True), "symmetric=True"),
         ("cache", dict(group_dim=2, num_bits=16), "num_bits=16: must be 4 or 8"),
-        ("cache", dict(group_dim=2, group_size=64), "group_size=64: must be 32 for 4"),
+        ("cache", dict(group_dim=2, group_size=16), "group_size=16: must be 32 or 64 for 4"),
         (
             "cache",
             dict(group_dim=2, num_bits=8, group_size=32),
-            "group_size=32: must be 64 for 8",
+            "group_size=32: must be 64 or 128 for 8",
         ),
         ("cache", dict(group_dim=0, group_size=32), "group_dim=0"),
         ("cache", dict(group_dim=2, group_size=32, symmetric=True), "symmetric=True"),

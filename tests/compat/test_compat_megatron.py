@@ -156,7 +156,7 @@ def test_stepped_requests_equal_the_static_batch_and_generate(llm, controller):
     assert sorted(finished) == [10, 11, 12]
     assert set(steps[0]) == {
         "active_request_ids", "newly_paused_request_ids", "finished_request_ids", "sample",
-        "log_probs", "cuda_graph_request_count",
+        "log_probs", "routing_indices_per_request", "cuda_graph_request_count",
     }  # fmt: skip
     assert len(steps) == 12  # stepped together
     assert llm.stats()["blocks_used"] == 0 and llm.stats()["running"] == 0
@@ -507,6 +507,64 @@ def test_stop_words_outlive_an_eviction(model, hf):
     for request, other in zip(requests.values(), expected, strict=True):
         assert request.generated_tokens == other.generated_tokens.tolist()
         assert request.generated_text == other.generated_text
+
+
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_experts_are_recorded_in_steps_and_requests_also_after_evictions(draft):
+    """Preempted, drafted and stopped requests report the experts of the plain forward."""
+    moe = make_toy("qwen3_moe", vocab_size=VOCAB)
+    moe.config.moe_enable_routing_replay = True
+    prompts = [([7, 8, 9] * 7)[:20], *(random_ids(20, i, high=VOCAB) for i in range(4))]
+    params = [
+        SamplingParams(num_tokens_to_generate=40, termination_id=-1, seed=i, top_k=int(i == 0))
+        for i in range(5)
+    ]
+    with LLM(moe, kv_memory="4MB") as roomy:
+        door = TextGenerationController(roomy)
+        whole = run_static(door, *params, prompts=prompts)
+        size = roomy.info()["kv_bytes_per_token"] * 8 * 17
+        record = HouseParams(max_tokens=0, record_routing=True)
+        for request in whole:
+            ids = [*request.prompt_tokens, *request.generated_tokens.tolist()][:-1]
+            (plain,) = roomy.generate([ids], record)
+            assert request.routing_indices.equal(plain.outputs[0].routing)
+            assert request.routing_indices.shape == (59, 3, 2)
+    with LLM(moe, kv_memory=size, block_size=8, prefix_cache=False, draft=draft) as tight:
+        door = TextGenerationController(tight)
+        requests = requests_of(*params, prompts=prompts, kind=DynamicInferenceRequest)
+        door.set_stop_word_finished_ids_callback(
+            lambda ids: [i for i in ids if i == 11 and len(requests[i].generated_tokens) == 9]
+        )
+        for request in requests.values():
+            door.inference_context.add_request(request)
+        parts, more = defaultdict(list), True
+        while more:
+            door.inference_context.step()
+            seen = door._router_record_bookkeeping()
+            answer = door.generate_output_tokens_dynamic_batch()
+            more = answer is not None
+            if more and answer["routing_indices_per_request"]:
+                told = answer["routing_indices_per_request"]
+                assert list(told) == answer["active_request_ids"].tolist() == list(seen)
+                assert all(told[i].equal(seen[i]) for i in told)
+                for number, rows in told.items():
+                    parts[number].append(rows)
+        assert tight.stats()["preemptions"] > 0
+        assert draft is None or tight.stats()["draft"]["accepted"] > 0
+    for number, request in requests.items():
+        want = whole[number - 10].routing_indices
+        if number == 11:
+            want = want[:28]
+        assert request.routing_indices.equal(want)
+        assert torch.cat(parts[number]).equal(want)
+
+
+def test_no_experts_are_recorded_unless_the_config_says_so(controller):
+    requests = requests_of(SamplingParams(num_tokens_to_generate=2), kind=DynamicInferenceRequest)
+    _, steps = run_dynamic(controller, requests)
+    assert [step["routing_indices_per_request"] for step in steps] == [None, None]
+    assert requests[10].routing_indices is None
+    assert controller._router_record_bookkeeping() is None
 
 
 def grown(llm, params, ids):
@@ -1324,13 +1382,12 @@ KEPT = """_torch_sampling_func _get_required_logit_indices _sample_speculative_l
 _verify_speculative_tokens _update_top_n_logprobs_dict _sample_from_logits_2d
 _dynamic_step_sample_bookkeeping _dynamic_step_sample_logits _dynamic_step_log_probs_bookkeeping
 _dynamic_step_context_bookkeeping _get_mtp_num_heads _init_dynamic_sampling_tensors
-_init_mtp_sampling_tensor _rewind_kv_cache _dummy_serial_mtp_forward""".split()
+_init_mtp_sampling_tensor _rewind_kv_cache _dummy_serial_mtp_forward _router_record_bookkeeping""".split()
 ELSEWHERE = {
     "_dynamic_step_context_init": "generate_output_tokens_dynamic_batch",
     "_dynamic_step_forward_logits": "generate_output_tokens_dynamic_batch",
     "_compute_serial_mtp_and_sample": "draft=",
     "_dynamic_step_sample_logits_and_verify_tokens": "draft=",
-    "_router_record_bookkeeping": "record_routing=True",
     "_dynamic_step_calculate_log_probs": "return_log_probs",
     "_dynamic_step_calculate_log_probs_speculative": "return_log_probs",
     "_dynamic_step_calculate_top_n_logprobs": "top_n_logprobs",

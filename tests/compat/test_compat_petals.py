@@ -797,3 +797,46 @@ def test_the_page_names_everything() -> None:
         assert re.search(rf"\b{name}\b", page), name
     arguments = inspect.signature(RemoteGenerationMixin.generate).parameters
     assert list(arguments)[1:8] == list(inspect.signature(GenerationMixin.generate).parameters)[1:8]
+
+
+# ---- the module itself
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_the_module_is_there_where_it_is_whole(name: str) -> None:
+    module = make_toy(name)
+    model = DistributedModelForCausalLM(module)
+    module.train()
+    logits = model(ROWS, use_cache=False).logits
+    assert module.training
+    assert torch.equal(logits, model.forward(input_ids=ROWS).logits)
+    module.eval()
+    with torch.no_grad():
+        assert torch.equal(logits, module(ROWS).logits)
+    assert list(model.transformer.h) == list(
+        getattr(module.base_model, {"llama": "layers"}.get(name, "h"))
+    )
+    assert model.transformer.config is module.config
+    assert model.lm_head is module.lm_head and model.dtype is torch.float32
+    assert [id(p) for p in model.parameters()] == [id(p) for p in module.parameters()]
+    for missing in ("lm_heads", "_lm_head"):
+        assert not hasattr(model, missing) and not hasattr(model.transformer, missing)
+    for call in (lambda: model.cuda(), lambda: model.half(), lambda: model.train()):
+        with pytest.raises(NotSupported, match="from_pretrained"):
+            call()
+
+
+def test_the_module_is_not_there_where_it_is_not_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = DistributedModelForCausalLM(make_toy("llama"))
+    monkeypatch.setattr(RemoteGenerationMixin, "_own_module", lambda self: None)
+    for call in (
+        lambda: model(ROWS),
+        lambda: model.forward(ROWS),
+        lambda: model.transformer.h,
+        lambda: model.lm_head,
+        lambda: model.dtype,
+        lambda: model.parameters(),
+    ):
+        with pytest.raises(NotSupported, match=r"not whole in this process.*llm\.score"):
+            call()
+    assert not hasattr(model, "lm_head")

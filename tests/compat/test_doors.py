@@ -92,10 +92,10 @@ def test_the_rule_for_doors_notices(source):
 ORIGINALS = """
 coati.models.generation generate generate_streaming _prepare_logits_processor _sample _sample_streaming
 flexllmgen.compression CompressionConfig
-flexllmgen.flex_opt OptLM Policy CompressionConfig ExecutionEnv add_parser_arguments get_opt_config
+flexllmgen.flex_opt OptLM Policy CompressionConfig ExecutionEnv run_flexllmgen get_opt_config
 flexllmgen.opt_config OptConfig get_opt_config
 flexllmgen.pytorch_backend TorchDevice TorchDisk TorchMixedDevice
-flexllmgen.utils ExecutionEnv str2bool
+flexllmgen.utils ExecutionEnv Task str2bool
 kempnerforge.model.attention KVCache
 kempnerforge.model.generate generate sample
 megatron.core.inference.async_stream AsyncStream

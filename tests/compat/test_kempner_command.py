@@ -124,6 +124,22 @@ def test_flags_come_in_any_order_and_overrides_in_either_form(run: Any) -> None:
     assert "--- Generated (5 tokens) ---" in outs.pop()
 
 
+def test_float16_is_computed_in_float32_and_says_so(run: Any) -> None:
+    done = run(f"x.toml {ASK} --temperature 0 --dtype float16")
+    assert done.out == run(f"x.toml {ASK} --temperature 0 --dtype float32").out
+    assert done.err.splitlines()[-1].startswith("--dtype float16: computed in float32")
+
+
+def test_a_limit_is_named_by_the_key_of_the_toml(run: Any) -> None:
+    done = run(f"x.toml {ASK} --max_tokens 500 --model.max_seq_len 90")
+    assert done.status == 1 and "is 90 (max_seq_len of [model])" in done.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_one_line(run: Any) -> None:
+    assert "no GPU" in run(f"x.toml {ASK} --device cuda").refusal()
+
+
 @pytest.mark.parametrize("path", ["ck", "ck/latest", "ck/step_2"])
 def test_every_way_to_the_checkpoint_gives_the_same_text(run: Any, path: str) -> None:
     done = run(f"x.toml {ASK.replace('path=ck', 'path=' + path)}")
@@ -238,11 +254,7 @@ def test_overrides_change_the_model(run: Any) -> None:
         (f"x.toml {ASK} --checkpoint.load_path=ck/step_9", "does not exist: ck/step_9"),
         (f"x.toml {ASK} --checkpoint.load_path=tok", "tok holds no checkpoint"),
         (f"y.toml {ASK}", "can't read y.toml"),
-        (f"x.toml {ASK} --device cuda", "--device cuda is not built yet; auto and cpu are"),
-        (
-            f"x.toml {ASK} --dtype float16",
-            "--dtype float16: a CPU computes in bfloat16 and float32",
-        ),
+        (f"x.toml {ASK} --dtype int8", "--dtype int8: must be bfloat16, float16 or float32"),
         (f"x.toml {ASK} --temperature -1", "temperature"),
         (f"x.toml {ASK} --top_p 1.5", "top_p"),
         (f"x.toml {ASK} --max_tokens -1", "max_tokens"),

@@ -44,7 +44,7 @@ def one_line(error: BaseException) -> str:
     return "verbatim: " + (" ".join(str(error).split()) or type(error).__name__)
 
 
-def command(function: Callable[..., None]) -> Callable[..., None]:
+def command(function: Callable[..., object]) -> Callable[..., None]:
     """Make a command report its errors as one line and an exit status."""
 
     @wraps(function)
@@ -73,6 +73,15 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             _leave(EXIT_ERROR)
 
     return run
+
+
+def exit_status(function: Callable[..., object], *arguments: object) -> int:
+    """Run a function as a command, and return its exit status."""
+    try:
+        command(function)(*arguments)
+    except typer.Exit as end:
+        return end.exit_code
+    return 0
 
 
 def _leave(status: int) -> NoReturn:

@@ -147,6 +147,20 @@ def evaluating(model: Any) -> Iterator[None]:
             layer.training = True
 
 
+def run_alone(module: Any, method: str, *args: Any, seed: int | None = None, **kwargs: Any) -> Any:
+    """Call a method of a whole module, while no engine of this process computes.
+
+    Args:
+        method: its name; "forward" calls the module itself, hooks included.
+        seed: of torch's generator during the call; None leaves the generator as it is.
+    """
+    call = module if method == "forward" else getattr(module, method)
+    with exclusive, evaluating(module), torch.random.fork_rng(enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        return call(*args, **kwargs)
+
+
 def logits_of(
     model: Any, inputs: Mapping[str, Any], *, rows: int, tokens: int, width: int | None
 ) -> Tensor:

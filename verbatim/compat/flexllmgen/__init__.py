@@ -3,7 +3,12 @@
 `docs/coming-from/flexllmgen.md` says what differs.
 """
 
-from verbatim.compat.flexllmgen.arguments import add_parser_arguments, str2bool
+from verbatim.compat.flexllmgen.benchmark import (
+    Task,
+    add_parser_arguments,
+    run_flexllmgen,
+    str2bool,
+)
 from verbatim.compat.flexllmgen.config import OptConfig, get_opt_config
 from verbatim.compat.flexllmgen.model import OptLM
 from verbatim.compat.flexllmgen.policy import (
@@ -21,10 +26,12 @@ __all__ = [
     "OptConfig",
     "OptLM",
     "Policy",
+    "Task",
     "TorchDevice",
     "TorchDisk",
     "TorchMixedDevice",
     "add_parser_arguments",
     "get_opt_config",
+    "run_flexllmgen",
     "str2bool",
 ]

@@ -161,7 +161,8 @@ class Policy:
         cpu_cache_compute: attention over K and V in RAM runs there.
         attn_sparsity: 1.0; less is refused.
         compress_weight, comp_weight_config: weights in 8 or 4 bits.
-        compress_cache, comp_cache_config: K and V in 8 or 4 bits.
+        compress_cache, comp_cache_config: K and V in 8 or 4 bits. Groups of twice the kept size, 64 at
+            4 bits, are run in two halves, with a warning.
 
     Raises:
         InvalidRequest: a value out of its range; the message names it.
@@ -280,8 +281,9 @@ def _check_sparsity(share: Any) -> None:
         raise InvalidRequest(f"attn_sparsity={share!r}: must be above 0 and at most 1")
     if share < 1:
         raise NotSupported(
-            f"attn_sparsity={share!r}: a share of the keys so far is not done; a fixed number of keys is, "
-            "with OptLM(LLM(model, placement=Offload(attention_top_k=...))). Leave it at 1.0"
+            f"attn_sparsity={share!r}: there a prompt attends to all keys and a completion to a share of the "
+            "padded batch's, so tokens would depend on the rest of the batch. A fixed number of keys is "
+            "done, with OptLM(LLM(model, placement=Offload(attention_top_k=...))). Leave it at 1.0"
         )
 
 
@@ -308,7 +310,15 @@ def _check_compression(policy: Policy) -> None:
                 f"{name}.group_dim={cache.group_dim}: a group lies within one token's vector of one head; "
                 "must be 2"
             )
-        _check_group_size(name, cache, (PACKINGS[f"int{cache.num_bits}"].group,))
+        group = PACKINGS[f"int{cache.num_bits}"].group
+        if cache.group_size == 2 * group:
+            warnings.warn(
+                f"{name}.group_size={cache.group_size} is run in groups of {group}: no element errs more, "
+                "and a group's two ends are kept twice as often",
+                stacklevel=4,
+            )
+        else:
+            _check_group_size(name, cache, (group, 2 * group))
 
 
 def _check_values(name: str, config: CompressionConfig) -> None:

@@ -8,13 +8,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import typer
-
 from verbatim.cli.options import MODEL, open_llm, seeded
-from verbatim.cli.terminal import WrongUsage, command, ending, interruptible, note, one_line
+from verbatim.cli.terminal import WrongUsage, ending, exit_status, interruptible, note, one_line
 from verbatim.compat.kempnerforge.config import parse
 from verbatim.compat.kempnerforge.filters import filters
-from verbatim.errors import EngineClosed, InvalidRequest, ModelError, NotSupported, VerbatimError
+from verbatim.errors import EngineClosed, InvalidRequest, ModelError, VerbatimError
 from verbatim.model.kempner.config import KempnerConfig
 from verbatim.params import SamplingParams
 
@@ -24,11 +22,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status; errors are one line on stderr."""
-    try:
-        command(_run)(arguments)
-    except typer.Exit as end:
-        return end.exit_code
-    return 0
+    return exit_status(_run, arguments)
 
 
 def _run(arguments: Sequence[str]) -> None:
@@ -45,11 +39,19 @@ def _run(arguments: Sequence[str]) -> None:
         )
     values = dict.fromkeys(option.name for option in MODEL)
     settings = {"model": config.load_path, "config": config}
-    settings |= {"dtype": flags.dtype, "device": flags.device}
+    wide = flags.dtype == "float16"
+    if wide:
+        note("--dtype float16: computed in float32, which holds every float16")
+    dtype = "float32" if wide else flags.dtype
+    settings |= {"dtype": dtype, "device": flags.device}
     with open_llm(values | settings) as llm:
+        admission = llm.engine.admission
+        if admission.max_length == config.model.max_seq_len:
+            admission.limit_source = "max_seq_len of [model]"
         _print(f"Loaded checkpoint: {config.load_path}")
         size = llm.info()["parameters"] / 1e6
-        _print(f"Model: {size:.0f}M params on cpu ({flags.dtype})")
+        device = "cpu" if flags.device == "auto" else flags.device
+        _print(f"Model: {size:.0f}M params on {device} ({dtype})")
         if flags.prompt:
             _answer(llm, flags.prompt, params)
         if flags.interactive:
@@ -67,10 +69,8 @@ def _params(flags: argparse.Namespace, config: KempnerConfig) -> SamplingParams:
 
 def _check(flags: argparse.Namespace, config: KempnerConfig) -> None:
     """Refuse invalid flags before anything is opened."""
-    if flags.dtype not in ("bfloat16", "float32"):
-        raise NotSupported(f"--dtype {flags.dtype}: a CPU computes in bfloat16 and float32")
-    if flags.device not in ("auto", "cpu"):
-        raise NotSupported(f"--device {flags.device} is not built yet; auto and cpu are")
+    if flags.dtype not in ("bfloat16", "float16", "float32"):
+        raise InvalidRequest(f"--dtype {flags.dtype}: must be bfloat16, float16 or float32")
     if not flags.prompt and not flags.interactive:
         raise InvalidRequest("there is no prompt: give --prompt or --interactive")
     if config.load_path is None:

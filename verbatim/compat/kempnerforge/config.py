@@ -101,6 +101,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--top_p", type=float, default=1.0, metavar="P", help="default: 1.0, which keeps all")
     add("--seed", type=int, default=None, metavar="N", help="a fresh one if left out")
     add("--interactive", action="store_true", help="ask for prompts, one a line")
-    add("--device", default="auto", metavar="D", help="auto or cpu")
-    add("--dtype", default="bfloat16", metavar="D", help="bfloat16 (the default) or float32")
+    add("--device", default="auto", metavar="D", help="auto, cpu, cuda or cuda:N")
+    add(
+        "--dtype",
+        default="bfloat16",
+        metavar="D",
+        help="bfloat16 (the default), float32, or float16 (in float32)",
+    )
     return parser

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from verbatim.engine.calls import ThreadWaiter
 from verbatim.engine.handle import EngineHandle
 from verbatim.errors import InvalidRequest, NotSupported
 
+_Token = tuple[int, float, TopLogprobs, Tensor | None]  # with the experts of its rows
 StopCallback = Callable[[list[int]], Iterable[int]]
 _IDLE_WAIT_S = 0.05  # of a step without work, so that a loop over steps does not spin
 
@@ -36,10 +37,14 @@ class _RunningRequest:
     admitted: Request
     index: int  # order of arrival
     notify: Callable[[_RunningRequest], None]  # called when there is new output
-    pending: deque[tuple[int, float, TopLogprobs]] = field(default_factory=deque)
+    block_size: int  # of the engine
+    record: Callable[[str, list[int], int], Tensor]  # of its runner
+    pending: deque[_Token] = field(default_factory=deque)
     ids: list[int] = field(default_factory=list)  # reported tokens
     logprobs: list[float] = field(default_factory=list)
     tops: list[TopLogprobs] = field(default_factory=list)
+    routing: list[Tensor] = field(default_factory=list)  # [rows, layers, k] of each
+    num_routed: int = 0  # positions with experts in `pending` or `routing`
     preemptions: int = 0  # reported ones
     ended: bool = False  # no more output follows
 
@@ -49,19 +54,39 @@ class _RunningRequest:
 
     def take(self, delta: Delta) -> None:
         tops: list[TopLogprobs] = delta.top_logprobs or [[] for _ in delta.token_ids]
-        self.pending.extend(zip(delta.token_ids, delta.logprobs, tops, strict=True))
+        routing = self._routing_of(len(delta.token_ids))
+        self.pending.extend(zip(delta.token_ids, delta.logprobs, tops, routing, strict=True))
         self.notify(self)
+
+    def _routing_of(self, num_new: int) -> Sequence[Tensor | None]:
+        """Return the experts of the rows that were computed for each new token; None if not recorded."""
+        if not (self.admitted.params.record_routing and num_new):
+            return [None] * num_new
+        sequence = self.admitted.sequences[0]
+        # The last token has not been computed.
+        begin, end = self.num_routed, sequence.num_tokens - 1
+        self.num_routed = end
+        if sequence.routing is not None:  # it has ended, and its blocks are freed
+            rows = sequence.routing[begin:end]
+        else:
+            skipped = begin // self.block_size
+            first = skipped * self.block_size
+            rows = self.record("routing", sequence.blocks[skipped:], end - first)[begin - first :]
+        return list(rows.split([len(rows) - num_new + 1, *[1] * (num_new - 1)]))
 
     def report_next(self) -> None:
         """Report the next token."""
-        token, logprob, top = self.pending.popleft()
+        token, logprob, top, routing = self.pending.popleft()
         self.ids.append(token)
         self.logprobs.append(logprob)
         self.tops.append(top)
+        if routing is not None:
+            self.routing.append(routing)
 
     def undo_report(self) -> None:
         """Return the last reported token to `pending`."""
-        self.pending.appendleft((self.ids.pop(), self.logprobs.pop(), self.tops.pop()))
+        routing = self.routing.pop() if self.routing else None
+        self.pending.appendleft((self.ids.pop(), self.logprobs.pop(), self.tops.pop(), routing))
 
 
 class DynamicInferenceContext:
@@ -130,7 +155,16 @@ class DynamicInferenceContext:
         if not self._entries:
             self._seed, self._row = draw_seed(), 0
         admitted = self._translation.admit(req, self._row, self._seed)
-        entry = _RunningRequest(req.request_id, req, admitted, self._next_index, self._mark_fresh)
+        runner = self._handle.runner
+        entry = _RunningRequest(
+            req.request_id,
+            req,
+            admitted,
+            self._next_index,
+            self._mark_fresh,
+            runner.block_size,
+            runner.record,
+        )
         old_status = req.status
         # Register everything before submitting: another thread's step may deliver tokens at once.
         self._translation.begin(req, admitted)
@@ -192,7 +226,8 @@ class DynamicInferenceContext:
         finished = [e.number for e in fresh if e.ended and not e.pending]
         finished += [n for n in active if n in stopped and n not in finished]
         reported = [(entry.request, entry.ids[-1], entry.logprobs[-1]) for entry in rows]
-        step = _step(reported, self._newly_paused(), finished)
+        routing = {entry.number: entry.routing[-1] for entry in rows if entry.routing}
+        step = _step(reported, self._newly_paused(), finished, routing)
         for number in finished:
             self._stop(number)
         return step
@@ -208,6 +243,11 @@ class DynamicInferenceContext:
             draws = self._handle.peek()
             drawn = [(requests[r], token, logprob) for r, token, logprob in draws if r in requests]
         return _step(drawn)
+
+    def routing(self) -> dict[int, Tensor] | None:
+        """Return the experts that the next `collect` will report, by request; None without any."""
+        heads = [(entry.number, entry.pending[0][3]) for entry in self._in_order() if entry.pending]
+        return {number: rows for number, rows in heads if rows is not None} or None
 
     def _in_order(self) -> list[_RunningRequest]:
         """Return the entries with new output, in order of arrival."""
@@ -238,6 +278,8 @@ class DynamicInferenceContext:
         entry = self._entries.pop(number)
         self._fresh.pop(entry, None)
         request, admitted = entry.request, entry.admitted
+        if entry.routing:
+            request.routing_indices = torch.cat(entry.routing)
         if admitted.error is not None:
             request.status, request.error = Status.FAILED, admitted.error
         elif entry.ended and not entry.pending and admitted.result is not None:
@@ -255,11 +297,13 @@ def _step(
     rows: list[tuple[InferenceRequest, int, float]],
     paused: Iterable[int] = (),
     finished: Iterable[int] = (),
+    routing: dict[int, Tensor] | None = None,
 ) -> dict[str, Any]:
     """Return the documented result of a step.
 
     Args:
         rows: the requests that got a token, the token and its log-prob.
+        routing: by request, the experts of the rows that were computed for its token.
     """
     wants = [bool(r.sampling_params and r.sampling_params.return_log_probs) for r, _, _ in rows]
     log_probs = [p if wanted else math.nan for wanted, (_, _, p) in zip(wants, rows, strict=True)]
@@ -269,6 +313,7 @@ def _step(
         "finished_request_ids": _ids(finished),
         "sample": _ids(token for _, token, _ in rows),
         "log_probs": torch.tensor(log_probs, dtype=torch.float32) if any(wants) else None,
+        "routing_indices_per_request": routing or None,
         "cuda_graph_request_count": None,  # there are no CUDA graphs on a CPU
     }
 

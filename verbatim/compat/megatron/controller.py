@@ -39,8 +39,6 @@ _ELSEWHERE = {
     "_dynamic_step_calculate_log_probs_speculative": _LOG_PROBS,
     "_dynamic_step_calculate_top_n_logprobs": _LOG_PROBS,
     "_dynamic_step_calculate_top_n_logprobs_speculative": _LOG_PROBS,
-    "_router_record_bookkeeping": "routing is recorded per request; use LLM.generate with "
-    "SamplingParams(record_routing=True)",
 }
 
 
@@ -391,7 +389,9 @@ class TextGenerationController(DraftSteps):
             `active_request_ids`: requests that got a token, and `sample`: those tokens, `[A]` int64;
             `log_probs`: of the raw distribution, `[A]` float32, NaN for a request that wants none, None
             if no request wants any; `finished_request_ids`: requests that have ended, each reported once;
-            `newly_paused_request_ids`: preempted ones; `cuda_graph_request_count`: None.
+            `newly_paused_request_ids`: preempted ones; `routing_indices_per_request`: by request, the
+            experts of the rows that were computed for its token, `[rows, layers, k]` int16, None unless
+            the model's config has `moe_enable_routing_replay`; `cuda_graph_request_count`: None.
         """
         context = self.inference_context
         if skip_bookkeeping:
@@ -442,6 +442,14 @@ class TextGenerationController(DraftSteps):
     def _dynamic_step_context_bookkeeping(self) -> dict[str, Any]:
         """Report what the engine has sampled, without a step: the result of the documented step."""
         return self.inference_context.collect(self._stop) or {}
+
+    def _router_record_bookkeeping(self) -> dict[int, Tensor] | None:
+        """Return the experts of the rows that the engine has computed and no result has reported yet.
+
+        By request `[rows, layers, k]` int16; None unless the model's config has
+        `moe_enable_routing_replay`.
+        """
+        return self.inference_context.routing()
 
     def _get_mtp_num_heads(self) -> int:
         """Return the number of MTP layers that the model's config states."""

@@ -154,7 +154,7 @@ class SamplingParams:
         }
 
     def to_engine(
-        self, *, max_tokens: int | None, termination_id: int | None, seed: int
+        self, *, max_tokens: int | None, termination_id: int | None, seed: int, routing: bool
     ) -> EngineParams:
         """Return Verbatim's `SamplingParams`, which checks the rest."""
         top_n = self.top_n_logprobs
@@ -168,6 +168,7 @@ class SamplingParams:
             seed=seed,
             logprobs=top_n or None,
             prompt_logprobs=top_n if self.reports_prompt else None,
+            record_routing=routing,
         )
 
     def _resolve(self, *, prompt_top_n_requested: bool) -> None:

@@ -47,6 +47,8 @@ class InferenceRequest:
         generated_tokens: `[N]` int64; a list in a dynamic request.
         generated_sequence_lengths: N of every request of the batch, `[B]` int32.
         prompt_log_probs, prompt_top_n_logprobs: P - 1 entries, for the prompt's second token and on.
+        routing_indices: the experts of each token but the last, `[P + N - 1, layers, k]` int16, if the
+            model's config has `moe_enable_routing_replay`.
         tpot: seconds from each token to the next; the first from arrival.
         error: the exception of a failed request.
     """
@@ -72,6 +74,7 @@ class InferenceRequest:
     prompt_top_n_logprobs: TopN | None = None
     generated_top_n_logprobs: TopN | None = None
     generated_length: int | None = None
+    routing_indices: Tensor | None = None
     tpot: list[float] = field(default_factory=list)
     error: BaseException | None = None
     # The last tokenized prompt, and its ids.

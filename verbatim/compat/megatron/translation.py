@@ -68,6 +68,11 @@ class Translation:
         limit = self.llm.max_length
         return limit if self._max_sequence_length is None else min(limit, self._max_sequence_length)
 
+    @property
+    def records_routing(self) -> bool:
+        """Whether the model's config has `moe_enable_routing_replay`, which records experts."""
+        return bool(getattr(self.llm.engine.config, "moe_enable_routing_replay", False))
+
     def need_tokenizer(self, purpose: str) -> Any:
         """Return the tokenizer; raise InvalidRequest if there is none."""
         if self.tokenizer is None:
@@ -93,6 +98,7 @@ class Translation:
             max_tokens=self._max_tokens(params, len(ids)),
             termination_id=self._termination_id(params),
             seed=seed if params.seed is None else params.seed,
+            routing=self.records_routing,
         )
         llm = self.llm
         engine_admission = llm.engine.admission
@@ -171,6 +177,7 @@ class Translation:
         done = admitted.result.outputs[0]
         tops = done.top_logprobs or []
         self.fill(request, admitted, done.token_ids, done.logprobs, tops, done.text)
+        request.routing_indices = done.routing
 
     def by_text(self, tops: Iterable[TopLogprobs]) -> TopN:
         """Return {text: log-prob} for each position; of ids with equal texts, keep the likeliest."""

@@ -17,9 +17,8 @@ from verbatim.compat.petals.session import InferenceSession, active_session, ent
 from verbatim.compat.petals.settings import NOT_OWN, Settings, is_off
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
-from verbatim.model.patching import exclusive
 from verbatim.params import SamplingParams
-from verbatim.placement.actor import evaluating
+from verbatim.placement.actor import run_alone
 from verbatim.placement.resident import Resident
 
 _log = logging.getLogger("verbatim.compat.petals")
@@ -124,7 +123,8 @@ class RemoteGenerationMixin:
             if module is None or session is not None or synced_gpus or _is_of_no_model(arguments):
                 raise
             _log.info("generate runs in the model's own loop: %s", why)
-            output = _generate_alone(module, inputs, seed, arguments)
+            rows = None if inputs is None else inputs.to(module.device)
+            output = run_alone(module, "generate", rows, seed=seed, **arguments)
             return output if inputs is None else _on_device(output, inputs.device)
         if session is not None:
             output = session._generate(options, given, seed)
@@ -207,15 +207,6 @@ def _is_of_no_model(arguments: dict[str, Any]) -> bool:
         for name in NOT_OWN
         for value in (arguments.get(name), getattr(config, name, None))
     )
-
-
-def _generate_alone(module: Any, inputs: Any, seed: int | None, arguments: dict[str, Any]) -> Any:
-    """Run transformers' `generate`, while no engine of this process computes."""
-    inputs = None if inputs is None else inputs.to(module.device)
-    with exclusive, evaluating(module), torch.random.fork_rng(enabled=seed is not None):
-        if seed is not None:
-            torch.manual_seed(seed)
-        return module.generate(inputs, **arguments)
 
 
 def _check_kwargs(kwargs: dict[str, Any], synced_gpus: Any, assistant_model: Any) -> None:

@@ -13,7 +13,27 @@ from verbatim.compat.petals.generation import RemoteGenerationMixin
 from verbatim.compat.petals.loading import open_llm
 from verbatim.errors import EngineClosed, InvalidRequest, NotSupported
 from verbatim.llm import LLM
+from verbatim.placement.actor import run_alone
 from verbatim.tensors import engine_of
+
+_SET_WHEN_OPENED = frozenset("bfloat16 cpu cuda double float half train".split())
+_LAYERS = ("h", "layers", "blocks")  # names of the list of layers
+
+
+class _NotHere(NotSupported, AttributeError):
+    """A part of the module that this process does not have, or must not change."""
+
+
+class _Body:
+    """A transformers model without its head; `h` is the list of its layers, as Petals calls it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        names = _LAYERS if name == "h" else (name,)
+        found = next((n for n in names if hasattr(self._module, n)), name)
+        return getattr(self._module, found)
 
 
 class DistributedModelForCausalLM(RemoteGenerationMixin):
@@ -83,6 +103,47 @@ class DistributedModelForCausalLM(RemoteGenerationMixin):
     def device(self) -> torch.device:
         """The device of input and output ids."""
         return torch.device("cpu")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run transformers' own forward on padded rows, and return its output.
+
+        For programs that need logits; it shares nothing with `generate`. All engines of this process wait.
+
+        Raises:
+            NotSupported: the whole unquantized module is not in this process.
+        """
+        return run_alone(self._whole("forward"), "forward", *args, **kwargs)
+
+    forward = __call__
+
+    @property
+    def transformer(self) -> Any:
+        """The model without its head, with its layers as `h`; NotSupported as for a call."""
+        return _Body(self._whole("transformer").base_model)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a part of transformers' module: `lm_head`, `dtype`, `parameters` and so on.
+
+        Raises:
+            NotSupported: (an AttributeError) it is not in this process, or is set when a model is opened.
+        """
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name in _SET_WHEN_OPENED:
+            raise _NotHere(
+                f"{name}(): device and dtype are set when a model is opened, with device= and torch_dtype= "
+                "of from_pretrained, and nothing is trained here"
+            )
+        return getattr(self._whole(name), name)
+
+    def _whole(self, name: str) -> Any:
+        module = self._own_module()
+        if module is None:
+            raise _NotHere(
+                f"{name}: the weights are not whole in this process (stages, a placement or quantization); "
+                "use generate, llm.score for log-probs, llm.info() for sizes, or open the model without them"
+            )
+        return module
 
     def eval(self) -> Self:
         """Return self: there is no training mode."""
