@@ -21,7 +21,7 @@ import torch
 
 from support import toys
 from support.lora import save_adapter
-from support.parallel_rank import GREEDY, QUANTIZED, ROLLOUT, fingerprint
+from support.parallel_rank import GREEDY, QUANTIZED, ROLLOUT, fingerprint, ids_of
 from support.programs import run_ranks, run_without_kernels
 from support.requests_mixed import all_facts, mixed_requests
 from verbatim import (
@@ -141,6 +141,8 @@ def run_all(
         toys.make_toy(name, num_hidden_layers=5).save_pretrained(folder / f"deep-{name}")
     save_with_mtp(toy("deepseek_v3", 1), folder / "mtp")
     save_adapter(folder / "adapter", toys.make_toy("qwen3_moe"))
+    save_adapter(folder / "llama-adapter", toys.make_toy("llama"))
+    toys.make_toy("llama", seed=9).save_pretrained(folder / "new-llama")
     toys.make_toy("qwen3_moe", seed=9).save_pretrained(folder / "new-qwen3_moe")
     told = run_ranks(world, "parallel_rank.py", folder, "share_columns+share_layers+share_experts")
     return {name: [ours[name] for ours in told] for name in told[0]}
@@ -154,7 +156,7 @@ def test_many_models_on_ranks(world: int, tmp_path: Path, folders: Folders) -> N
     models = MODELS if world == 2 else some + [m for m in MODELS if m[0] == "llama"]
     assert len(models) == len(set(models))
     told = run_all(world, models, tmp_path, folders)
-    check_columns(told["share_columns"], models, folders)
+    check_columns(told["share_columns"], models, tmp_path, folders)
     check_layers(told["share_layers"], tmp_path)
     check_experts(told["share_experts"], tmp_path, folders)
 
@@ -171,7 +173,7 @@ def check_layers(told: list[dict[str, Any]], folder: Path) -> None:
 
 
 def check_columns(
-    told: list[dict[str, Any]], models: list[tuple[str, str]], folders: Folders
+    told: list[dict[str, Any]], models: list[tuple[str, str]], folder: Path, folders: Folders
 ) -> None:
     world = len(told)
     prompts, params = mixed_requests(12)
@@ -180,10 +182,16 @@ def check_columns(
             expected = fingerprint(llm.generate(prompts, params))
             if name == "llama":
                 scores = llm.score([[5, 6, 7], [8, 9]])
-                after = llm.generate([[5, 6]], GREEDY)[0].outputs[0].token_ids
+                after = ids_of(llm)
+                llm.load_adapter("a", folder / "llama-adapter")
+                adapted = ids_of(llm, adapter="a")
+                llm.update_weights(folder / "new-llama")
+                updated = ids_of(llm)
         assert [ours[f"{name} {dtype}"] for ours in told] == [expected] * world, name
     for ours in told:
-        assert ours["scores"] == scores and ours["after"] == after
+        assert ours["scores"] == scores and ours["after"] == ours["awake"] == after
+        assert ours["adapted"] == adapted != after
+        assert ours["updated"] == updated != after
         assert ours["stream"].startswith("stream: where each rank is a process of the user's")
         assert "id 1000000 is outside" in ours["refused"]
 

@@ -60,8 +60,21 @@ def share_columns(rank: int, world: int, folder: Path) -> dict[str, Any]:
                     llm.generate([[10**6]])
                 except ValueError as error:
                     told["refused"] = str(error)
-                told["after"] = llm.generate([[5, 6]], GREEDY)[0].outputs[0].token_ids
+                told["after"] = ids_of(llm)
+                llm.load_adapter("a", folder / "llama-adapter")
+                told["adapted"] = ids_of(llm, adapter="a")
+                llm.unload_adapter("a")
+                llm.sleep(weights=True)
+                llm.wake()
+                told["awake"] = ids_of(llm)
+                assert llm.update_weights(folder / "new-llama") == 1
+                told["updated"] = ids_of(llm)
     return told
+
+
+def ids_of(llm: LLM, **changes: Any) -> list[int]:
+    (result,) = llm.generate([[5, 6]], replace(GREEDY, **changes))
+    return result.outputs[0].token_ids
 
 
 def share_layers(rank: int, world: int, folder: Path) -> dict[str, Any]:

@@ -491,8 +491,6 @@ class EngineHandle:
         Raises:
             InvalidRequest, NotSupported: as `LoadedAdapters.load`; nothing has changed then.
         """
-        if self.collective is not None and not self.collective.may_be_empty:
-            self._refuse_collective("an adapter")  # of ranks that compute one request together
         self.call(lambda: self._engine.load_adapter(name, layers, replace=replace))
 
     def unload_adapter(self, name: str) -> None:

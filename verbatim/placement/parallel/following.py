@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from verbatim.batch import Choices
@@ -66,8 +66,13 @@ class Following:
     def refresh(self) -> None:
         """Do nothing: the module has no other users."""
 
-    def wake(self) -> None:
-        """Do nothing: it never sleeps by itself."""
+    def _by_rank_0(self, *_: Any, **__: Any) -> None:
+        """Do nothing: every rank makes this call, and rank 0's reaches all shares."""
+
+    load_adapter = unload_adapter = sleep = wake = _by_rank_0
+
+    def new_weights(self, *_: Any, **__: Any) -> Callable[[], None]:
+        return self._by_rank_0
 
     def info(self) -> dict[str, Any]:
         return self._info

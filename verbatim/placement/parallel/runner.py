@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from verbatim.batch import Adapter, Batch, Draws, SamplePlan
-from verbatim.errors import NotSupported, TierFailed, VerbatimError, first_line
+from verbatim.errors import TierFailed, VerbatimError, first_line
 from verbatim.heap import give_back_freed
 from verbatim.placement.parallel.group import RankGroup
 from verbatim.placement.parallel.heads import HeadStore
@@ -102,11 +102,6 @@ class Leading(Rank):
     def new_weights(
         self, tensors: Mapping[str, Tensor], *, check_finite: bool
     ) -> Callable[[], None]:
-        if not self.group.processes:
-            raise NotSupported(
-                "update_weights: not supported where the ranks are processes of the user's; let the "
-                "TensorParallel start them"
-            )
         write = super().new_weights(tensors, check_finite=check_finite)
         new = NewWeights(self.cut.original, tensors, check_finite=False)
         writer = WeightWriter(self.decoder.held)
