@@ -25,7 +25,15 @@ from support.stores import poisoned_store
 from verbatim import kernels
 from verbatim.model import experts as experts_module
 from verbatim.model.decoder import Decoder
-from verbatim.model.experts import flat_experts, parts_of, run_experts
+from verbatim.model.experts import (
+    CLAMPED_HALVES,
+    CLAMPED_PAIRS,
+    CLAMPED_SPLIT,
+    _clamped,
+    flat_experts,
+    parts_of,
+    run_experts,
+)
 from verbatim.model.integers import interleave
 from verbatim.model.packed import hold_packed
 from verbatim.model.quantization import Quantization
@@ -79,6 +87,37 @@ class ClampedExperts(Experts):
     _apply_gate = GptOssExperts._apply_gate
 
 
+class HalvesExperts(Experts):
+    """MiniMax M3's gate."""
+
+    swiglu_alpha, swiglu_limit = 1.702, 1.5
+
+    def _apply_gate(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        gate, up = (
+            gate.clamp(max=self.swiglu_limit),
+            up.clamp(-self.swiglu_limit, self.swiglu_limit),
+        )
+        return (up + 1) * (gate * torch.sigmoid(gate * self.swiglu_alpha))
+
+
+class SplitExperts(Experts):
+    """The gate of HY V4 and DeepSeek V4."""
+
+    limit = 1.5
+
+    def _apply_gate(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return nn.functional.silu(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
+
+
+CLAMPED = {
+    ClampedExperts: CLAMPED_PAIRS,
+    HalvesExperts: CLAMPED_HALVES,
+    SplitExperts: CLAMPED_SPLIT,
+}
+
+
 def quantized(module: Any, kind: Quantization | None) -> Any:
     if kind is None:
         return module
@@ -113,7 +152,7 @@ def test_one_call_has_the_bits_of_expert_by_expert(
     index, weights = choice(300, 3)
     for cls, gated, bias in (
         (Experts, True, False),
-        (ClampedExperts, True, True),
+        *((clamped, True, True) for clamped in CLAMPED),
         (Experts, False, True),
     ):
         module = quantized(cls(gated, transposed, bias, dtype), kind)
@@ -127,6 +166,26 @@ def test_one_call_has_the_bits_of_expert_by_expert(
         for rows in (1, 2, 3, 8, 40):
             out = flat_experts(module, x[-rows:], index[-rows:], weights[-rows:])
             assert torch.equal(out, expected[-rows:]), (cls, rows)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cls", CLAMPED)
+def test_a_clamped_gate_of_the_kernels_is_the_formula_in_torch(
+    cls: type[Experts], dtype: torch.dtype
+) -> None:
+    parts = parts_of(module := cls(True, False, False, dtype))
+    assert parts.glu == CLAMPED[cls]
+    x = 3 * torch.randn(50, 2 * INNER, generator=torch.Generator().manual_seed(4))
+    x = torch.cat([x, torch.tensor([1e4, -1e4]).repeat_interleave(2 * INNER).view(2, -1)])
+    x = x.to(dtype)
+    gated = parts._gate(x)
+    for expected in (module._apply_gate(x), _clamped(x, parts.glu, parts.alpha, parts.limit)):
+        tolerance = (
+            dict(rtol=1e-5, atol=1e-6) if dtype is torch.float32 else dict(rtol=2.0**-6, atol=1e-6)
+        )
+        torch.testing.assert_close(gated, expected, **tolerance)
+    assert parts._gate(torch.full_like(x, torch.nan)).isnan().all()
 
 
 @needs_kernels

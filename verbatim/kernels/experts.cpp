@@ -136,16 +136,21 @@ static void glu_row(const Experts &e, T *row) {
         return wide([](f32x16 x) { return gelu_tanh(x); });
     }
     const f32x16 limit = splat(e.limit), alpha = splat(e.alpha);
+    const int64_t step = e.glu == CLAMPED_PAIRS ? 2 : 1, up_at = e.glu == CLAMPED_PAIRS ? 1 : inner;
     for (int64_t k = 0; k < inner; k += 16) {
         const int count = (int)std::min<int64_t>(16, inner - k);
         float gates[16] = {}, ups[16] = {};
         for (int i = 0; i < count; i++) {
-            gates[i] = to_float(row[2 * (k + i)]);
-            ups[i] = to_float(row[2 * (k + i) + 1]);
+            gates[i] = to_float(row[step * (k + i)]);
+            ups[i] = to_float(row[step * (k + i) + up_at]);
         }
         f32x16 gate = load(gates), up = load(ups);
         gate = gate > limit ? limit : gate;
         up = up > limit ? limit : up < -limit ? -limit : up;
+        if (e.glu == CLAMPED_SPLIT) {
+            keep_first(row + k, rounded<T>(silu(gate)) * up, count);
+            continue;
+        }
         const f32x16 open = rounded<T>(sigmoid(rounded<T>(gate * alpha)));
         const f32x16 glu = rounded<T>(gate * open);
         keep_first(row + k, rounded<T>(up + 1.0f) * glu, count);

@@ -59,6 +59,8 @@ enum Glu : int32_t {
     SPLIT = 1,          // act(gate) * up, gates first
     SPLIT_WIDE = 2,     // the same, rounded once
     CLAMPED_PAIRS = 3,  // (up + 1) * gate * sigmoid(alpha * gate), clamped, gate and up by turns
+    CLAMPED_HALVES = 4,  // the same, gates first
+    CLAMPED_SPLIT = 5,   // silu(gate) * up, clamped, gates first
 };
 
 struct Experts {

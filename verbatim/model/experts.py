@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,8 +32,8 @@ from verbatim.model.structs import NormStruct, NotFusable, matrix_at, norm_of
 from verbatim.model.weight_packing import WeightPacking
 
 # As `Glu` of kernels/experts.h.
-UNGATED, SPLIT, SPLIT_WIDE, CLAMPED_PAIRS = range(4)
-CLAMPED_SPLIT = 4  # in torch only
+UNGATED, SPLIT, SPLIT_WIDE, CLAMPED_PAIRS, CLAMPED_HALVES, CLAMPED_SPLIT = range(6)
+_CLAMPED = (CLAMPED_PAIRS, CLAMPED_HALVES, CLAMPED_SPLIT)
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -183,9 +184,7 @@ class ExpertsParts:
             return self._struct
         self._prepared = None
         struct = self._struct
-        if self.glu == CLAMPED_SPLIT:
-            raise NotFusable("the gate of its experts is clamped, and split in halves")
-        if self.glu != CLAMPED_PAIRS and self.activation is None:
+        if self.glu not in _CLAMPED and self.activation is None:
             raise NotFusable("the activation of its experts is no SiLU and no tanh GELU")
         for i, stack in enumerate(self.inputs):
             struct.inputs[i] = stack.struct(dtype)
@@ -226,12 +225,10 @@ class ExpertsParts:
     def _gate(self, x: Tensor) -> Tensor:
         """Return the input of `down` for input products `x` `[n, width]`."""
         experts: Any = self.module
-        if self.glu == CLAMPED_SPLIT:
-            return _clamped_split(x, self.alpha, self.limit)
-        if elementwise.served(x) and (self.glu == CLAMPED_PAIRS or self.activation is not None):
+        if elementwise.served(x) and (self.glu in _CLAMPED or self.activation is not None):
             return self._gate_in_kernel(x)
-        if self.glu == CLAMPED_PAIRS:
-            return _clamped_pairs(x, self.alpha, self.limit)
+        if self.glu in _CLAMPED:
+            return _clamped(x, self.glu, self.alpha, self.limit)
         act: Any = _act_of(experts)
         if self.glu == UNGATED:
             return act(x)  # type: ignore[no-any-return]
@@ -445,49 +442,37 @@ def _act_of(experts: Any) -> Any:
 
 
 @kernels.without_overrides
-def _clamped_pairs(x: Tensor, alpha: float, limit: float) -> Tensor:
-    """Apply gpt-oss' gate, with a batch-invariant sigmoid."""
-    gate = x[..., ::2].clamp(max=limit)
-    up = x[..., 1::2].clamp(min=-limit, max=limit)
+def _clamped(x: Tensor, glu: int, alpha: float, limit: float) -> Tensor:
+    """Apply a clamped gate, with a batch-invariant sigmoid: gpt-oss' (by turns or in halves), or HY V4's."""
+    gate, up = (x[..., ::2], x[..., 1::2]) if glu == CLAMPED_PAIRS else x.chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    if glu == CLAMPED_SPLIT:
+        wide = gate.float()
+        return (wide / (1.0 + torch.exp(-wide))).to(x.dtype) * up
     opened = (1.0 / (1.0 + torch.exp(-(gate * alpha).float()))).to(x.dtype)
     return (up + 1) * (gate * opened)
 
 
-@kernels.without_overrides
-def _clamped_split(x: Tensor, alpha: float, limit: float) -> Tensor:
-    """Apply HY V4's gate: silu of a clamped half, times the other one, clamped; with `alpha`, MiniMax M3's:
-    gpt-oss' on halves.
-    """
-    if alpha:
-        return _clamped_pairs(torch.stack(x.chunk(2, -1), -1).flatten(-2), alpha, limit)
-    gate, up = x.chunk(2, -1)
-    wide = gate.clamp(max=limit).float()
-    return (wide / (1.0 + torch.exp(-wide))).to(x.dtype) * up.clamp(min=-limit, max=limit)
-
-
 def _glu_of(experts: Any) -> tuple[int, float, float]:
     """Return the kind of the gate, determined by experiment, and alpha and limit of clamped ones."""
-    alpha, limit = getattr(experts, "alpha", None), getattr(experts, "limit", None)
-    numbers = alpha, limit
     apply: Any = getattr(type(experts), "_apply_gate", None)
     own = type(experts).__name__ in _OWN_STACKS or apply is None
     if own or apply.__name__ == "_default_apply_gate":
         return SPLIT, 0.0, 0.0
+    numbers: list[Any] = [
+        getattr(experts, f"swiglu_{name}", getattr(experts, name, None))
+        for name in ("limit", "alpha")
+    ]
+    has_limit, has_alpha = (type(number) in (int, float) for number in numbers)
+    limit, alpha = (float(n) if type(n) in (int, float) else 0.0 for n in numbers)
+    clamped = () if not has_limit else _CLAMPED if has_alpha else (CLAMPED_SPLIT,)
     noise = torch.Generator().manual_seed(0)
     x = torch.randn(16, 64, generator=noise, dtype=torch.float32) * 4
     with torch._C.DisableTorchFunction(), torch.no_grad(), torch.inference_mode(False):
-        for dtype in (torch.bfloat16, torch.float32):
+        for glu, dtype in itertools.product(clamped, (torch.bfloat16, torch.float32)):
             expected = apply(experts, x.to(dtype))
-            if all(type(n) in (int, float) for n in numbers):
-                actual = _clamped_pairs(x.to(dtype), *numbers)  # type: ignore[arg-type]
-                if _close(actual, expected):
-                    return CLAMPED_PAIRS, float(numbers[0]), float(numbers[1])  # type: ignore[arg-type]
-        named = (("limit", limit), ("alpha", alpha))
-        limit, alpha = (getattr(experts, f"swiglu_{name}", x or 0.0) for name, x in named)
-        if all(type(n) in (int, float) for n in (limit, alpha)) and _close(
-            _clamped_split(x, alpha, limit), apply(experts, x)
-        ):
-            return CLAMPED_SPLIT, float(alpha), float(limit)
+            if _close(_clamped(x.to(dtype), glu, alpha, limit), expected):
+                return glu, alpha, limit
         if not hasattr(experts, "act_fn"):
             raise NotFusable("the gate of its experts is of no known kind")
         gate, up = x.bfloat16().chunk(2, -1)

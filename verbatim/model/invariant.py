@@ -329,6 +329,7 @@ def _activations() -> dict[type[nn.Module], Callable[..., Any]]:
         ("GELUTanh", tanh_gelu),
         ("PytorchGELUTanh", tanh_gelu),
         ("MishActivation", mish),
+        ("SqrtSoftplusActivation", lambda x: torch.sqrt(softplus(x))),
         ("QuickGELUActivation", lambda x: x * sigmoid(1.702 * x)),
     )
     for name, function in by_name:
