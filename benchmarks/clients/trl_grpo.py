@@ -1,6 +1,6 @@
 """Train the storyteller by TRL's `GRPOTrainer`, with completions by `rl.rollout_func`.
 
-    pip install 'torch>=2.11,<2.14' && pip install trl verbatim
+    pip install 'torch>=2.11,<2.14' && pip install trl .
     python benchmarks/clients/trl_grpo.py [--steps 20] [--temperature 1.0]
 
 A story earns a quarter for each mention of a word, up to 1. After each rollout, so before the first update

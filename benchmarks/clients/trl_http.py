@@ -1,6 +1,6 @@
 """Run TRL's HTTP clients, unmodified, against `verbatim serve --training`, with and without a key.
 
-    pip install 'torch>=2.11,<2.14' && pip install trl requests 'verbatim[serve]'
+    pip install 'torch>=2.11,<2.14' && pip install trl requests '.[serve]'
     python benchmarks/clients/trl_http.py
 
 `trl.generation.vllm_client.VLLMClient` refuses to start without vLLM, although only its NCCL transfers use

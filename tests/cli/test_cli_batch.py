@@ -359,7 +359,7 @@ def test_paths_that_can_not_be_are_refused_before_a_model_is_opened(tmp_path, mo
     assert "can't write to" in refused(source, tmp_path)
     assert "can't be written to the request file" in refused(source, source)
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    assert "batch needs prometheus_client: pip install 'verbatim[serve]'" in refused(source, target)
+    assert "batch needs prometheus_client: pip install '.[serve]'" in refused(source, target)
 
 
 def test_a_line_without_end_takes_no_memory(tmp_path):

@@ -115,7 +115,7 @@ def test_a_cluster_without_a_token_is_not_made(
 def test_without_ray_every_command_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "find_spec", lambda name: None)
     for arguments in (["start"], ["join", "10.0.0.1"], ["stop"], ["status"]):
-        assert "pip install 'verbatim[cluster]'" in refused(run(*arguments), 1)
+        assert "pip install '.[cluster]'" in refused(run(*arguments), 1)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def launcher(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "local":
         yield "local"
         return
-    ray = pytest.importorskip("ray", reason="the extra verbatim[cluster] is not installed")
+    ray = pytest.importorskip("ray", reason="the extra .[cluster] is not installed")
     from verbatim.placement.cluster.contact import ray_options
 
     ray.init("local", include_dashboard=False, **ray_options())

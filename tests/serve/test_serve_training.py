@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -291,6 +295,7 @@ def test_a_rollout_under_way_has_both_versions(served: Served, weights: Any) -> 
     assert set(versions) == {first, answered.json()["weight_version"]}
 
 
+@pytest.mark.slow
 def test_weights_by_a_process_group(served: Served, weights: dict[str, torch.Tensor]) -> None:
     sender = rl.WeightSender(served.url, timeout_s=20)
     before = generated(served.llm)
@@ -362,11 +367,108 @@ def test_bodies_that_are_no_safetensors_are_refused(served: Served, weights: Any
     assert generated(served.llm) == before
 
 
-def test_more_numbers_than_the_model_has_are_not_received(served: Served) -> None:
+def test_more_bytes_than_allowed_are_not_received(served: Served, weights: Any) -> None:
     served.post("/start_weight_update")
     huge = INFO | {"shapes": [[1 << 40]]}
-    assert "numbers" in served.refused("/update_weights", {"update_info": huge})["message"]
-    assert "missing" in served.refused("/finish_weight_update", {})["message"]
+    error = served.refused("/update_weights", {"update_info": huge})
+    assert f"{8 * served.llm.info()['parameters']:,} (--max-update-bytes)" in error["message"]
+    assert "no update" in served.refused("/finish_weight_update", {}, 409)["message"]
+    body = save(weights)
+    size = sum(tensor.nbytes for tensor in weights.values())
+    for limit, status in ((size, 200), (size - 1, 400)):
+        settings = ServeSettings(training=True, max_body_bytes=16 << 20, max_update_bytes=limit)
+        with serving(served.llm, settings) as server:
+            answer = server.client.post("/update_weights", content=body, headers=OCTETS)
+            assert answer.status_code == status, answer.text
+
+
+# ---- trainers that fail
+
+
+def test_silent_trainer_loses_its_update(llm: LLM) -> None:
+    with serving(llm, ServeSettings(training=True, update_timeout_s=0.3)) as server:
+        server.post("/start_weight_update")
+        init = {
+            "master_address": "127.0.0.1",
+            "master_port": 1,
+            "rank_offset": 1,
+            "world_size": 2,
+        }
+        for path, body in (
+            ("/start_weight_update", {}),
+            ("/init_weight_transfer_engine", {"init_info": init}),
+        ):
+            answer = server.client.post(path, json=body)
+            assert answer.status_code == 409 and answer.headers["retry-after"]
+            assert "another update" in answer.text and "0.3 s" in answer.text
+        end = time.monotonic() + 20
+        while server.client.post("/start_weight_update", json={}).status_code != 200:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        time.sleep(0.4)
+        assert "no update" in server.refused("/finish_weight_update", {}, 409)["message"]
+
+
+TRAINER = """
+import os, signal, sys, torch
+from verbatim import rl
+sender = rl.WeightSender(sys.argv[1], timeout_s=30)
+send = sender._group.send
+def die_midway(tensors):
+    send(list(tensors)[:1])
+    os.kill(os.getpid(), signal.SIGKILL)
+sender._group.send = die_midway
+sender.send({"a": torch.ones(1000), "b": torch.ones(1000)})
+"""
+
+
+@pytest.mark.slow
+def test_killed_trainer_frees_the_weights(served: Served, weights: Any) -> None:
+    before = generated(served.llm)
+    trainer = subprocess.run([sys.executable, "-c", TRAINER, served.url], timeout=120)
+    assert trainer.returncode == -signal.SIGKILL
+    end = time.monotonic() + 20
+    while served.client.post("/start_weight_update").status_code != 200:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    refused = served.refused("/update_weights", {"update_info": INFO}, 409)
+    assert "no process group" in refused["message"]
+    assert generated(served.llm) == before
+    assert rl.WeightSender(served.url, timeout_s=30).send(other(weights), version=700) == 700
+    assert generated(served.llm) != before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [0.5, 2, 1000])
+def test_trainer_that_sends_other_sizes(served: Served, weights: Any, factor: float) -> None:
+    before = generated(served.llm)
+    sender = rl.WeightSender(served.url, timeout_s=30)
+    send = sender._group.send
+    sizes = [int(factor * 100), 100]
+    sender._group.send = lambda _: send(map(torch.ones, sizes))  # type: ignore[method-assign]
+    with pytest.raises(VerbatimError, match="announced"):
+        sender.send({"a": torch.ones(100), "b": torch.ones(100)})
+    assert generated(served.llm) == before
+    assert rl.WeightSender(served.url, timeout_s=30).send(weights) > 0
+
+
+@pytest.mark.slow
+def test_two_trainers_at_once(served: Served, weights: Any) -> None:
+    first = rl.WeightSender(served.url, timeout_s=30)
+    second = rl.WeightSender(served.url, timeout_s=30)
+    with pytest.raises(VerbatimError, match="another trainer has joined"):
+        first.send(other(weights))
+    before = generated(served.llm)
+    send = second._group.send
+
+    def meanwhile(tensors: Any) -> None:
+        refused = served.refused("/start_weight_update", {}, 409)
+        assert "another update" in refused["message"]
+        send(tensors)
+
+    second._group.send = meanwhile  # type: ignore[method-assign]
+    second.send(other(weights))
+    assert generated(served.llm) != before
 
 
 def test_unknown_mode_of_log_probs() -> None:

@@ -11,7 +11,7 @@ def plot(report: BenchReport, path: Path) -> None:
     """Plot tokens/s of each system by cell, with the fraction of the limit above Verbatim's bars.
 
     Raises:
-        ImportError: matplotlib is not installed (`pip install 'verbatim[bench]'`).
+        ImportError: matplotlib is not installed (`pip install '.[bench]'`).
         OSError, ValueError: the file can't be written, or its format is unknown.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg

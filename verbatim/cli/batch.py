@@ -60,7 +60,7 @@ def batch(
         import pydantic  # noqa: F401
         import starlette  # noqa: F401
     except ImportError as error:
-        raise WrongUsage(f"batch needs {error.name}: pip install 'verbatim[serve]'") from None
+        raise WrongUsage(f"batch needs {error.name}: pip install '.[serve]'") from None
     from verbatim.serve.records import Records
 
     _check_paths(source, target)

@@ -128,7 +128,7 @@ def _check(plan: BenchPlan, plot: str | None, gguf: str | None, openvino: str | 
         if Path(plot).suffix not in (".png", ".svg", ".pdf"):
             raise WrongUsage(f"--plot {plot}: must end in .png, .svg or .pdf")
         if not installed("matplotlib"):
-            raise WrongUsage("--plot needs matplotlib: pip install 'verbatim[bench]'")
+            raise WrongUsage("--plot needs matplotlib: pip install '.[bench]'")
     if gguf is not None:
         need("llama_cpp", "--gguf", gguf)
     if openvino is not None:

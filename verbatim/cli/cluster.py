@@ -164,7 +164,7 @@ _FRUGAL = (
 
 def _check_ray() -> None:
     if find_spec("ray") is None:
-        raise NotSupported("`verbatim cluster` needs Ray: pip install 'verbatim[cluster]'")
+        raise NotSupported("`verbatim cluster` needs Ray: pip install '.[cluster]'")
     mode = os.environ.get("RAY_AUTH_MODE", "token")
     if mode.lower() != "token":
         raise WrongUsage(f"RAY_AUTH_MODE={mode}: a Verbatim cluster uses token mode; unset it")

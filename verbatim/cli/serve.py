@@ -101,6 +101,20 @@ def serve(
             rich_help_panel=_SERVER,
         ),
     ] = False,
+    max_update_bytes: Annotated[
+        int | None,
+        typer.Option(
+            help="With --training: maximum bytes of new weights. Default: 8 for each parameter.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
+    update_timeout_s: Annotated[
+        float | None,
+        typer.Option(
+            help="With --training: seconds after which a silent trainer loses its update. Default: 120.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
     log_level: Annotated[
         str,
         typer.Option(
@@ -180,7 +194,7 @@ def serve(
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise WrongUsage(f"serve needs {error.name}: pip install 'verbatim[serve]'") from None
+        raise WrongUsage(f"serve needs {error.name}: pip install '.[serve]'") from None
     if log_level not in LEVELS:
         raise WrongUsage(f"--log-level {log_level!r}: must be one of {', '.join(LEVELS)}")
     given = {
@@ -191,6 +205,8 @@ def serve(
         "max_connections": max_connections,
         "max_connections_per_address": max_connections_per_address,
         "timeout_s": request_timeout_s,
+        "max_update_bytes": max_update_bytes,
+        "update_timeout_s": update_timeout_s,
     }
     settings = _settings(
         host,

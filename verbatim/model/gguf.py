@@ -75,7 +75,7 @@ def load_gguf(
     missing = [package for name, package in _NEEDS.items() if find_spec(name) is None]
     if missing:
         raise NotSupported(
-            f"{path}: reading a GGUF file needs {' and '.join(missing)}: pip install 'verbatim[gguf]'"
+            f"{path}: reading a GGUF file needs {' and '.join(missing)}: pip install '.[gguf]'"
         )
     parts = _PART.search(path.name)
     if parts is not None:

@@ -23,6 +23,13 @@ from verbatim.errors import VerbatimError
 HOST = "127.0.0.1"  # where workers of this machine listen
 
 
+def worker_environment() -> dict[str, str]:
+    """Return the environment of a process that imports this package."""
+    home = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
+    return {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": path}
+
+
 class WorkerProcess:
     """A process that a `Launcher` has forked, or is about to.
 
@@ -88,13 +95,11 @@ class Launcher:
         self._launch()
 
     def _launch(self) -> None:
-        home = str(Path(__file__).parents[2])
-        path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", __name__, self._target],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": path},
+            env=worker_environment(),
             start_new_session=True,  # Ctrl-C is for this process only
         )
         self._ended = False

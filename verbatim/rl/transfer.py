@@ -6,6 +6,8 @@ Rank 0 is the trainer; it broadcasts each tensor's bytes in the order that it an
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import socket
 import threading
 import urllib.error
@@ -63,12 +65,21 @@ class WeightGroup:
         for tensor in tensors:
             self._broadcast(tensor.detach().cpu().contiguous())
 
-    def receive(self, shapes: Iterable[tuple[torch.dtype, list[int]]]) -> list[Tensor]:
-        """Return the tensors that rank 0 broadcasts."""
-        tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in shapes]
-        for tensor in tensors:
-            self._broadcast(tensor)
-        return tensors
+    def receive(self, size: int) -> Tensor:
+        """Return the `size` bytes of the tensor that rank 0 broadcasts next.
+
+        Raises:
+            VerbatimError: it did not come, or is at least 16 bytes shorter. Where it is longer, gloo ends
+                the process.
+        """
+        tensor = torch.zeros(size, dtype=torch.uint8)
+        mark = torch.frombuffer(bytearray(os.urandom(16)), dtype=torch.uint8)
+        if size >= len(mark):
+            tensor[-len(mark) :] = mark
+        self._broadcast(tensor)
+        if size >= len(mark) and tensor[-len(mark) :].equal(mark):
+            raise VerbatimError(f"a tensor of {size:,} bytes was announced, and a shorter one sent")
+        return tensor
 
     def _broadcast(self, tensor: Tensor) -> None:
         if not tensor.numel():
@@ -113,10 +124,11 @@ class WeightSender:
             free.bind((host, 0))
             port = free.getsockname()[1]
         size = 1 + int(self._call("/get_world_size")["world_size"])
+        self._trainer = {"trainer": secrets.token_hex(8)}
         init = {"master_address": host, "master_port": port, "rank_offset": 1, "world_size": size}
         self._group: WeightGroup = self._meanwhile(
             "/init_weight_transfer_engine",
-            {"init_info": init},
+            {"init_info": init, **self._trainer},
             lambda: WeightGroup(host, port, 0, size, timeout_s),
         )
 
@@ -131,7 +143,7 @@ class WeightSender:
             The version.
         """
         tensors = named_weights(weights)
-        self._call("/start_weight_update", {})
+        self._call("/start_weight_update", self._trainer)
         info = {
             "names": list(tensors),
             "dtype_names": [str(t.dtype).removeprefix("torch.") for t in tensors.values()],

@@ -81,6 +81,7 @@ _TYPES = {
     403: "permission_error",
     429: "rate_limit_error",
     500: "server_error",
+    502: "server_error",
     503: "server_error",
 }
 

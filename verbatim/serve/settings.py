@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from verbatim.errors import InvalidRequest
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")  # named as vLLM's
-_OPTIONAL = ("max_connections", "max_connections_per_address")
+_OPTIONAL = ("max_connections", "max_connections_per_address", "max_update_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +46,9 @@ class ServeSettings:
             temperature 1. "processed_logprobs": of the distribution that was drawn from.
         training: serve the routes by which a trainer pauses the engine and replaces its weights. Whoever may
             send requests may then do so.
+        update_timeout_s: seconds after which a silent trainer loses its update, so that others can begin one.
+        max_update_bytes: maximum size of an update of the weights. None: 8 bytes for each parameter of the
+            model (float32, tied ones twice).
 
     Raises:
         InvalidRequest: a value out of its range.
@@ -72,6 +75,8 @@ class ServeSettings:
     chat_defaults: bool = True
     logprobs_mode: str = "raw_logprobs"
     training: bool = False
+    update_timeout_s: float = 120.0
+    max_update_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -86,7 +91,13 @@ class ServeSettings:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InvalidRequest(f"{name}={value!r}: must be an integer, 1 or more")
-        for name in ("idle_timeout_s", "body_timeout_s", "read_timeout_s", "timeout_s"):
+        for name in (
+            "idle_timeout_s",
+            "body_timeout_s",
+            "read_timeout_s",
+            "update_timeout_s",
+            "timeout_s",
+        ):
             value = getattr(self, name)
             if value is None and name == "timeout_s":
                 continue

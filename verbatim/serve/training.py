@@ -1,14 +1,17 @@
 """The routes of a trainer, named as vLLM's, which TRL's clients call: pause, resume, new weights.
 
 New weights are held until the update is finished, checked as a whole, and written between two steps: all of
-them or, on an error, none. Requests in progress go on with them.
+them or, on an error, none. Requests in progress go on with them. One update at a time: others are refused
+until it is finished, its process group fails, or its trainer is silent for too long.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Request
@@ -17,23 +20,33 @@ from starlette.responses import Response
 from torch import Tensor
 
 from verbatim._version import __version__
-from verbatim.errors import InvalidRequest
+from verbatim.errors import InvalidRequest, VerbatimError
 from verbatim.options import SENT_DTYPES
-from verbatim.rl.transfer import WeightGroup
+from verbatim.rl.receiver import WeightReceiver
 from verbatim.serve.bodies import BodyRoute, parse_body
-from verbatim.serve.errors import Json, Refusal
+from verbatim.serve.errors import RETRY_AFTER_S, Json, Refusal
 from verbatim.serve.fields import AtMost, Strict, Switch
 from verbatim.serve.service import Service
 
 T = TypeVar("T")
+log = logging.getLogger("verbatim.serve")
 MAX_TENSORS = 1 << 20
 _DIMENSIONS = 8
-_ROOM = 2  # as many times the model's parameters an update may have; tied ones may come twice
+_ROOM = 8  # default bytes of an update for each parameter: float32, and tied ones may come twice
 _SAFETENSORS = ("application/octet-stream", "application/x-safetensors")
 _MODES = {"keep": "keep", "abort": "abort", "wait": "drain", "drain": "drain"}
 
 Dimension = Annotated[int, Field(ge=0, lt=1 << 48)]
 Shape = Annotated[list[Dimension], AtMost(_DIMENSIONS)]
+Trainer = Annotated[
+    str | None,
+    Field(
+        min_length=1,
+        max_length=64,
+        description="A name of the trainer's choice. An update that names another one than that of the "
+        "process group is refused.",
+    ),
+]
 
 
 class InitInfo(Strict):
@@ -51,12 +64,14 @@ class InitTransfer(Strict):
     """A request to join a process group."""
 
     init_info: InitInfo
+    trainer: Trainer = None
 
 
 class StartUpdate(Strict):
     """The beginning of an update."""
 
     is_checkpoint_format: Literal[True] | None = None
+    trainer: Trainer = None
 
 
 class UpdateInfo(Strict):
@@ -88,32 +103,89 @@ class Updates:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._lock = asyncio.Lock()  # one request at a time
-        self._group: WeightGroup | None = None
+        self._receiver: WeightReceiver | None = None
+        self._trainer: str | None = None  # of the process group
         self._pending: dict[str, Tensor] | None = None  # None outside of an update
-        self._limit = _ROOM * int(service.llm.info()["parameters"])
+        self._expiry: asyncio.TimerHandle | None = None  # of the update
+        settings = service.settings
+        self._timeout_s = settings.update_timeout_s
+        self._limit = settings.max_update_bytes or _ROOM * int(service.llm.info()["parameters"])
 
-    async def join(self, init: InitInfo) -> None:
-        """Join a trainer's process group, in place of an earlier one."""
+    @asynccontextmanager
+    async def _turn(self, *, starts: bool = False) -> AsyncIterator[None]:
+        """Keep other requests away.
+
+        Args:
+            starts: the request must not come within an update.
+
+        Raises:
+            Refusal: 409: another request is in progress, or an update.
+        """
+        if self._lock.locked() or (starts and self._pending is not None):
+            raise Refusal(
+                409,
+                "another update of the weights is in progress; it is dropped when its trainer is silent for "
+                f"{self._timeout_s:g} s (--update-timeout-s)",
+                headers={"Retry-After": str(RETRY_AFTER_S)},
+            )
+        async with self._lock:
+            if self._expiry is not None:
+                self._expiry.cancel()
+            try:
+                yield
+            finally:
+                if self._pending is not None:
+                    loop = asyncio.get_running_loop()
+                    self._expiry = loop.call_later(self._timeout_s, self._drop)
+
+    def _drop(self) -> None:
+        log.warning("an update of the weights was dropped: no request for %g s", self._timeout_s)
+        self._pending = None
+
+    async def join(self, init: InitInfo, trainer: str | None) -> None:
+        """Join a trainer's process group, in place of an earlier one.
+
+        Raises:
+            InvalidRequest: the rank is not in the group.
+            Refusal: 409: during an update; 502: the others did not come within the time limit.
+        """
         if init.rank_offset >= init.world_size:
             raise InvalidRequest(
                 f"rank_offset={init.rank_offset}: must be below world_size={init.world_size}"
             )
         address = init.master_address, init.master_port, init.rank_offset, init.world_size
-        async with self._lock:
-            self._group = None
-            self._group = await asyncio.to_thread(WeightGroup, *address)
+        async with self._turn(starts=True):
+            self.close()
+            with _named():
+                self._receiver = await asyncio.to_thread(WeightReceiver, *address, self._timeout_s)
+            self._trainer = trainer
 
-    async def start(self) -> None:
-        """Begin an update, and drop one that was not finished."""
-        async with self._lock:
+    async def start(self, trainer: str | None) -> None:
+        """Begin an update.
+
+        Raises:
+            Refusal: 409: another update is in progress, or the process group is another trainer's.
+        """
+        async with self._turn(starts=True):
+            if trainer is not None and trainer != self._trainer:
+                raise Refusal(
+                    409, "another trainer has joined since: POST /init_weight_transfer_engine"
+                )
             self._pending = {}
+
+    def close(self) -> None:
+        """Leave the process group."""
+        receiver, self._receiver, self._trainer = self._receiver, None, None
+        if receiver is not None:
+            receiver.close()
 
     async def receive(self, info: UpdateInfo) -> None:
         """Receive tensors from the process group.
 
         Raises:
-            InvalidRequest: lists of different lengths, an unknown dtype, or more numbers than the model has.
-            Refusal: 409: no update was started, or there is no group.
+            InvalidRequest: lists of different lengths, an unknown dtype, or too many bytes.
+            Refusal: 409: no update was started, or there is no group; 502: the trainer ended, sent other
+                sizes, or nothing within the time limit. Then the update has ended.
         """
         if not len(info.names) == len(info.dtype_names) == len(info.shapes):
             raise InvalidRequest(
@@ -127,24 +199,28 @@ class Updates:
             raise InvalidRequest(
                 f"dtype_names: {unknown:.40}: must be one of {', '.join(SENT_DTYPES)}"
             )
-        async with self._lock:
+        dtypes = [SENT_DTYPES[name] for name in info.dtype_names]
+        pairs = list(zip(dtypes, info.shapes, strict=True))
+        async with self._turn():
             if self._pending is None:
-                raise Refusal(409, "no update was started: POST /start_weight_update")
-            self._check_room(sum(map(math.prod, info.shapes)))
-            if self._group is None:
-                raise Refusal(409, "no process group: POST /init_weight_transfer_engine")
-            dtypes = [SENT_DTYPES[name] for name in info.dtype_names]
-            group, self._group = self._group, None  # after an error, its ranks disagree
-            pairs = zip(dtypes, info.shapes, strict=True)
-            tensors = await asyncio.to_thread(lambda: group.receive(pairs))
-            self._group = group
+                raise _not_started()
+            try:
+                self._check_room(sum(dtype.itemsize * math.prod(shape) for dtype, shape in pairs))
+                if self._receiver is None:
+                    raise Refusal(409, "no process group: POST /init_weight_transfer_engine")
+                with _named():
+                    tensors = await asyncio.to_thread(self._receiver.receive, pairs)
+            except BaseException:  # the trainer may have sent what was not received
+                self._pending = None
+                self.close()
+                raise
             self._add(dict(zip(info.names, tensors, strict=True)))
 
     async def take(self, body: bytes, finish: FinishUpdate) -> int | None:
         """Take tensors as a safetensors file, and return the version if no update was started.
 
         Raises:
-            InvalidRequest: not such a file, or more numbers than the model has.
+            InvalidRequest: not such a file, or too many bytes.
         """
 
         def read() -> dict[str, Tensor]:
@@ -156,9 +232,9 @@ class Updates:
             except (SafetensorError, KeyError, ValueError, RuntimeError):
                 raise InvalidRequest("the body is not a safetensors file") from None
 
-        async with self._lock:
+        async with self._turn():
             tensors = await asyncio.to_thread(read)
-            self._check_room(sum(tensor.numel() for tensor in tensors.values()))
+            self._check_room(sum(tensor.nbytes for tensor in tensors.values()))
             if self._pending is not None:
                 self._add(tensors)
                 return None
@@ -171,10 +247,10 @@ class Updates:
             Refusal: 409: no update was started.
             InvalidRequest, NotSupported: as `LLM.update_weights`; nothing was changed.
         """
-        async with self._lock:
+        async with self._turn():
             tensors, self._pending = self._pending, None
             if tensors is None:
-                raise Refusal(409, "no update was started: POST /start_weight_update")
+                raise _not_started()
             return await self._write(tensors, finish)
 
     async def _write(self, tensors: dict[str, Tensor], finish: FinishUpdate) -> int:
@@ -194,14 +270,30 @@ class Updates:
             raise InvalidRequest(f"weights name {twice:.200} twice")
         self._pending |= tensors
 
-    def _check_room(self, count: int) -> None:
-        """Refuse more numbers than an update of this model can have."""
-        count += sum(tensor.numel() for tensor in (self._pending or {}).values())
-        if count > self._limit:
+    def _check_room(self, size: int) -> None:
+        """Refuse an update of too many bytes."""
+        size += sum(tensor.nbytes for tensor in (self._pending or {}).values())
+        if size > self._limit:
             raise InvalidRequest(
-                f"the update has {count:,} numbers; at most {self._limit:,}, {_ROOM} times the model's "
-                "parameters"
+                f"the update has {size:,} bytes; at most {self._limit:,} (--max-update-bytes)"
             )
+
+
+def _not_started() -> Refusal:
+    return Refusal(
+        409,
+        "no update is in progress: POST /start_weight_update (an error of the process group drops one, and "
+        "so does silence for --update-timeout-s)",
+    )
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Answer an error of the process group by its text."""
+    try:
+        yield
+    except VerbatimError as error:
+        raise Refusal(502, str(error)) from None
 
 
 def training_routes(service: Service) -> APIRouter:
@@ -267,13 +359,12 @@ def training_routes(service: Service) -> APIRouter:
     @router.post("/init_weight_transfer_engine")
     async def init_weight_transfer_engine(body: InitTransfer) -> Response:
         """Join a trainer's gloo process group; answered when all have joined."""
-        await updates.join(body.init_info)
+        await updates.join(body.init_info, body.trainer)
         return Json({"status": "ok"})
 
     @router.post("/start_weight_update")
     async def start_weight_update(http: Request) -> Response:
-        _body(StartUpdate, await http.body())
-        await updates.start()
+        await updates.start(_body(StartUpdate, await http.body()).trainer)
         return Json({"status": "ok"})
 
     @router.post("/update_weights")

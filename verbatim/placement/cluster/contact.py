@@ -81,9 +81,7 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError:
-        raise NotSupported(
-            "placement=Cluster(...) needs Ray: pip install 'verbatim[cluster]'"
-        ) from None
+        raise NotSupported("placement=Cluster(...) needs Ray: pip install '.[cluster]'") from None
     return ray
 
 
