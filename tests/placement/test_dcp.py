@@ -141,7 +141,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Saved by two processes, each tensor sharded over both by rows or columns, or replicated."""
     place = tmp_path_factory.mktemp("ranks")
     fields = json.dumps({"vocab_size": 51, "num_experts": 3, "moe_frequency": 2})
-    run_ranks(2, "save_dcp_rank.py", place / "store", place / "step_1", fields)
+    run_ranks(2, "save_dcp_rank", place / "store", place / "step_1", fields)
     yield place / "step_1"
     shutil.rmtree(place)
 
