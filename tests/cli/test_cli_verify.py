@@ -117,8 +117,10 @@ BATCHED = {"batched", "reordered", "prefix-hit", "streamed", "threads", "evicted
 @pytest.mark.parametrize(
     ("is_wrong", "rows"),
     [
-        pytest.param(many_sequences, BATCHED | {"chunked"}, id="with-others"),
-        pytest.param(one_thread, {"threads"}, id="on-one-thread"),
+        pytest.param(
+            many_sequences, BATCHED | {"chunked"}, id="with-others", marks=pytest.mark.slow
+        ),
+        pytest.param(one_thread, {"threads"}, id="on-one-thread", marks=pytest.mark.slow),
         pytest.param(a_later_chunk, {"chunked", "prefix-hit", "drafted"}, id="in-chunks"),
     ],
 )

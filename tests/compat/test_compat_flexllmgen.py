@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.pairwise import parametrize_combinations
 from support.toy_tokenizers import byte_level
 from support.toys import make_toy, random_ids
 from verbatim import (
@@ -159,7 +160,7 @@ def test_the_seeds_example_runs_and_gives_the_tokens_of_the_bare_prompt(worded):
     assert scope["outputs"][0].startswith("Question: What is the capital of France?\nAnswer:")
 
 
-@pytest.mark.parametrize("name", ["folder", "gpt2"])
+@pytest.mark.parametrize("name", ["folder", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_padding_to_128_changes_no_token(name, request):
     with OptLM(request.getfixturevalue(name), policy=policy()) as model:
         pad = model.pad_token_id
@@ -247,9 +248,9 @@ def test_fewer_batches_are_measured_and_the_rest_is_called_an_estimate(opened, g
 # ---- what the original gets wrong
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in_turn"])
-@pytest.mark.parametrize("cpu", [True, False], ids=["cpu_cache_compute", "plain"])
-@pytest.mark.parametrize("shape", [(4, 1), (2, 2), (1, 4), (2, 1)], ids=str)
+@parametrize_combinations(
+    shape=[(4, 1), (2, 2), (1, 4), (2, 1)], cpu=[True, False], overlap=[True, False]
+)
 def test_any_policy_and_number_of_rows_gives_the_same_tokens(folder, greedy, shape, cpu, overlap):
     settings = Policy(
         *shape, 30, 40, 0, 100, 0, 100, overlap=overlap, cpu_cache_compute=cpu, sep_layer=False

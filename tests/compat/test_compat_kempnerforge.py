@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import math
 import re
 import warnings
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 import verbatim
 from support.kempner_toys import Chain, Toy, as_llama, kempner_toy
 from support.odd_toys import DTYPES
+from support.pairwise import slow_but
 from support.requests_mixed import all_facts, facts, mixed_requests
 from support.toys import make_toy, random_ids
 from verbatim import (
@@ -504,11 +506,7 @@ def requests_for(kind):
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [
-        pytest.param(kind, dtype, marks=[pytest.mark.slow] * (i % 2 != j))
-        for i, kind in enumerate(KINDS)
-        for j, dtype in enumerate(DTYPES)
-    ],
+    slow_but([("llama", "float32"), ("experts", "bfloat16")], itertools.product(KINDS, DTYPES)),
 )
 def test_every_schedule_gives_the_same_bits(kind, dtype):
     """Alone, batched, chunked, evicted, from cached prefixes, on other threads; `n` and beams among them."""
@@ -537,7 +535,7 @@ def test_every_schedule_gives_the_same_bits(kind, dtype):
         assert all_facts(llm.generate(prompts[:2], params[:2])) == expected[:2], "slept"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(("qk_norm", "by_hand"), KINDS))
 def test_evicted_requests_finish_with_the_same_bits(kind):
     toy = kempner_toy(**KINDS[kind])
     prompts = [random_ids(9 + i, i) for i in range(5)]

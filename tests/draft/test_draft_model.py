@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from support.kempner_toys import kempner_toy
-from support.pairwise import parametrize_pairs
+from support.pairwise import parametrize_combinations
 from support.requests_mixed import (
     all_facts,
     facts,
@@ -114,7 +114,7 @@ def test_words_are_those_of_plain_decoding_whatever_the_draft_model(
             assert llm.stats()["draft"]["cut"] == 0  # ids that the model lacks are never drawn
 
 
-@parametrize_pairs(
+@parametrize_combinations(
     settings=[
         dict(max_batch_tokens=7, num_threads=1),
         dict(max_batch_tokens=19, block_size=4, max_sequences=5, num_threads=2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from support.odd_toys import DTYPES, MODELS, open_toy
+from support.pairwise import slow_but
 from support.requests_mixed import all_facts, facts, mixed_requests
 from support.stages import ThreadHosts, serving
 from support.toys import make_toy, random_ids
@@ -20,11 +22,7 @@ from verbatim import LLM, Cluster, SamplingParams
 # Every model, in the slow suite in the other dtype too.
 each_in_one_dtype = pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        pytest.param(name, dtype, marks=[pytest.mark.slow] * (i % 2 != j))
-        for i, name in enumerate(MODELS)
-        for j, dtype in enumerate(DTYPES)
-    ],
+    slow_but(list(zip(MODELS, itertools.cycle(DTYPES))), itertools.product(MODELS, DTYPES)),
 )
 
 
@@ -63,8 +61,18 @@ def routed(name: str) -> dict[str, Any]:
     return dict(record_routing=True) if "moe" in name or name == "gpt_oss" else {}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    slow_but(
+        [
+            ("llama", "float32"),
+            ("qwen3_moe", "bfloat16"),
+            ("gemma2", "float32"),
+            ("gpt_oss", "bfloat16"),
+        ],
+        itertools.product(("llama", "qwen3_moe", "gemma2", "gpt_oss"), DTYPES),
+    ),
+)
 def test_evicted_requests_finish_with_the_same_bits(name: str, dtype: str) -> None:
     prompts, params = mixed_requests()
     params = [p if p.num_beams > 1 else p.replace(**routed(name)) for p in params]
@@ -83,9 +91,7 @@ def test_evicted_requests_finish_with_the_same_bits(name: str, dtype: str) -> No
             assert sum(r.metrics.preemptions for r in results) == stats["preemptions"]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("llama", marks=pytest.mark.slow), "qwen3_moe", "gemma2"]
-)
+@pytest.mark.parametrize("name", slow_but(["qwen3_moe"], ("llama", "qwen3_moe", "gemma2")))
 def test_every_chunk_size_gives_the_same_bits(name: str) -> None:
     prompts, params = [random_ids(23, 1), random_ids(9, 2)], mixed_requests(12)[1]
     params = [params[7].replace(**routed(name)), params[9]]
@@ -144,12 +150,7 @@ def test_priorities_and_interruptions_change_no_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        pytest.param(n, d, marks=() if (n, d) == ("gpt_oss", "bfloat16") else pytest.mark.slow)
-        for n in MODELS
-        for d in DTYPES
-    ],
+    ("name", "dtype"), slow_but([("gpt_oss", "bfloat16")], itertools.product(MODELS, DTYPES))
 )
 def test_on_two_stages_and_after_a_kill(name: str, dtype: str, tmp_path: Path) -> None:
     prompts, params = mixed_requests()
@@ -235,7 +236,9 @@ def test_global_random_state_neither_matters_nor_moves() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "gpt2", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", slow_but(("llama", "qwen3_moe"), ("llama", "gemma2", "qwen3_moe", "gpt2", "gpt_oss"))
+)
 def test_loops_long_enough_to_be_split_over_threads_give_the_same_bits(
     name: str, dtype: str
 ) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.odd_toys import DTYPES
+from support.pairwise import slow_but
 from support.programs import run_without_kernels
 from support.requests_mixed import facts, mixed_requests
 from support.toys import make_toy
@@ -429,13 +430,12 @@ def compare(
 
 @pytest.mark.parametrize(
     ("name", "dtype", "quantization"),
-    [
-        pytest.param(name, dtype, quantization, marks=[pytest.mark.slow] * (i != j))
-        for i, (dtype, quantization) in enumerate(
-            itertools.product(("float32", "bfloat16"), ("int4", "int8"))
-        )
-        for j, name in enumerate(("llama", "gpt2", "qwen3_moe", "gemma2"))
-    ],
+    slow_but(
+        [("llama", "float32", "int4"), ("qwen3_moe", "bfloat16", "int8")],
+        itertools.product(
+            ("llama", "gpt2", "qwen3_moe", "gemma2"), ("float32", "bfloat16"), ("int4", "int8")
+        ),
+    ),
 )
 def test_the_words_are_those_of_the_model_made_numbers_again(
     name: str, dtype: str, quantization: str, folders: Callable[[str], Path], tmp_path: Path

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from support.pairwise import parametrize_pairs
+from support.pairwise import parametrize_combinations, slow_but
 from support.requests_mixed import all_facts, facts, mixed_requests
 from support.stages import ThreadHosts, serving
 from support.states import check_nothing_is_left
@@ -36,10 +36,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, seed=1)
 
 SHORT = GREEDY.replace(max_tokens=5)
 # One of each form in the fast suite, all of them in the slow one.
-ALL_TOYS, ALL_LAZY_TOYS = (
-    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ONE_OF_EACH)) for name in toys]
-    for toys in (RECURRENT_TOYS, RECURRENT_TOYS)
-)
+ALL_TOYS = slow_but(ONE_OF_EACH, RECURRENT_TOYS)
+TWO_FAST = slow_but(("qwen3_next", "mamba"), RECURRENT_TOYS)
 
 
 @pytest.mark.parametrize("name", RECURRENT_TOYS)
@@ -228,7 +226,7 @@ def test_drafts_of_any_acceptance_change_no_bit(name: str) -> None:
         check_nothing_is_left(llm)
 
 
-@pytest.mark.parametrize("name", ALL_TOYS)
+@pytest.mark.parametrize("name", TWO_FAST)
 def test_a_session_goes_on_from_its_state_or_from_an_earlier_prompt(name: str) -> None:
     with LLM(make_toy(name), block_size=4) as llm:
         llm.engine.live = False
@@ -250,7 +248,7 @@ def test_a_session_goes_on_from_its_state_or_from_an_earlier_prompt(name: str) -
         check_nothing_is_left(llm)
 
 
-@pytest.mark.parametrize("name", [toy for toy in ALL_LAZY_TOYS if "zaya" not in toy.values])
+@pytest.mark.parametrize("name", [toy for toy in TWO_FAST if "zaya" not in toy.values])
 def test_a_killed_stage_gets_its_states_back(name: str, tmp_path: Any) -> None:
     prompts, params = mixed_requests(12)
     make_toy(name).save_pretrained(tmp_path)
@@ -279,7 +277,7 @@ def test_layers_that_pass_on_more_than_hidden_states_are_not_cut(tmp_path: Any) 
         LLM(tmp_path, placement=Cluster(stages=2, hosts=ThreadHosts()))
 
 
-@pytest.mark.parametrize("name", ALL_LAZY_TOYS)
+@pytest.mark.parametrize("name", TWO_FAST)
 def test_offloaded_layers_keep_their_states(name: str, tmp_path: Any) -> None:
     prompts, params = mixed_requests(12)
     make_toy(name).save_pretrained(tmp_path)
@@ -342,7 +340,7 @@ def test_rollouts_have_exact_ratios_and_gradients(name: str) -> None:
     assert recurrent and all(p.grad is not None and p.grad.any() for p in recurrent)
 
 
-@parametrize_pairs(
+@parametrize_combinations(
     name=["qwen3_next", "granite_hybrid", "lfm2", "mamba2"],
     draft=["early-exit", "the same", "another"],
     # Prompts longer than the drafter's largest forward.

@@ -25,7 +25,7 @@ from support.attention_cases import (
     story,
     whole,
 )
-from support.pairwise import parametrize_pairs
+from support.pairwise import parametrize_combinations
 from verbatim import kernels
 from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
@@ -103,7 +103,7 @@ def test_a_strided_query_is_read_in_place(backend: str) -> None:
 # ---- The same bits in every schedule ----
 
 
-@parametrize_pairs(
+@parametrize_combinations(
     backend=BACKENDS, kind=["plain", "all"], dtype=[F32, BF16], shape=INVARIANT_SHAPES
 )
 def test_every_chunking_gives_the_same_bits(
@@ -122,7 +122,7 @@ def test_every_chunking_gives_the_same_bits(
             assert_same_bits(out, want[start:stop])
 
 
-@parametrize_pairs(backend=BACKENDS, dtype=[F32, BF16], shape=INVARIANT_SHAPES)
+@parametrize_combinations(backend=BACKENDS, dtype=[F32, BF16], shape=INVARIANT_SHAPES)
 def test_neighbours_blocks_and_threads_change_nothing(
     backend: str, dtype: torch.dtype, shape: Shape
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.pairwise import slow_but
 from support.requests_mixed import all_facts
 from support.toys import make_toy, random_ids
 from support.triton_here import DEVICE, INTERPRETED
@@ -101,9 +102,7 @@ def test_every_kind_of_model_keeps_its_bits(name: str, dtype: str) -> None:
     holds_in_every_schedule(toy(name, getattr(torch, dtype)))
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "llama" else pytest.param(n, marks=pytest.mark.slow) for n in TOYS]
-)
+@pytest.mark.parametrize("name", slow_but(["llama"], TOYS))
 def test_greedy_tokens_are_transformers(name: str) -> None:
     module = toy(name)
     prompt = requests()[0][0]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.pairwise import slow_but
 from support.requests_mixed import all_facts, mixed_requests
 from support.toys import make_toy
 from verbatim import LLM, Cluster, ModelError, NotSupported, Offload, TensorParallel
@@ -144,7 +145,9 @@ def written(name: str, folder: Path) -> tuple[Any, str]:
     return expected if exact else expected.bfloat16(), dtype
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name", slow_but(("float32", "Q8_0", "Q4_0, reordered", "Q4_K", "Q6_K"), FILES)
+)
 def test_the_tokens_are_those_of_the_numbers_in_the_file(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import threading
 import time
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 
 from support import toys
 from support.mtp_toys import save_with_mtp, toy
+from support.pairwise import slow_but
 from support.requests_mixed import all_facts, facts, mixed_requests
 from support.stages import ThreadHost, ThreadHosts, num_threads, serving
 from verbatim import (
@@ -72,11 +74,7 @@ def resident(folder: Path, count: int = 17, **options: Any) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        pytest.param(name, dtype, marks=() if (name, dtype) in FAST else pytest.mark.slow)
-        for name in MODELS
-        for dtype in ("float32", "bfloat16")
-    ],
+    slow_but(FAST, itertools.product(MODELS, ("float32", "bfloat16"))),
 )
 def test_any_number_of_stages_gives_the_same_words(
     name: str, dtype: str, saved: Callable[[str], Path]
@@ -140,16 +138,12 @@ MOMENTS: dict[str, tuple[int, dict[str, Any]]] = {
     "from-the-ids": (9, dict(keep=0)),
     "partly-kept": (9, dict(keep="30KB", block_size=4)),  # enough for some of the blocks
 }
-FAST_KILLS = {(0, "begin"), (2, "prefill"), (1, "decode"), (1, "partly-kept")}
+FAST_KILLS = {(0, "begin"), (2, "prefill"), (1, "partly-kept")}
 
 
 @pytest.mark.parametrize(
     ("place", "moment"),
-    [
-        pytest.param(place, moment, marks=() if (place, moment) in FAST_KILLS else pytest.mark.slow)
-        for place in range(3)
-        for moment in MOMENTS
-    ],
+    slow_but(FAST_KILLS, itertools.product(range(3), MOMENTS)),
 )
 def test_a_killed_stage_changes_no_word(
     place: int, moment: str, saved: Callable[[str], Path]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import pickle
@@ -25,6 +26,7 @@ from typer.testing import CliRunner
 
 from support import kempner_reference, toy_tokenizers, toys
 from support.mtp_toys import Toy, random_mtp, save_with_mtp
+from support.pairwise import slow_but
 from support.programs import run_ranks
 from support.stages import ThreadHosts
 from verbatim import (
@@ -139,7 +141,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Saved by two processes, each tensor sharded over both by rows or columns, or replicated."""
     place = tmp_path_factory.mktemp("ranks")
     fields = json.dumps({"vocab_size": 51, "num_experts": 3, "moe_frequency": 2})
-    run_ranks(2, "save_dcp_rank.py", place / "store", place / "step_1", fields)
+    run_ranks(2, "save_dcp_rank", place / "store", place / "step_1", fields)
     yield place / "step_1"
     shutil.rmtree(place)
 
@@ -346,11 +348,7 @@ FAST = {("ernie", "bfloat16"), ("packed", "auto")}
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [
-        pytest.param(kind, dtype, marks=() if (kind, dtype) in FAST else pytest.mark.slow)
-        for kind in KINDS
-        for dtype in ("auto", "bfloat16")
-    ],
+    slow_but(FAST, itertools.product(KINDS, ("auto", "bfloat16"))),
 )
 def test_the_same_words_wherever_it_lies(kind: str, dtype: str, tmp_path: Path) -> None:
     fields = KINDS[kind]

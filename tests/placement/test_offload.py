@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from support import sweep, toys
 from support.mtp_toys import save_with_mtp, toy
-from support.pairwise import parametrize_pairs
+from support.pairwise import parametrize_combinations
 from support.requests_mixed import all_facts, facts, mixed_requests
 from verbatim import (
     LLM,
@@ -78,7 +78,7 @@ def resident_facts(folder: Path, dtype: str, count: int = 17) -> Any:
         return [facts(result) for result in llm.generate(*mixed_requests(count))]
 
 
-@parametrize_pairs(
+@parametrize_combinations(
     name=ARCHITECTURES, dtype=["float32", "bfloat16"], weights=WEIGHTS, overlap=[True, False]
 )
 def test_weights_on_any_tier_give_the_same_words(
@@ -89,7 +89,7 @@ def test_weights_on_any_tier_give_the_same_words(
     assert found == resident_facts(folders(name), dtype)
 
 
-@parametrize_pairs(
+@parametrize_combinations(
     name=["qwen3_moe", "gpt2"],
     sizes=[(4, 1), (2, 2), (1, 4), (2, 3)],
     max_batch_tokens=[7, 2048],
@@ -244,7 +244,7 @@ def resident_tokens(folder: Path, quantization: str | None) -> Any:
         return said(llm)
 
 
-@parametrize_pairs(
+@parametrize_combinations(
     name=["llama", "qwen3_moe", "gemma2", "gpt2"],
     quantization=[None, "int8", "w4a8"],
     weights=[WEIGHTS[0], WEIGHTS[2], WEIGHTS[3]],
@@ -932,7 +932,7 @@ def _nothing_runs_on(thread_names: set[str]) -> Iterator[None]:
 # ---- a head in pieces
 
 
-@parametrize_pairs(
+@parametrize_combinations(
     name=["llama", "gpt2", "gemma2"],
     dtype=["float32", "bfloat16"],
     weights=[(0, 0, 100), (40, 0, 60)],

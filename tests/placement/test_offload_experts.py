@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from support import sweep, toys
-from support.pairwise import parametrize_pairs
+from support.pairwise import parametrize_combinations
 from support.requests_mixed import facts, mixed_requests
 from verbatim import LLM, Offload, SamplingParams, TierFailed, kernels
 from verbatim.batch import Batch
@@ -79,7 +79,7 @@ def resident_words(folder: Path, quantization: str | None = None) -> Any:
         return words(llm)
 
 
-@parametrize_pairs(
+@parametrize_combinations(
     name=FORMS,
     quantization=[None, "int8", "int4"],
     settings=[{}, {"overlap": False}, {"weights": (30, 40, 30)}, {"weights": (60, 20, 20)}],

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.pairwise import slow_but
 from support.requests_mixed import facts, mixed_requests
-from support.toys import RECURRENT_TOYS, TOYS, make_toy
+from support.toys import RECURRENT_FAMILIES, RECURRENT_TOYS, TOYS, make_toy
 from verbatim import LLM, InvalidRequest, Offload
 from verbatim.errors import OutOfBlocks
 from verbatim.heap import Heap
@@ -392,7 +393,9 @@ def test_amounts_are_rounded_into_their_unit():
 # Real models.
 
 
-@pytest.mark.parametrize("name", [*TOYS, *RECURRENT_TOYS])
+@pytest.mark.parametrize(
+    "name", slow_but([*list(TOYS)[::3], *RECURRENT_FAMILIES[::2]], [*TOYS, *RECURRENT_TOYS])
+)
 def test_the_config_tells_what_layers_store(name, folders):
     with LLM(folders(name), max_length=64, placement=Offload(gpu="100MB", policy=None)) as llm:
         runner = llm.engine.runner

@@ -144,7 +144,7 @@ def run_all(
     save_adapter(folder / "llama-adapter", toys.make_toy("llama"))
     toys.make_toy("llama", seed=9).save_pretrained(folder / "new-llama")
     toys.make_toy("qwen3_moe", seed=9).save_pretrained(folder / "new-qwen3_moe")
-    told = run_ranks(world, "parallel_rank.py", folder, "share_columns+share_layers+share_experts")
+    told = run_ranks(world, "parallel_rank", folder, "share_columns+share_layers+share_experts")
     return {name: [ours[name] for ours in told] for name in told[0]}
 
 

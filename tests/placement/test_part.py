@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from support import sweep, toys
+from support.pairwise import slow_but
 from support.stores import poisoned
 from verbatim.batch import ZERO_STATE, Batch, Choices
 from verbatim.errors import (
@@ -210,9 +211,7 @@ def assert_cut_anywhere_it_is_the_same(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in toys.TOYS]
-)
+@pytest.mark.parametrize("name", slow_but(FAST, toys.TOYS))
 def test_a_model_that_is_cut_anywhere_computes_the_same(
     name: str, dtype: str, folders: Callable[[str], Path]
 ) -> None:

@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 
 from support import toys
+from support.pairwise import slow_but
 from support.serving import Served, serving
 from support.tool_templates import (
     BARE,
@@ -105,7 +106,7 @@ def check(calls: list[dict[str, Any]]) -> None:
         jsonschema.validate(json.loads(function["arguments"]), SCHEMAS[function["name"]])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", slow_but(range(2), range(4)))
 def test_required_calls_are_made_and_their_arguments_fit(served, seed):
     body = ASK | TALKATIVE | {"tool_choice": "required", "seed": seed, "parallel_tool_calls": False}
     (choice,) = served.post("/v1/chat/completions", **body)["choices"]

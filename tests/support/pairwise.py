@@ -1,9 +1,9 @@
-"""Covering arrays: few cases in which every pair of choices occurs that goes together."""
+"""Few of many cases: covering arrays, and which cases of a test are in the fast suite."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -44,10 +44,30 @@ def covering(
     return cases
 
 
-def parametrize_pairs(**dimensions: Sequence[Any]) -> pytest.MarkDecorator:
-    """Run a test with every combination of values, in the slow suite but for some that cover all pairs."""
+def slow_but(fast: Collection[Any], values: Iterable[Any]) -> list[Any]:
+    """Return parameters, for `pytest.mark.parametrize`, of which all but `fast` are in the slow suite.
+
+    Args:
+        values: a tuple is the values of several arguments.
+    """
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=[pytest.mark.slow] * (value not in fast),
+        )
+        for value in values
+    ]
+
+
+def parametrize_combinations(**dimensions: Sequence[Any]) -> pytest.MarkDecorator:
+    """Run a test with every combination of values, in the slow suite but for a few that have all values."""
     places = {name: [str(i) for i in range(len(values))] for name, values in dimensions.items()}
-    fast = covering(places, ())
+    fast: list[Case] = []
+    left = {(name, i) for name, values in places.items() for i in values}
+    for case in covering(places, ()):
+        if left:
+            fast.append(case)
+            left -= set(zip(places, case, strict=True))
     params = []
     for case in itertools.product(*places.values()):
         values = [dimensions[name][int(i)] for name, i in zip(places, case, strict=True)]

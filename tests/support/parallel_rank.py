@@ -1,7 +1,6 @@
-"""One rank of several, started by test_parallel.py: `python parallel_rank.py RANK WORLD FOLDER WHAT`.
+"""One rank of several, started by test_parallel.py with a folder and the names of functions below.
 
-WHAT names functions below, joined by "+"; they find models in FOLDER, and what they return is printed as
-JSON.
+The names are joined by "+". The functions find models in the folder, and what they return is reported.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -129,8 +128,10 @@ def share_experts(rank: int, world: int, folder: Path) -> dict[str, Any]:
     return told
 
 
-def main() -> None:
-    rank, world, folder, what = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+def main(
+    rank: int, world: int, arguments: list[str], report: Callable[[dict[str, Any]], None]
+) -> None:
+    folder, what = Path(arguments[0]), arguments[1]
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -143,13 +144,9 @@ def main() -> None:
     for do in (share_columns, share_layers, share_experts):
         if do.__name__ in what.split("+"):
             told[do.__name__] = do(rank, world, folder)
-    print(json.dumps(told), flush=True)
+    report(told)
     dist.barrier()  # or one is gone while another still talks to it
     dist.destroy_process_group()
     # If a group is still held, its threads free tensors while the interpreter ends, which aborts the process.
     threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     assert "pt_gloo_runloop" not in threads
-
-
-if __name__ == "__main__":
-    main()

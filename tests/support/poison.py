@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-FIRST_BLOCKS = 512
+FIRST_BLOCKS = 64
 
 
 def poison_blocks(
@@ -14,7 +14,7 @@ def poison_blocks(
     """Poison the first of `count` blocks now, and from now on those that are freed or newly taken.
 
     A block is poisoned when it is taken, so the first `FIRST_BLOCKS` are enough for reads of blocks that
-    nobody took, scratch included: a large store would take hundreds of MB at each opening.
+    nobody took, scratch included: all of a store would take most of the time of an opening.
 
     Args:
         pool: the engine's block pool.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from verbatim.placement.launcher import Launcher
 
 TESTS = Path(__file__).parents[1]
 # The `verbatim` command, wherever its script is installed.
@@ -36,27 +40,18 @@ def run_without_kernels(script: str, *arguments: object) -> None:
     )
 
 
-def run_ranks(world: int, program: str, *arguments: object) -> list[dict[str, Any]]:
-    """Run `support/PROGRAM RANK WORLD ARGUMENTS` for each rank; return the JSON that each printed last."""
-    command = [sys.executable, "-P", str(TESTS / "support" / program)]
-    ranks = [
-        subprocess.Popen(
-            [*command, *map(str, (rank, world, *arguments))],
-            env=environment(GLOO_SOCKET_IFNAME="lo"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    found = []
+def run_ranks(world: int, module: str, *arguments: object) -> list[Any]:
+    """Return what `main` of `support.MODULE` reports, called in a process for each rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        launcher = Launcher(f"support.{module}:main")
     try:
-        for process in ranks:
-            out, err = process.communicate(timeout=200)
-            assert process.returncode == 0, err
-            found.append(json.loads(out.splitlines()[-1]))
+        said = [str(argument) for argument in arguments]
+        ranks = [launcher.start(rank=rank, world=world, arguments=said) for rank in range(world)]
+        found = [rank.wait_for_message(time.monotonic() + 200.0) for rank in ranks]
+        assert all(rank.wait(60.0) for rank in ranks)
+        assert [rank.ended for rank in ranks] == ["exit status 0"] * world
+        return found
     finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
-    return found
+        launcher.close()

@@ -1,16 +1,16 @@
-"""One rank of a process group, started by test_lockstep.py: `python rank.py RANK WORLD STORE`.
+"""One rank of a process group, started by test_lockstep.py.
 
-Prints what it got as JSON. Its model talks to the other ranks in every forward, so it would hang if any
+Reports what it got. Its model talks to the other ranks in every forward, so it would hang if any
 rank made one forward less.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,15 @@ from support.toys import make_toy, random_ids
 from verbatim import LLM, InvalidRequest, RequestFailed, SamplingParams, rl
 
 
-def main() -> None:
-    rank, world = int(sys.argv[1]), int(sys.argv[2])
+def main(
+    rank: int, world: int, arguments: list[str], report: Callable[[dict[str, Any]], None]
+) -> None:
+    (store,) = arguments
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(sys.argv[3], world),
+        store=dist.FileStore(store, world),
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=60),
@@ -102,7 +104,7 @@ def main() -> None:
         rows = torch.full((2, 2, 5 + rank), 7)[:rank]
         told["scored"] = list(rl.score(llm, rows, process_group=group).shape)
         told["blocks"] = llm.stats()["blocks_used"]
-    print(json.dumps(told), flush=True)
+    report(told)
     dist.barrier()  # or one is gone while another still talks to it
     dist.destroy_process_group()
 
@@ -122,7 +124,3 @@ def _once(act, *, after: int):
             act()
 
     return hook
-
-
-if __name__ == "__main__":
-    main()
