@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -416,26 +416,36 @@ sender = rl.WeightSender(sys.argv[1], timeout_s=30)
 send = sender._group.send
 def die_midway(tensors):
     send(list(tensors)[:1])
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), getattr(signal, sys.argv[2]))
 sender._group.send = die_midway
 sender.send({"a": torch.ones(1000), "b": torch.ones(1000)})
 """
 
 
 @pytest.mark.slow
-def test_killed_trainer_frees_the_weights(served: Served, weights: Any) -> None:
-    before = generated(served.llm)
-    trainer = subprocess.run([sys.executable, "-c", TRAINER, served.url], timeout=120)
-    assert trainer.returncode == -signal.SIGKILL
-    end = time.monotonic() + 20
-    while served.client.post("/start_weight_update").status_code != 200:
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    refused = served.refused("/update_weights", {"update_info": INFO}, 409)
-    assert "no process group" in refused["message"]
-    assert generated(served.llm) == before
-    assert rl.WeightSender(served.url, timeout_s=30).send(other(weights), version=700) == 700
-    assert generated(served.llm) != before
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+def test_lost_trainer_frees_the_weights(llm: LLM, weights: Any, name: str) -> None:
+    before = generated(llm)
+    settings = ServeSettings(training=True, update_timeout_s=10)
+    with serving(llm, settings) as server:
+        trainer = subprocess.Popen([sys.executable, "-c", TRAINER, server.url, name])
+        try:
+            state = Path(f"/proc/{trainer.pid}/stat")
+            while state.read_text().rpartition(")")[2].split()[0] not in "TZ":
+                time.sleep(0.02)
+            end = time.monotonic() + 15
+            while server.client.post("/start_weight_update").status_code != 200:
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            refused = server.refused("/update_weights", {"update_info": INFO}, 409)
+            assert "no process group" in refused["message"]
+            assert generated(llm) == before
+            sender = rl.WeightSender(server.url, timeout_s=30)
+            assert sender.send(other(weights), version=700) == 700
+            assert generated(llm) != before
+        finally:
+            trainer.kill()
+            trainer.wait()
 
 
 @pytest.mark.slow
