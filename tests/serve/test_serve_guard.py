@@ -491,11 +491,11 @@ def test_a_local_server_answers_under_its_own_names_alone(host, status):
 
 def test_the_command_names_hosts_where_nobody_needs_a_key(monkeypatch):
     monkeypatch.delenv("VERBATIM_API_KEY", raising=False)
-    assert _settings("127.0.0.1", False, None).hosts == LOCAL_HOSTS
-    assert _settings("127.8.8.8", False, None).hosts == (*LOCAL_HOSTS, "127.8.8.8")
-    assert _settings("0.0.0.0", True, None).hosts == ()
+    assert _settings("127.0.0.1", {}).hosts == LOCAL_HOSTS
+    assert _settings("127.8.8.8", {}).hosts == (*LOCAL_HOSTS, "127.8.8.8")
+    assert _settings("0.0.0.0", {"no_api_key": True}).hosts == ()
     monkeypatch.setenv("VERBATIM_API_KEY", "a-key-of-mine")
-    assert _settings("127.0.0.1", False, None).hosts == ()
+    assert _settings("127.0.0.1", {}).hosts == ()
 
 
 def test_a_token_does_not_wait_for_the_one_before_to_be_acknowledged():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verbatim.cli.terminal import WrongUsage, command
+from verbatim.cli.terminal import WrongUsage, command, size_text
 from verbatim.errors import NotSupported, VerbatimError
 
 if TYPE_CHECKING:
@@ -33,6 +33,12 @@ cluster = typer.Typer(
 _Extra = Annotated[
     list[str] | None, typer.Argument(help="After --: options passed to `ray start`.")
 ]
+_Address = Annotated[
+    str | None,
+    typer.Option(
+        "--node-ip-address", metavar="IP", help="Address that other machines use for this one."
+    ),
+]
 
 
 @cluster.command()
@@ -42,12 +48,7 @@ def start(
     port: Annotated[
         int, typer.Option("--port", min=1, max=65535, help="Port to listen on.")
     ] = PORT,
-    node_ip_address: Annotated[
-        str | None,
-        typer.Option(
-            "--node-ip-address", metavar="IP", help="Address that other machines use for this one."
-        ),
-    ] = None,
+    node_ip_address: _Address = None,
 ) -> None:
     """Make this machine the head of a cluster, and print the commands for the others.
 
@@ -92,12 +93,7 @@ def join(
         str, typer.Argument(help="HOST:PORT of the head, as `verbatim cluster start` prints it.")
     ],
     extra: _Extra = None,
-    node_ip_address: Annotated[
-        str | None,
-        typer.Option(
-            "--node-ip-address", metavar="IP", help="Address that other machines use for this one."
-        ),
-    ] = None,
+    node_ip_address: _Address = None,
 ) -> None:
     """Join this machine to a cluster."""
     _check_ray()
@@ -250,7 +246,7 @@ def _head_address(text: str) -> str:
 def _text(status: ClusterStatus) -> str:
     lines = [f"cluster at {status.address}"]
     lines += [
-        f"  machine {m['machine']}: {m['cores']:.0f} cores, {_bytes(m['memory_bytes'])} of memory"
+        f"  machine {m['machine']}: {m['cores']:.0f} cores, {size_text(m['memory_bytes'])} of memory"
         + ("" if m["reachable"] else ", unreachable")
         for m in status.machines
     ]
@@ -278,9 +274,9 @@ def _row(stage: Mapping[str, Any]) -> tuple[str, ...]:
         f"{first} to {end - 1}",
         machine,
         str(stage["pid"]),
-        _bytes(stage["weight_bytes"]),
-        _bytes(stage["kv_bytes"]),
-        _bytes(stage["kept_bytes"]),
+        size_text(stage["weight_bytes"]),
+        size_text(stage["kv_bytes"]),
+        size_text(stage["kept_bytes"]),
         str(stage["frames"]),
         f"{stage['tokens_per_s']:.1f}",
         "" if hop is None else f"{hop * 1000:.2f} ms",
@@ -295,11 +291,3 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
         + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-
-
-def _bytes(number: float) -> str:
-    for unit in ("bytes", "KB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.4g} {unit}"
-        number /= 1000
-    return f"{number:.4g} TB"

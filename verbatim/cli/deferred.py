@@ -2,13 +2,12 @@
 
 `transformers.modeling_utils` imports torch's compiler, DTensor (with sympy) and scipy, and building a module
 on the meta device imports the compiler and sympy again. Together they take longer than torch itself. A
-command is a process of its own, so it may leave them out until one of their names is used.
+command is a process of its own, so it may do without them, as on a machine that has not installed them.
 """
 
 from __future__ import annotations
 
 import builtins
-import functools
 import gc
 import importlib
 import os
@@ -20,20 +19,14 @@ from typing import Any
 
 _MODELS = "transformers.modeling_layers"  # what every model of transformers imports
 
-# What transformers imports from, for training and for tensors over several devices.
-_DEFERRED = (
-    "scipy.optimize",
-    "torch._dynamo._trace_wrapped_higher_order_op",
-    "torch.distributed._composable.fsdp",
-    "torch.distributed.checkpoint.hf_storage",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "torch.distributed.tensor._utils",
-    "torch.distributed.tensor.placement_types",
-)
+# Packages that transformers imports where they are installed, for training and for formats that
+# verbatim/weights/ reads itself. torchao also complains on stderr about libraries that it can't load.
+_OPTIONAL = ("scipy", "sklearn", "torchao")
+
+_MASKS = "torch._dynamo._trace_wrapped_higher_order_op"
+_SYMBOLS = "torch.fx.experimental.symbolic_shapes"
 
 # What torch asks about sizes on the meta device, where no size is a symbol.
-_SYMBOLS = "torch.fx.experimental.symbolic_shapes"
 _STATIC: dict[str, Callable[..., Any]] = {
     "expect_true": bool,
     "guard_or_false": bool,
@@ -48,98 +41,75 @@ _STATIC: dict[str, Callable[..., Any]] = {
     "sym_or": lambda *conditions: any(conditions),
 }
 
-# Whether calls of deferred names are deferred too.
-_importing = False
-
 
 @contextmanager
 def deferred_imports() -> Iterator[None]:
     """Import what opening a model needs, and none of these packages until the end of the block.
 
-    In a process that has imported transformers' models already, and with VERBATIM_DEFER=0, nothing is.
+    In a process that has imported transformers already, and with VERBATIM_DEFER=0, nothing is.
     """
-    if _MODELS in sys.modules or os.environ.get("VERBATIM_DEFER") == "0":
+    if "transformers" in sys.modules or os.environ.get("VERBATIM_DEFER") == "0":
         yield
         return
     original = builtins.__import__
-    compiler = _Compiler("torch._dynamo")
-    deferred = set(_DEFERRED)
 
     def import_(
-        name: str,
-        globals: Any = None,
-        locals: Any = None,
-        fromlist: Any = (),
-        level: int = 0,
+        name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
     ) -> Any:
-        importer = (globals or {}).get("__name__", "")
         if level == 0 and name not in sys.modules:
-            if name == compiler.__name__ and importer in ("torch._compile", "torch.compiler"):
-                return SimpleNamespace(_dynamo=compiler)
-            if (
-                name == _SYMBOLS
-                and importer.startswith("torch")
-                and _STATIC.keys() >= set(fromlist)
-            ):
-                return SimpleNamespace(**_STATIC)
-            if name == "sympy" and importer == "torch._prims_common":
-                return SimpleNamespace(Basic=())  # for isinstance: a type without instances
-            if name in deferred and fromlist and importer.startswith("transformers."):
-                return _Placeholder(name)
-        module = original(name, globals, locals, fromlist, level)
-        if importer == "transformers" and name == "utils.import_utils":
-            _scan_once(module)
-        return module
+            importer = (globals or {}).get("__name__", "")
+            if found := _stand_in(name, importer, fromlist or ()):
+                return found
+        return original(name, globals, locals, fromlist, level)
 
-    collecting = gc.isenabled()
     builtins.__import__ = import_
     try:
         gc.disable()  # what is imported stays, and need not be looked through again and again
         try:
-            if not _import_transformers(compiler):
-                deferred.clear()
+            _import_models()
             importlib.import_module("verbatim.llm")
             gc.freeze()
         finally:
-            if collecting:
-                gc.enable()
+            gc.enable()
         yield
     finally:
         builtins.__import__ = original
 
 
-def _import_transformers(compiler: ModuleType) -> bool:
-    """Import what transformers' models need; return whether that worked with what was deferred."""
-    global _importing
+def _stand_in(name: str, importer: str, names: tuple[str, ...]) -> SimpleNamespace | None:
+    """Return what an import statement gets in place of a module; None: the module."""
+    if name == _COMPILER.__name__ and importer in ("torch._compile", "torch.compiler"):
+        return SimpleNamespace(_dynamo=_COMPILER)
+    if name == _MASKS and importer.startswith("transformers."):
+        return SimpleNamespace(**{each: _later(name, each) for each in names})
+    if name == _SYMBOLS and importer.startswith("torch") and _STATIC.keys() >= set(names):
+        return SimpleNamespace(**_STATIC)
+    if name == "sympy" and importer == "torch._prims_common":
+        return SimpleNamespace(Basic=())  # for isinstance: a type without instances
+    return None
+
+
+def _later(module: str, name: str) -> Callable[..., Any]:
+    """Return a function that imports the module when it is called, and calls the name in it."""
+    return lambda *args, **kwargs: getattr(importlib.import_module(module), name)(*args, **kwargs)
+
+
+def _import_models() -> None:
+    """Import what transformers' models need, as where torch.distributed and `_OPTIONAL` are missing."""
     import torch
 
-    decorators: Any = torch  # transformers reaches the compiler's as attributes
-    decorators._dynamo = compiler
-    _importing = True
+    missing: Any = {name: None for name in _OPTIONAL if name not in sys.modules}
+    is_available = torch.distributed.is_available
     try:
+        sys.modules |= missing
+        torch.distributed.is_available = lambda: False
+        vars(torch)["_dynamo"] = _COMPILER  # transformers reaches its decorators as attributes, too
         importlib.import_module(_MODELS)
-        return True
-    except Exception:  # it is imported again, with all that it asks for
-        for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
-            del sys.modules[name]
-        return False
     finally:
-        _importing = False
-        if vars(torch).get("_dynamo") is compiler:
-            del decorators._dynamo
-
-
-def _scan_once(import_utils: Any) -> None:
-    """Let transformers list the files of its models once; its `__init__` and that of `models` both do."""
-    scan = getattr(import_utils, "create_import_structure_from_path", None)
-    if scan is not None and not hasattr(scan, "__wrapped__"):
-        cached = functools.cache(scan)
-
-        @functools.wraps(scan)
-        def scan_once(path: Any) -> Any:
-            return cached(str(path).removesuffix("/__init__.py"))
-
-        import_utils.create_import_structure_from_path = scan_once
+        vars(torch).pop("_dynamo")  # torch finds the module again
+        torch.distributed.is_available = is_available
+        for name in missing:
+            del sys.modules[name]
 
 
 class _Compiler(ModuleType):
@@ -155,39 +125,4 @@ class _Compiler(ModuleType):
         return mark
 
 
-class _Placeholder(ModuleType):
-    """A module whose names are deferred."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        module = self.__name__
-        return Deferred(module, lambda: getattr(importlib.import_module(module), name))
-
-
-class Deferred:
-    """A name of a module, or the result of a call of one, that is looked up when it is used."""
-
-    def __init__(self, module: str, resolve: Callable[[], Any]) -> None:
-        self._module = module
-        self._resolve = resolve
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _importing:
-            return Deferred(self._module, lambda: self._resolve()(*args, **kwargs))
-        return self._resolve()(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._resolve(), name)
-
-    def __instancecheck__(self, instance: Any) -> bool:
-        # A class that has not been imported has no instances.
-        return self._module in sys.modules and isinstance(instance, self._resolve())
-
-    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (self._resolve(),)
-
-    def __or__(self, other: Any) -> Any:  # of annotations
-        return Any
-
-    __ror__ = __or__
+_COMPILER = _Compiler("torch._dynamo")

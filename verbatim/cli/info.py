@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from verbatim.cli.options import MODEL, open_llm, takes
-from verbatim.cli.terminal import command
+from verbatim.cli.terminal import command, size_text
 
 
 @command
@@ -43,15 +43,7 @@ def _rows(facts: Mapping[str, Any], indent: str = "") -> Iterator[tuple[str, str
 
 def _shown(key: str, value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10_000:
-        return f"{value:,}" + (f" ({_bytes(value)})" if "bytes" in key else "")
+        return f"{value:,}" + (f" ({size_text(value)})" if "bytes" in key else "")
     if isinstance(value, list | tuple | set | frozenset):
         return ", ".join(map(str, value)) or "none"
     return "none" if value is None else str(value)
-
-
-def _bytes(number: float) -> str:
-    for unit in ("bytes", "KB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.4g} {unit}"
-        number /= 1000
-    return f"{number:.4g} TB"

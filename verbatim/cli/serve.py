@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from verbatim.cli.offload import OFFLOAD
-from verbatim.cli.options import ADAPTERS, MODEL, open_llm, takes
+from verbatim.cli.options import ADAPTERS, MODEL, Option, given, open_llm, takes
 from verbatim.cli.placing import CLUSTER, placement_of, report_placement
 from verbatim.cli.terminal import WrongUsage, command, note
 from verbatim.files import read_file
@@ -18,173 +16,116 @@ if TYPE_CHECKING:
     from verbatim.serve.settings import ServeSettings
 
 KEYS = "VERBATIM_API_KEY"
+LEVELS = ("critical", "error", "warning", "info", "debug")
 _SERVER, _LIMITS = "Server", "Limits"
+
+# Those with the name of a field of ServeSettings set it.
+SERVER = (
+    Option("host", str, _SERVER, "Address to listen on. Default: 127.0.0.1."),
+    Option("port", int, _SERVER, "Port to listen on; 0 picks a free one. Default: 8000."),
+    Option("name", str, _SERVER, "Model name in the API."),
+    Option(
+        "api_key_file",
+        str,
+        _SERVER,
+        f"File of API keys, one per line, in addition to those in ${KEYS}.",
+        "PATH",
+    ),
+    Option("no_api_key", bool, _SERVER, "Accept requests without an API key."),
+    Option(
+        "cors_origin",
+        list[str],
+        _SERVER,
+        "Origin of web pages that may call the API (CORS). Repeatable.",
+        "URL",
+    ),
+    Option(
+        "adapter_root",
+        str,
+        _SERVER,
+        "Folder from which clients with the API key may load LoRA adapters. Default: none.",
+        "FOLDER",
+    ),
+    Option("playground", bool, _SERVER, "Serve the playground at /.", on=True),
+    Option("docs", bool, _SERVER, "Serve /docs and /openapi.json.", on=True),
+    Option(
+        "chat_defaults",
+        bool,
+        _SERVER,
+        "Sample chats with the defaults of the model's generation_config.json.",
+        on=True,
+    ),
+    Option(
+        "logprobs_mode",
+        str,
+        _SERVER,
+        "Log-probs of drawn tokens: raw_logprobs (of the model, the default) or processed_logprobs (of the "
+        "distribution drawn from, which TRL needs).",
+    ),
+    Option("training", bool, _SERVER, "Let clients pause the engine and replace its weights."),
+    Option("log_level", str, _SERVER, f"Log level: {', '.join(LEVELS)}. Default: info."),
+    Option(
+        "max_requests",
+        int,
+        _LIMITS,
+        "Maximum requests in progress or queued; more get status 429. Default: 512.",
+    ),
+    Option("max_choices", int, _LIMITS, "Maximum completions per request. Default: 128."),
+    Option("max_body_bytes", int, _LIMITS, "Maximum size of a request body. Default: 4194304."),
+    Option(
+        "max_response_bytes",
+        int,
+        _LIMITS,
+        "Maximum estimated size of a response. Default: 33554432.",
+    ),
+    Option(
+        "max_connections",
+        int,
+        _LIMITS,
+        "Maximum connections. Default: as many as `ulimit -n` allows, at most 4096.",
+    ),
+    Option(
+        "max_connections_per_address",
+        int,
+        _LIMITS,
+        "Maximum connections from one address. Default: half of --max-connections.",
+    ),
+    Option(
+        "negative_priorities",
+        bool,
+        _LIMITS,
+        "Accept priorities below 0, which run before other clients' requests.",
+    ),
+    Option(
+        "max_update_bytes",
+        int,
+        _LIMITS,
+        "With --training: maximum bytes of new weights. Default: 8 for each parameter.",
+    ),
+    Option(
+        "update_timeout_s",
+        float,
+        _LIMITS,
+        "With --training: seconds after which a silent trainer loses its update. Default: 120.",
+    ),
+    Option(
+        "request_timeout_s",
+        float,
+        _LIMITS,
+        "End a generation after this many seconds. Default: no limit.",
+    ),
+    Option(
+        "drain_timeout_s",
+        int,
+        _LIMITS,
+        "Seconds to let requests finish at shutdown. Default: 60.",
+    ),
+)
 
 
 @command
-@takes(*MODEL, ADAPTERS, *OFFLOAD, *CLUSTER, positional_model=True)
-def serve(
-    host: Annotated[
-        str, typer.Option(help="Address to listen on.", rich_help_panel=_SERVER)
-    ] = "127.0.0.1",
-    port: Annotated[
-        int,
-        typer.Option(
-            help="Port to listen on; 0 picks a free one.",
-            min=0,
-            max=65535,
-            rich_help_panel=_SERVER,
-        ),
-    ] = 8000,
-    name: Annotated[
-        str | None,
-        typer.Option(help="Model name in the API.", rich_help_panel=_SERVER),
-    ] = None,
-    api_key_file: Annotated[
-        str | None,
-        typer.Option(
-            help=f"File of API keys, one per line, in addition to those in ${KEYS}.",
-            metavar="PATH",
-            rich_help_panel=_SERVER,
-        ),
-    ] = None,
-    no_api_key: Annotated[
-        bool,
-        typer.Option(
-            "--no-api-key",
-            help="Accept requests without an API key.",
-            rich_help_panel=_SERVER,
-        ),
-    ] = False,
-    cors_origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Origin of web pages that may call the API (CORS). Repeatable.",
-            metavar="URL",
-            rich_help_panel=_SERVER,
-        ),
-    ] = None,
-    adapter_root: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder from which clients with the API key may load LoRA adapters. Default: none.",
-            metavar="FOLDER",
-            rich_help_panel=_SERVER,
-        ),
-    ] = None,
-    playground: Annotated[
-        bool, typer.Option(help="Serve the playground at /.", rich_help_panel=_SERVER)
-    ] = True,
-    docs: Annotated[
-        bool, typer.Option(help="Serve /docs and /openapi.json.", rich_help_panel=_SERVER)
-    ] = True,
-    chat_defaults: Annotated[
-        bool,
-        typer.Option(
-            help="Sample chats with the defaults of the model's generation_config.json.",
-            rich_help_panel=_SERVER,
-        ),
-    ] = True,
-    logprobs_mode: Annotated[
-        str,
-        typer.Option(
-            help="Log-probs of drawn tokens: raw_logprobs (of the model) or processed_logprobs (of the "
-            "distribution drawn from, which TRL needs).",
-            rich_help_panel=_SERVER,
-        ),
-    ] = "raw_logprobs",
-    training: Annotated[
-        bool,
-        typer.Option(
-            "--training",
-            help="Let clients pause the engine and replace its weights.",
-            rich_help_panel=_SERVER,
-        ),
-    ] = False,
-    max_update_bytes: Annotated[
-        int | None,
-        typer.Option(
-            help="With --training: maximum bytes of new weights. Default: 8 for each parameter.",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = None,
-    update_timeout_s: Annotated[
-        float | None,
-        typer.Option(
-            help="With --training: seconds after which a silent trainer loses its update. Default: 120.",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = None,
-    log_level: Annotated[
-        str,
-        typer.Option(
-            help="Log level: critical, error, warning, info or debug.", rich_help_panel=_SERVER
-        ),
-    ] = "info",
-    max_requests: Annotated[
-        int | None,
-        typer.Option(
-            help="Maximum requests in progress or queued; more get status 429. Default: 512.",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = None,
-    max_choices: Annotated[
-        int | None,
-        typer.Option(
-            help="Maximum completions per request. Default: 128.", rich_help_panel=_LIMITS
-        ),
-    ] = None,
-    max_body_bytes: Annotated[
-        int | None,
-        typer.Option(
-            help="Maximum size of a request body. Default: 4194304.", rich_help_panel=_LIMITS
-        ),
-    ] = None,
-    max_response_bytes: Annotated[
-        int | None,
-        typer.Option(
-            help="Maximum estimated size of a response. Default: 33554432.", rich_help_panel=_LIMITS
-        ),
-    ] = None,
-    max_connections: Annotated[
-        int | None,
-        typer.Option(
-            help="Maximum connections. Default: as many as `ulimit -n` allows, at most 4096.",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = None,
-    max_connections_per_address: Annotated[
-        int | None,
-        typer.Option(
-            help="Maximum connections from one address. Default: half of --max-connections.",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = None,
-    negative_priorities: Annotated[
-        bool,
-        typer.Option(
-            "--negative-priorities",
-            help="Accept priorities below 0, which run before other clients' requests.",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = False,
-    request_timeout_s: Annotated[
-        float | None,
-        typer.Option(
-            help="End a generation after this many seconds. Default: no limit.",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = None,
-    drain_timeout_s: Annotated[
-        int,
-        typer.Option(
-            help="Seconds to let requests finish at shutdown.",
-            min=0,
-            rich_help_panel=_LIMITS,
-        ),
-    ] = 60,
-    **values: Any,
-) -> None:
+@takes(*SERVER, *MODEL, ADAPTERS, *OFFLOAD, *CLUSTER, positional_model=True)
+def serve(**values: Any) -> None:
     """Serve a model: OpenAI's API, Verbatim's own endpoints, and a playground at /.
 
     SIGTERM or Ctrl-C lets requests in progress finish; a second one ends them.
@@ -195,34 +136,16 @@ def serve(
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise WrongUsage(f"serve needs {error.name}: pip install '.[serve]'") from None
+    fields = given(values, SERVER)
+    host, port = fields.pop("host", "127.0.0.1"), fields.pop("port", 8000)
+    if not 0 <= port <= 65535:
+        raise WrongUsage(f"--port {port}: must be 0 to 65535")
+    log_level, drain_s = fields.pop("log_level", "info"), fields.pop("drain_timeout_s", 60)
     if log_level not in LEVELS:
         raise WrongUsage(f"--log-level {log_level!r}: must be one of {', '.join(LEVELS)}")
-    given = {
-        "max_requests": max_requests,
-        "max_choices": max_choices,
-        "max_body_bytes": max_body_bytes,
-        "max_response_bytes": max_response_bytes,
-        "max_connections": max_connections,
-        "max_connections_per_address": max_connections_per_address,
-        "timeout_s": request_timeout_s,
-        "max_update_bytes": max_update_bytes,
-        "update_timeout_s": update_timeout_s,
-    }
-    settings = _settings(
-        host,
-        no_api_key,
-        api_key_file,
-        name=name,
-        adapter_root=adapter_root,
-        cors_origins=tuple(cors_origin or ()),
-        playground=playground,
-        docs=docs,
-        chat_defaults=chat_defaults,
-        logprobs_mode=logprobs_mode,
-        training=training,
-        negative_priorities=negative_priorities,
-        **{key: value for key, value in given.items() if value is not None},
-    )
+    if drain_s < 0:
+        raise WrongUsage(f"--drain-timeout-s {drain_s}: must be 0 or more")
+    settings = _settings(host, fields)
     placement = placement_of({**values, "stats": None})
     # A log that can't be written, on a full disk or a closed pipe, must not end the server.
     logging.raiseExceptions = False
@@ -230,18 +153,14 @@ def serve(
         from verbatim.serve.server import run  # imports what opening a model imports with care
 
         report_placement(llm, placement)
-        run(llm, settings, host, port, log_level=log_level, drain_s=drain_timeout_s, say=note)
+        run(llm, settings, host, port, log_level=log_level, drain_s=drain_s, say=note)
 
 
-LEVELS = ("critical", "error", "warning", "info", "debug")
-
-
-def _settings(
-    host: str, no_api_key: bool, api_key_file: str | None, **fields: Any
-) -> ServeSettings:
+def _settings(host: str, fields: dict[str, Any]) -> ServeSettings:
     from verbatim.serve.settings import LOCAL_HOSTS, ServeSettings, is_local
 
-    keys = _keys(api_key_file)
+    keys = _keys(fields.pop("api_key_file", None))
+    no_api_key = fields.pop("no_api_key", False)
     if no_api_key and keys:
         raise WrongUsage(f"--no-api-key can't be combined with a key in --api-key-file or ${KEYS}")
     if not keys and not no_api_key and not is_local(host):
@@ -251,6 +170,8 @@ def _settings(
         )
     if is_local(host) and not keys:  # guards against DNS rebinding; a web page has no key
         fields["hosts"] = tuple(dict.fromkeys((*LOCAL_HOSTS, host.lower().strip("[]"))))
+    fields["cors_origins"] = tuple(fields.pop("cors_origin", ()))
+    fields["timeout_s"] = fields.pop("request_timeout_s", None)
     return ServeSettings(api_keys=keys, **fields)
 
 

@@ -128,3 +128,12 @@ def ending(stream: Iterator[T]) -> Iterator[Iterator[T]]:
         close = getattr(stream, "close", None)
         if close is not None:
             close()
+
+
+def size_text(nbytes: float) -> str:
+    """Format bytes, such as "1.236 GB"."""
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.4g} TB"
