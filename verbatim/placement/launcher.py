@@ -179,7 +179,10 @@ def main() -> None:
 
     def reap(*_: object) -> None:
         for pid in list(workers):
-            ended, status = os.waitpid(pid, os.WNOHANG)
+            try:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:  # the signal of another one came meanwhile, and reaped it
+                continue
             if ended:
                 _report(workers.pop(pid), returncode=os.waitstatus_to_exitcode(status))
 
