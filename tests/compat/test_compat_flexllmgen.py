@@ -445,7 +445,7 @@ def test_the_pad_is_the_configs_the_models_its_tokenizers_or_the_end(worded, fol
         ([[3, None]], r"inputs\[0\]=None"),
         ([[3, -1]], r"inputs\[0\]=-1"),
         ([[3], [4, 128]], r"inputs\[1\] holds id 128, which is outside 0 to 127"),
-        ([[2**40]], "not an int32"),
+        ([[2**40]], r"inputs\[0\]=1099511627776: must be an integer, 0 to 2147483647"),
         ("words", "inputs is str"),
         (["words"], r"inputs\[0\]='words'"),
         (None, "inputs is NoneType"),
@@ -574,7 +574,7 @@ def test_a_block_of_more_rows_than_an_engine_usually_seats(folder):
         (dict(w_cpu_percent=101), "w_cpu_percent=101"),
         (
             dict(w_gpu_percent=60, w_cpu_percent=50),
-            "w_gpu_percent=60 and w_cpu_percent=50 make 110",
+            "w_gpu_percent=60 and w_cpu_percent=50.*together at most 100",
         ),
         (dict(cache_gpu_percent=float("nan")), "cache_gpu_percent=nan"),
         (dict(cache_cpu_percent="40"), "cache_cpu_percent='40'"),

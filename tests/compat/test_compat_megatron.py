@@ -529,7 +529,14 @@ def test_experts_are_recorded_in_steps_and_requests_also_after_evictions(draft):
             (plain,) = roomy.generate([ids], record)
             assert request.routing_indices.equal(plain.outputs[0].routing)
             assert request.routing_indices.shape == (59, 3, 2)
-    with LLM(moe, kv_memory=size, block_size=8, prefix_cache=False, draft=draft) as tight:
+    with LLM(
+        moe,
+        kv_memory=size,
+        block_size=8,
+        prefix_cache=False,
+        draft=draft,
+        num_draft_tokens=draft and 3,
+    ) as tight:
         door = TextGenerationController(tight)
         requests = requests_of(*params, prompts=prompts, kind=DynamicInferenceRequest)
         door.set_stop_word_finished_ids_callback(
@@ -1370,6 +1377,37 @@ def test_stream_tokens_serves_a_loop_of_ones_own(controller, hf):
     )
     (item,) = asyncio.run(read(stream))
     assert item.generated_text == "" and item.generated_log_probs is None
+
+
+def test_a_stream_is_read_item_by_item_and_closed():
+    async def read():
+        cancelled = []
+        stream = AsyncStream(7, cancelled.append)
+        stream.put("first")
+        assert await anext(stream) == "first"
+        stream.put("second")
+        await stream.aclose()
+        await stream.aclose()
+        assert [item async for item in stream] == [] and stream.finished
+        unread = AsyncStream(8, cancelled.append)
+        await unread.aclose()
+        ended = AsyncStream(9, cancelled.append)
+        ended.finish()
+        await ended.aclose()
+        return cancelled
+
+    assert asyncio.run(read()) == [7, 8]
+
+
+def test_no_termination_id_before_min_tokens(controller):
+    params = SamplingParams(top_k=1, num_tokens_to_generate=9, termination_id=-1)
+    (free,) = run_static(controller, params)
+    params.termination_id = free.generated_tokens.tolist()[2]
+    params.add_attributes({"min_tokens": 6})
+    (later,) = run_static(controller, params)
+    assert params == dataclasses.replace(params, min_tokens=6)
+    assert params.termination_id not in later.generated_tokens.tolist()[:6]
+    assert later.generated_length >= 6
 
 
 # ---- the map

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +13,8 @@ from torch import Tensor
 
 from verbatim.core import Completion, FinishReason
 from verbatim.core import Sequence as Row
-from verbatim.errors import InvalidRequest, RequestFailed
+from verbatim.errors import InvalidRequest, NotSupported, RequestFailed
+from verbatim.tensors import check_padded
 
 
 def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
@@ -35,9 +38,55 @@ def optional_integer(name: str, value: Any, low: int, high: int | None = None) -
     return None if value is None else integer(name, value, low, high)
 
 
+def accepts(function: Any, *args: Any, unknown: bool = False, **kwargs: Any) -> bool:
+    """Return whether a callable can be called with these arguments.
+
+    Args:
+        unknown: the answer for a function without a signature.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return unknown
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
 def by_name(groups: dict[str, str]) -> dict[str, str]:
     """Return the reason of each name, from names separated by spaces for each reason."""
     return {name: reason for reason, names in groups.items() for name in names.split()}
+
+
+def pad_id_of(*sources: Any) -> int | None:
+    """Return the first pad id of configs, tokenizers or models; None if no source has one."""
+    ids = (getattr(source, "pad_token_id", None) for source in sources)
+    return next((i for i in ids if isinstance(i, int) and i >= 0), None)
+
+
+def flag(name: str, value: Any) -> bool:
+    """Return a switch as a bool; 0 and 1 are False and True.
+
+    Raises:
+        InvalidRequest: any other value.
+    """
+    if not isinstance(value, int) or value not in (0, 1):
+        raise InvalidRequest(f"{name}={value!r}: must be True or False")
+    return bool(value)
+
+
+def check_search(num_beams: int, do_sample: bool, temperature: Any) -> None:
+    """Refuse beams that sample, and sampling at temperature 0."""
+    if num_beams > 1 and do_sample:
+        raise NotSupported(
+            f"num_beams={num_beams} with do_sample=True: beams search and do not sample; set do_sample=False"
+        )
+    if do_sample and temperature == 0:
+        raise InvalidRequest(
+            f"temperature={temperature!r}: must be above 0; the likeliest token is do_sample=False"
+        )
 
 
 def draw_seed() -> int:
@@ -69,32 +118,104 @@ def pad_rows(
     return batch
 
 
-def append_rows(ids: Tensor, rows: Sequence[Sequence[int]], fill_id: int, width: int) -> Tensor:
-    """Return `ids` with `width` more columns: `rows`, then `fill_id`.
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Rows of ids with padding.
 
-    The result `[B, P + width]` int64 is an ordinary tensor, not an inference tensor, on the device of `ids`.
+    Attributes:
+        ids: `[B, L]` int64, on the CPU.
+        mask: `[B, L]` bool, False on pads, anywhere in a row.
+        ends: for each row, the column after the token that ended it, or None.
     """
-    with torch.inference_mode(False), torch.no_grad():
-        tail = pad_rows(rows, fill_id, num_rows=len(ids), width=width)
-        return torch.cat([ids.long(), tail.to(ids.device)], dim=1)
 
+    ids: Tensor
+    mask: Tensor
+    ends: tuple[int | None, ...]
 
-def prompt_mask(ids: Tensor, attention_mask: Tensor | None, pad_id: int | None) -> Tensor:
-    """Return `attention_mask`, by default one that is 0 on leading pads; later pads are tokens.
+    @classmethod
+    def of(
+        cls, ids: Any, attention_mask: Any, pad_id: int | None, name: str = "input_ids"
+    ) -> Columns:
+        """Return padded rows; without a mask, leading pads are masked, and later ones are tokens.
 
-    Raises:
-        InvalidRequest: `attention_mask` is 0 at the end of a row.
-    """
-    if attention_mask is not None:
-        if attention_mask.numel():
-            for row in (attention_mask[:, -1] == 0).nonzero().flatten().tolist():
+        Args:
+            name: name of the ids in messages.
+
+        Raises:
+            InvalidRequest: not integers `[B, L]`, pads at the end of a row, or a row without a token.
+        """
+        check_padded(ids, attention_mask, name=name)
+        ids = ids.detach().to("cpu", torch.int64, copy=True)
+        if attention_mask is not None:
+            mask = attention_mask.detach().cpu().bool()
+        elif pad_id is None or not ids.numel():
+            mask = torch.ones_like(ids, dtype=torch.bool)
+        else:
+            mask = (ids != pad_id).cummax(dim=1).values
+        for row in (~mask[:, -1:].any(dim=1)).nonzero().flatten().tolist():
+            if mask[row].any():
                 raise InvalidRequest(
                     f"attention_mask has padding at the end of row {row}; rows must be padded on the left"
                 )
-        return attention_mask
-    if pad_id is None or not ids.numel():
-        return torch.ones_like(ids, dtype=torch.int64)
-    return (ids != pad_id).long().cummax(dim=1).values
+            why = "" if attention_mask is None else ": attention_mask is 0 in all of it"
+            raise InvalidRequest(f"row {row} of {name} has no tokens{why}")
+        return cls(ids, mask, (None,) * len(ids))
+
+    @classmethod
+    def empty(cls, num_rows: int) -> Columns:
+        ids = torch.empty(num_rows, 0, dtype=torch.int64)
+        return cls(ids, ids.bool(), (None,) * num_rows)
+
+    @property
+    def num_rows(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def width(self) -> int:
+        return self.ids.shape[1]
+
+    def rows(self) -> list[list[int]]:
+        """Return the ids of each row without its pads."""
+        return [i[m].tolist() for i, m in zip(self.ids, self.mask, strict=True)]
+
+    def first(self, width: int) -> Columns:
+        """Return the columns before `width`."""
+        ends = tuple(None if end is None or end > width else end for end in self.ends)
+        return Columns(self.ids[:, :width], self.mask[:, :width], ends)
+
+    def followed_by(self, ids: Tensor, mask: Tensor) -> Columns:
+        """Return these columns with more appended; all rows become unfinished."""
+        both = torch.cat([self.ids, ids], dim=1), torch.cat([self.mask, mask], dim=1)
+        return Columns(*both, (None,) * self.num_rows)
+
+    def grown(self, new: list[list[int]], ended: list[bool], fill_id: int) -> Columns:
+        """Return these columns with the new ids of each row appended, padded to the longest.
+
+        Args:
+            ended: whether a row's last new token is its end; ignored for a row without new ids.
+        """
+        ends = list(self.ends)
+        for row, new_ids in enumerate(new):
+            if new_ids:
+                ends[row] = self.width + len(new_ids) if ended[row] else None
+        mask = pad_rows([[1] * len(new_ids) for new_ids in new], 0).bool()
+        ids = self.joined(new, fill_id, mask.shape[1])
+        return Columns(ids, torch.cat([self.mask, mask], dim=1), tuple(ends))
+
+    def joined(self, new: Sequence[Sequence[int]], fill_id: int, width: int) -> Tensor:
+        """Return the ids with `width` more columns, `[B, L + width]`: `new`, then `fill_id`.
+
+        An ordinary tensor, not an inference tensor.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            return torch.cat(
+                [self.ids, pad_rows(new, fill_id, num_rows=len(self.ids), width=width)], 1
+            )
+
+    def repeated(self, copies: int) -> Columns:
+        """Return each row `copies` times."""
+        ids, mask = (t.repeat_interleave(copies, dim=0) for t in (self.ids, self.mask))
+        return Columns(ids, mask, tuple(end for end in self.ends for _ in range(copies)))
 
 
 def check_complete(row: int, output: Completion | Row) -> None:

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Protocol, TypeVar, cast
@@ -229,7 +229,7 @@ class EngineHandle:
             yield from unread
             call.raise_error()
 
-    def steps(self, requests: list[Request]) -> Iterator[None]:
+    def steps(self, requests: list[Request]) -> Generator[None, None, None]:
         """Make steps, and yield after each that added to one of `requests` and when all have ended.
 
         Leaving the loop aborts them. The error of a request is raised after the last yield.

@@ -5,24 +5,28 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import closing
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
 from verbatim.compat.batches import (
-    append_rows,
+    Columns,
     check_complete,
+    check_search,
     draw_seed,
+    flag,
     integer,
     optional_integer,
-    prompt_mask,
+    pad_id_of,
 )
 from verbatim.core import Request, Result
 from verbatim.engine.handle import EngineHandle
 from verbatim.engine.lockstep import run_together
 from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong, UnsupportedModel
 from verbatim.llm import LLM
+from verbatim.model.limits import eos_ids_of
 from verbatim.params import SamplingParams
 from verbatim.placement.actor import ForwardArguments, RowRunner, limit_of
 from verbatim.placement.callbacks import CallbackRunner, Hooks
@@ -30,7 +34,7 @@ from verbatim.placement.external import ExternalRunner
 from verbatim.placement.kv_caches import speaks_kv_caches
 from verbatim.placement.options import EngineOptions
 from verbatim.placement.wrapped import check_runnable, is_transformers, unwrap
-from verbatim.tensors import check_padded, engine_of, rows_of
+from verbatim.tensors import engine_of
 
 _BLOCK_SIZE = 64  # blocks of a per-call engine hold only ids
 _LONGEST = 2**20  # tokens, if no config states a limit: blocks are allocated for all of them
@@ -89,14 +93,10 @@ def generate(
     Exceptions of the model and of hooks are passed on.
     """
     group = model_kwargs.pop("process_group", None)
-
-    def begin() -> GenerateCall:
-        sampling = _sampling(num_beams, do_sample, top_k, top_p, temperature)
-        hooks = _hooks(prepare_inputs_fn, update_model_kwargs_fn)
-        return GenerateCall(
-            model, input_ids, tokenizer, max_length, early_stopping, sampling, hooks, model_kwargs
-        )
-
+    sampling = num_beams, do_sample, top_k, top_p, temperature
+    hooks = prepare_inputs_fn, update_model_kwargs_fn
+    rows = input_ids, tokenizer, max_length, early_stopping
+    begin = partial(GenerateCall, model, *rows, sampling, hooks, model_kwargs)
     return begin().run() if group is None else _run_in_lockstep(begin, group)
 
 
@@ -129,16 +129,15 @@ def generate_streaming(
             "process_group in a stream: its reader decides when the next forward is made, and ranks must "
             "make theirs together; use generate"
         )
-    sampling = _sampling(num_beams, do_sample, top_k, top_p, temperature)
-    if sampling["num_beams"] > 1:
+    sampling = num_beams, do_sample, top_k, top_p, temperature
+    if _sampling(*sampling)["num_beams"] > 1:
         raise NotSupported(
             f"num_beams={num_beams} in a stream: which beam is the best is known in the end alone; use "
             "generate"
         )
-    hooks = _hooks(prepare_inputs_fn, update_model_kwargs_fn)
-    return GenerateCall(
-        model, input_ids, tokenizer, max_length, early_stopping, sampling, hooks, model_kwargs
-    ).stream()
+    hooks = prepare_inputs_fn, update_model_kwargs_fn
+    rows = input_ids, tokenizer, max_length, early_stopping
+    return GenerateCall(model, *rows, sampling, hooks, model_kwargs).stream()
 
 
 def _by_ids(call: Callable[..., Any], early_stopping: bool) -> Callable[..., Any]:
@@ -175,7 +174,8 @@ class GenerateCall:
     """The checked arguments and the admitted rows of one call; use one of `run` and `stream`, once.
 
     Args:
-        sampling: fields of `SamplingParams`.
+        options: number of beams, whether to sample, top-k, top-p and temperature.
+        functions: the two hooks.
         kwargs: the call's `model_kwargs`.
     """
 
@@ -186,36 +186,33 @@ class GenerateCall:
         tokenizer: Any,
         max_length: Any,
         early_stopping: Any,
-        sampling: dict[str, Any],
-        hooks: Hooks | None,
+        options: tuple[Any, ...],
+        functions: tuple[Any, Any],
         kwargs: dict[str, Any],
     ) -> None:
+        sampling, hooks = _sampling(*options), _hooks(*functions)
         side = getattr(tokenizer, "padding_side", None)
         if side != "left":
             raise InvalidRequest(
                 f"tokenizer.padding_side is {side!r}: must be 'left', or prompts do not end where "
                 "generation begins"
             )
-        self._fills_up = not _switch("early_stopping", early_stopping)
+        self._fills_up = not flag("early_stopping", early_stopping)
         self._kwargs = kwargs = dict(kwargs)
         for name in ("use_cache", "apply_loss_mask"):
             if not isinstance(kwargs.get(name), bool | None):
                 raise InvalidRequest(f"{name}={kwargs[name]!r}: must be True, False or None")
         kwargs.pop("apply_loss_mask", None)  # Coati's trainer passes it on to every call
-        eos_id = optional_integer(
-            "tokenizer.eos_token_id", getattr(tokenizer, "eos_token_id", None), 0, _LARGEST_ID
-        )
-        pad_id = optional_integer(
-            "tokenizer.pad_token_id", getattr(tokenizer, "pad_token_id", None), 0, _LARGEST_ID
-        )
-        given_pad_id = optional_integer(
-            "pad_token_id", kwargs.pop("pad_token_id", None), 0, _LARGEST_ID
-        )
-        pad_id = pad_id if given_pad_id is None else given_pad_id
+        ids: dict[str, Any] = {
+            f"tokenizer.{name}": getattr(tokenizer, name, None)
+            for name in ("eos_token_id", "pad_token_id")
+        }
+        ids["pad_token_id"] = kwargs.pop("pad_token_id", None)
+        checked = [optional_integer(name, i, 0, _LARGEST_ID) for name, i in ids.items()]
+        eos_id, pad_id = checked[0], checked[1] if checked[2] is None else checked[2]
         mask = kwargs.pop("attention_mask", None)
-        check_padded(input_ids, mask)
-        self._ids, self._mask = input_ids.long(), prompt_mask(input_ids, mask, pad_id)
-        self._prompts = rows_of(input_ids, self._mask)
+        self._before = Columns.of(input_ids, mask, pad_id)
+        self._device, self._prompts = input_ids.device, self._before.rows()
         self._beams: int = sampling["num_beams"]
         seed = SamplingParams(seed=kwargs.pop("seed", None)).seed
         self._num_new = _new_tokens(
@@ -267,8 +264,7 @@ class GenerateCall:
     def stream(self) -> Generator[Tensor, None, None]:
         """Yield the whole tensor each time it has grown by the stream interval."""
         sent = 1 - self._interval
-        steps = cast("Generator[None]", self._llm.engine.steps(self._requests))
-        with closing(self), closing(steps):
+        with closing(self), closing(self._llm.engine.steps(self._requests)) as steps:
             for _ in steps:
                 rows, ready = self._progress()
                 for width in range(sent + self._interval, ready + 1, self._interval):
@@ -288,9 +284,8 @@ class GenerateCall:
             if request.error is not None:
                 raise request.error
             check_complete(row, request.sequences[0])
-        sequences = [request.sequences[0] for request in self._requests]
-        rows = [list(sequence.output_ids) for sequence in sequences]
-        growing = [len(s.output_ids) for s in sequences if not s.finished]
+        rows = [list(request.sequences[0].output_ids) for request in self._requests]
+        growing = [len(row) for row, r in zip(rows, self._requests, strict=True) if not r.finished]
         return rows, min(growing) if growing else self._width(rows)
 
     def _width(self, rows: list[list[int]]) -> int:
@@ -299,7 +294,7 @@ class GenerateCall:
 
     def _joined(self, rows: list[list[int]], width: int) -> Tensor:
         assert self._pad is not None
-        return append_rows(self._ids, rows, self._pad, width)
+        return self._before.joined(rows, self._pad, width).to(self._device)
 
     # ---- the engine
 
@@ -363,7 +358,7 @@ class GenerateCall:
     def _open_engine(self, model: Any, hooks: Hooks | None) -> LLM:
         """Open an engine over the model's own forward, sized for the full length of all rows."""
         limit, source = limit_of(model)
-        prompt_length = self._ids.shape[1]
+        prompt_length = self._before.width
         if limit is not None:
             self._clamp(limit, source, prompt_length)
         length, longest = prompt_length + self._num_new, _LONGEST if limit is None else limit
@@ -393,7 +388,7 @@ class GenerateCall:
             runner = RowRunner(model, self._constants, **sizes)
         else:
             pad = _pad_of(model) if self._pad is None else self._pad
-            ids, mask = self._ids.cpu(), self._mask.cpu()
+            ids, mask = self._before.ids, self._before.mask.long()
             runner = CallbackRunner(model, hooks, ids, mask, self._kwargs, pad, **sizes)
         return LLM._over(runner, options, name=type(model).__name__, max_length=(limit, source))
 
@@ -426,12 +421,9 @@ def _pad_of(model: Any) -> int:
     if isinstance(model, LLM):
         return model.pad_token_id
     config = getattr(model, "config", None)
-    for name in ("pad_token_id", "eos_token_id"):
-        token_id = getattr(config, name, None)
-        token_id = token_id[0] if isinstance(token_id, list) and token_id else token_id
-        if isinstance(token_id, int) and token_id >= 0:
-            return token_id
-    return 0
+    pad_id = pad_id_of(config)
+    ends = (i for i in eos_ids_of(None, config) if i >= 0)
+    return min(ends, default=0) if pad_id is None else pad_id
 
 
 def _hooks(prepare: Any, update: Any) -> Hooks | None:
@@ -441,31 +433,19 @@ def _hooks(prepare: Any, update: Any) -> Hooks | None:
     return None if prepare is None and update is None else Hooks(prepare, update)
 
 
-def _switch(name: str, value: Any) -> bool:
-    if not isinstance(value, int) or value not in (0, 1):
-        raise InvalidRequest(f"{name}={value!r}: must be True or False")
-    return bool(value)
-
-
 def _sampling(
     num_beams: Any, do_sample: Any, top_k: Any, top_p: Any, temperature: Any
 ) -> dict[str, Any]:
     """Return the sampling fields of `SamplingParams`, checked; None disables a filter."""
-    samples, beams = _switch("do_sample", do_sample), integer("num_beams", num_beams, 1)
-    if beams > 1 and samples:
-        raise NotSupported(
-            f"num_beams={beams} with do_sample=True: beams search and do not sample; set do_sample=False"
-        )
+    samples, beams = flag("do_sample", do_sample), integer("num_beams", num_beams, 1)
+    check_search(beams, samples, 1.0)
     fields: dict[str, Any] = {
         "num_beams": beams,
         "top_k": 0 if top_k is None or (isinstance(top_k, int) and top_k == -1) else top_k,
         "top_p": 1.0 if top_p is None else top_p,
         "temperature": 1.0 if temperature is None else temperature,
     }
-    if SamplingParams(**fields).temperature == 0:
-        raise InvalidRequest(
-            f"temperature={temperature!r}: must be above 0; the likeliest token is do_sample=False"
-        )
+    check_search(1, True, SamplingParams(**fields).temperature)
     if not samples and beams == 1:
         fields["temperature"] = 0.0  # the likeliest token is in every filter
     return fields

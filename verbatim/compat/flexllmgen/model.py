@@ -4,41 +4,40 @@ from __future__ import annotations
 
 import os
 import sys
-import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from verbatim.compat.batches import (
-    append_rows,
+    Columns,
     check_complete,
     draw_seed,
     integer,
     optional_integer,
+    pad_id_of,
     pad_rows,
-    prompt_mask,
 )
 from verbatim.compat.flexllmgen.config import OptConfig, check_config, find_model, get_opt_config
 from verbatim.compat.flexllmgen.policy import ExecutionEnv, Policy, offload_of, options_of
 from verbatim.compat.flexllmgen.timings import Clock, Timings
+from verbatim.compat.opened import Opened
 from verbatim.core import Request
-from verbatim.errors import EngineClosed, InvalidRequest, NotSupported
+from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
 from verbatim.options import switch
 from verbatim.params import SamplingParams
 from verbatim.placement.offload.runner import Offloaded
 from verbatim.placement.offload.runner import Timings as Spent
-from verbatim.tensors import check_padded, engine_of
 
 _FEW_TOKENS = 5  # of "fewer_batch": the prefill's, and four of decoding
 _LARGEST_ID = 2**31 - 1  # of int32
 
 
-class OptLM:
+class OptLM(Opened):
     """An offloaded model with FlexLLMGen's interface, of any architecture that Verbatim runs.
 
     Args:
@@ -72,9 +71,6 @@ class OptLM:
                 raise InvalidRequest(f"{name}={value!r}: must be {kind.__name__} or None")
         self.env, self.path, self.policy = env, path, policy
         self.timings = Timings()
-        self._model: LLM | nn.Module
-        self._closed = False
-        self._end: Callable[[], object] | None = None  # closes the engine opened here
         if isinstance(config, LLM | nn.Module):
             for name in ("env", "path", "policy"):
                 if getattr(self, name) is not None:
@@ -82,16 +78,16 @@ class OptLM:
                         f"{name}={getattr(self, name)!r}: the config is an {type(config).__name__}, "
                         "which is open already; leave it at None"
                     )
-            self._model = config
+            self._source = config
             self.config: Any = self.llm.engine.config
             return
         if not isinstance(config, OptConfig | str | os.PathLike):
             raise InvalidRequest(
                 f"config={config!r}: must be an OptConfig, a folder, a hub id or name, an LLM or a module"
             )
-        llm = self._model = self._open(config)
+        llm = self._source = self._open(config)
         self.config = config if isinstance(config, OptConfig) else llm.engine.config
-        self._end = weakref.finalize(self, llm.close)
+        self._close_with(llm)
         if env is not None:
             env._models.add(self)
 
@@ -113,17 +109,6 @@ class OptLM:
         return llm
 
     @property
-    def llm(self) -> LLM:
-        """The engine, with every sampling option, streams and scores.
-
-        Raises:
-            EngineClosed: after `close`.
-        """
-        if self._closed:
-            raise EngineClosed("this OptLM was closed")
-        return engine_of(self._model)
-
-    @property
     def num_gpu_batches(self) -> int | None:
         """Batches per block, from the policy or Verbatim's plan; None if the model is not offloaded."""
         runner = self.llm.engine.runner
@@ -135,12 +120,9 @@ class OptLM:
         if isinstance(self.config, OptConfig):
             return self.config.pad_token_id
         llm = self.llm
-        tokenizer = None if llm.tokenizer is None else llm.tokenizer.hf
-        for source in (llm.engine.generation_config, llm.engine.config, tokenizer):
-            token_id = getattr(source, "pad_token_id", None)
-            if isinstance(token_id, int) and token_id >= 0:
-                return token_id
-        return llm.pad_token_id
+        configs = llm.engine.generation_config, llm.engine.config
+        pad_id = pad_id_of(*configs, getattr(llm.tokenizer, "hf", None))
+        return llm.pad_token_id if pad_id is None else pad_id
 
     def generate(
         self,
@@ -200,7 +182,13 @@ class OptLM:
         verbose = integer("verbose", verbose, 0)
         SamplingParams(temperature=temperature, seed=seed)  # validates them
         ids = pad_rows(_rows(inputs), pad_id, left=True)
-        prompts = _prompts(ids, attention_mask, pad_id, largest_id)
+        columns = _columns(ids, attention_mask, pad_id)
+        prompts = columns.rows()
+        for row, prompt in enumerate(prompts):
+            if max(prompt) > largest_id:
+                raise InvalidRequest(
+                    f"inputs[{row}] holds id {max(prompt)}, which is outside 0 to {largest_id}"
+                )
         if debug_mode == "fewer_batch":
             prompts = prompts[: llm.engine.scheduler.max_sequences]
             num_run = min(num_run, _FEW_TOKENS)
@@ -221,22 +209,10 @@ class OptLM:
         if verbose or spent is not None:
             _log(*self.timings.lines())
         new_rows = [request.sequences[0].output_ids for request in requests]
-        return append_rows(ids, new_rows, pad_id, num_new).numpy().astype(np.int32)
+        return columns.joined(new_rows, pad_id, num_new).numpy().astype(np.int32)
 
     def delete_all_weights(self) -> None:
         """Free everything, as `close` does."""
-        self.close()
-
-    def close(self) -> None:
-        """Close the engine if it was opened here; leave a given `LLM` or module open."""
-        self._closed = True
-        if self._end is not None:
-            self._end()
-
-    def __enter__(self) -> OptLM:
-        return self
-
-    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -247,7 +223,7 @@ def _run_timed(
     clock = Clock(requests, spent)
     if not requests:
         return clock.timings
-    with closing(cast("Generator[None]", llm.engine.steps(requests))) as steps:
+    with closing(llm.engine.steps(requests)) as steps:
         for _ in steps:
             tokens = clock.lap()
             if verbose > 1 and tokens:
@@ -327,35 +303,26 @@ def _row(name: str, row: Any) -> list[int]:
     if not is_list and getattr(row, "ndim", 0) != 1:
         raise InvalidRequest(f"{name}={row!r}: must be a list of ids")
     values = row.tolist() if hasattr(row, "tolist") else row
-    ids = [integer(name, value, 0) for value in values]
+    ids = [integer(name, value, 0, _LARGEST_ID) for value in values]
     if not ids:
         raise InvalidRequest(f"{name} is empty: at least one id is needed")
-    if max(ids) > _LARGEST_ID:
-        raise InvalidRequest(f"{name} holds {max(ids)}, which is not an int32")
     return ids
 
 
-def _prompts(ids: Tensor, attention_mask: Any, pad_id: int, largest_id: int) -> list[list[int]]:
-    """Return the rows without their left padding."""
-    mask = prompt_mask(ids, None, pad_id)
-    mask[:, -1] = 1  # the pad that a row of nothing but pads starts from
-    if attention_mask is not None:
-        try:
-            given = torch.as_tensor(
-                attention_mask.detach()
-                if isinstance(attention_mask, Tensor)
-                else np.array(attention_mask)
-            )
-        except (TypeError, ValueError, RuntimeError):
-            raise InvalidRequest(
-                f"attention_mask={attention_mask!r}: must be 0 and 1, in the shape of inputs"
-            ) from None
-        check_padded(ids, given, name="inputs")
-        mask = prompt_mask(ids, given, pad_id)
-    prompts = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
-    for row, prompt in enumerate(prompts):
-        if max(prompt) > largest_id:
-            raise InvalidRequest(
-                f"inputs[{row}] holds id {max(prompt)}, which is outside 0 to {largest_id}"
-            )
-    return prompts
+def _columns(ids: Tensor, attention_mask: Any, pad_id: int) -> Columns:
+    """Return the rows, of which left padding is masked; a row of pads alone keeps its last one."""
+    if attention_mask is None:
+        mask = (ids != pad_id).cummax(dim=1).values
+        mask[:, -1] = True
+        return Columns.of(ids, mask, None)
+    try:
+        mask = (
+            attention_mask
+            if isinstance(attention_mask, Tensor)
+            else torch.from_numpy(np.array(attention_mask))
+        )
+    except (TypeError, ValueError):
+        raise InvalidRequest(
+            f"attention_mask={attention_mask!r}: must be 0 and 1, in the shape of inputs"
+        ) from None
+    return Columns.of(ids, mask, None, "inputs")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 import weakref
@@ -16,7 +15,7 @@ from verbatim.errors import InvalidRequest, NotSupported, TierFailed
 from verbatim.kv.quantized import PACKINGS
 from verbatim.model.quantization import GROUP_SIZES, Quantization
 from verbatim.options import switch
-from verbatim.placement.offload.choice import Offload
+from verbatim.placement.offload.choice import Offload, percents
 
 _SWITCHES = (
     "overlap",
@@ -191,7 +190,17 @@ class Policy:
         for name in ("gpu_batch_size", "num_gpu_batches"):
             object.__setattr__(self, name, integer(name, getattr(self, name), 1))
         for kind in _PAIRS:
-            self._check_pair(f"{kind}_gpu_percent", f"{kind}_cpu_percent")
+            names = f"{kind}_gpu_percent", f"{kind}_cpu_percent"
+            values = tuple(getattr(self, name) for name in names)
+            try:
+                shares = percents(kind, values)
+            except InvalidRequest:
+                given = " and ".join(f"{n}={v!r}" for n, v in zip(names, values, strict=True))
+                raise InvalidRequest(
+                    f"{given}: must be percentages, 0 to 100, together at most 100"
+                ) from None
+            for name, share in zip(names, shares, strict=False):
+                object.__setattr__(self, name, share)
         for name in _SWITCHES:
             switch(name, getattr(self, name))
         for name in ("comp_weight_config", "comp_cache_config"):
@@ -199,18 +208,6 @@ class Policy:
                 raise InvalidRequest(f"{name}={value!r}: must be a CompressionConfig")
         _check_sparsity(self.attn_sparsity)
         _check_compression(self)
-
-    def _check_pair(self, *names: str) -> None:
-        total = 0.0
-        for name in names:
-            value = getattr(self, name)
-            if not _is_number(value) or not 0 <= value <= 100:
-                raise InvalidRequest(f"{name}={value!r}: must be a percentage, 0 to 100")
-            object.__setattr__(self, name, float(value))
-            total += float(value)
-        if total > 100 + 1e-6:
-            values = " and ".join(f"{name}={getattr(self, name):g}" for name in names)
-            raise InvalidRequest(f"{values} make {total:g}; together at most 100")
 
     @property
     def w_disk_percent(self) -> float:
@@ -272,12 +269,8 @@ def options_of(policy: Policy | None) -> dict[str, Any]:
     return options
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _check_sparsity(share: Any) -> None:
-    if not _is_number(share) or not 0 < share <= 1:
+    if not isinstance(share, Real) or isinstance(share, bool) or not 0 < float(share) <= 1:
         raise InvalidRequest(f"attn_sparsity={share!r}: must be above 0 and at most 1")
     if share < 1:
         raise NotSupported(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +18,17 @@ from verbatim.core import Delta, Request, TopLogprobs
 from verbatim.engine.calls import ThreadWaiter
 from verbatim.engine.handle import EngineHandle
 from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.protocols import Runner
 
-_Token = tuple[int, float, TopLogprobs, Tensor | None]  # with the experts of its rows
 StopCallback = Callable[[list[int]], Iterable[int]]
 _IDLE_WAIT_S = 0.05  # of a step without work, so that a loop over steps does not spin
+
+
+class _Token(NamedTuple):
+    id: int
+    logprob: float
+    top: TopLogprobs
+    routing: Tensor | None  # experts of the rows computed for it, `[rows, layers, k]`
 
 
 @dataclass(slots=True, eq=False)
@@ -37,14 +43,10 @@ class _RunningRequest:
     admitted: Request
     index: int  # order of arrival
     notify: Callable[[_RunningRequest], None]  # called when there is new output
-    block_size: int  # of the engine
-    record: Callable[[str, list[int], int], Tensor]  # of its runner
-    pending: deque[_Token] = field(default_factory=deque)
-    ids: list[int] = field(default_factory=list)  # reported tokens
-    logprobs: list[float] = field(default_factory=list)
-    tops: list[TopLogprobs] = field(default_factory=list)
-    routing: list[Tensor] = field(default_factory=list)  # [rows, layers, k] of each
-    num_routed: int = 0  # positions with experts in `pending` or `routing`
+    runner: Runner  # keeps the experts of each position
+    tokens: list[_Token] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)  # of the reported tokens, the first of `tokens`
+    num_routed: int = 0  # positions with experts in `tokens`
     preemptions: int = 0  # reported ones
     ended: bool = False  # no more output follows
 
@@ -55,7 +57,7 @@ class _RunningRequest:
     def take(self, delta: Delta) -> None:
         tops: list[TopLogprobs] = delta.top_logprobs or [[] for _ in delta.token_ids]
         routing = self._routing_of(len(delta.token_ids))
-        self.pending.extend(zip(delta.token_ids, delta.logprobs, tops, routing, strict=True))
+        self.tokens.extend(map(_Token, delta.token_ids, delta.logprobs, tops, routing))
         self.notify(self)
 
     def _routing_of(self, num_new: int) -> Sequence[Tensor | None]:
@@ -69,24 +71,21 @@ class _RunningRequest:
         if sequence.routing is not None:  # it has ended, and its blocks are freed
             rows = sequence.routing[begin:end]
         else:
-            skipped = begin // self.block_size
-            first = skipped * self.block_size
-            rows = self.record("routing", sequence.blocks[skipped:], end - first)[begin - first :]
+            skipped, offset = divmod(begin, self.runner.block_size)
+            blocks = sequence.blocks[skipped:]
+            rows = self.runner.record("routing", blocks, end - begin + offset)[offset:]
         return list(rows.split([len(rows) - num_new + 1, *[1] * (num_new - 1)]))
 
-    def report_next(self) -> None:
-        """Report the next token."""
-        token, logprob, top, routing = self.pending.popleft()
-        self.ids.append(token)
-        self.logprobs.append(logprob)
-        self.tops.append(top)
-        if routing is not None:
-            self.routing.append(routing)
+    @property
+    def next(self) -> _Token | None:
+        """The token to report next; None if all are reported."""
+        return self.tokens[len(self.ids)] if len(self.ids) < len(self.tokens) else None
 
-    def undo_report(self) -> None:
-        """Return the last reported token to `pending`."""
-        routing = self.routing.pop() if self.routing else None
-        self.pending.appendleft((self.ids.pop(), self.logprobs.pop(), self.tops.pop(), routing))
+    def report_next(self) -> tuple[InferenceRequest, _Token]:
+        """Report the next token; `ids.pop()` undoes it."""
+        token = self.tokens[len(self.ids)]
+        self.ids.append(token.id)
+        return self.request, token
 
 
 class DynamicInferenceContext:
@@ -155,16 +154,8 @@ class DynamicInferenceContext:
         if not self._entries:
             self._seed, self._row = draw_seed(), 0
         admitted = self._translation.admit(req, self._row, self._seed)
-        runner = self._handle.runner
-        entry = _RunningRequest(
-            req.request_id,
-            req,
-            admitted,
-            self._next_index,
-            self._mark_fresh,
-            runner.block_size,
-            runner.record,
-        )
+        number, runner = req.request_id, self._handle.runner
+        entry = _RunningRequest(number, req, admitted, self._next_index, self._mark_fresh, runner)
         old_status = req.status
         # Register everything before submitting: another thread's step may deliver tokens at once.
         self._translation.begin(req, admitted)
@@ -200,7 +191,7 @@ class DynamicInferenceContext:
 
         If no step is possible, for example while the engine is paused, wait briefly for output.
         """
-        if not self._entries or any(entry.pending for entry in list(self._fresh)):
+        if not self._entries or any(entry.next for entry in list(self._fresh)):
             return
         self._waiter.wait(0)  # clear an earlier wake-up
         if not self._handle.step() and not self._fresh:
@@ -211,23 +202,20 @@ class DynamicInferenceContext:
         if not self._entries:
             return None
         fresh = self._take_fresh()
-        rows = [entry for entry in fresh if entry.pending]
-        for entry in rows:
-            entry.report_next()
+        rows = [entry for entry in fresh if entry.next]
+        reported = [entry.report_next() for entry in rows]
         active = [entry.number for entry in rows]
         try:
             stopped = set() if stop is None else set(stop(list(active)) or ())
         except BaseException:  # these tokens were not reported: the next call reports them
             for entry in rows:
-                entry.undo_report()
+                entry.ids.pop()
             self._fresh.update(dict.fromkeys(fresh))
             raise
-        self._fresh.update(dict.fromkeys(e for e in fresh if e.pending or e.ended))
-        finished = [e.number for e in fresh if e.ended and not e.pending]
+        self._fresh.update(dict.fromkeys(e for e in fresh if e.next or e.ended))
+        finished = [e.number for e in fresh if e.ended and not e.next]
         finished += [n for n in active if n in stopped and n not in finished]
-        reported = [(entry.request, entry.ids[-1], entry.logprobs[-1]) for entry in rows]
-        routing = {entry.number: entry.routing[-1] for entry in rows if entry.routing}
-        step = _step(reported, self._newly_paused(), finished, routing)
+        step = _step(reported, self._newly_paused(), finished)
         for number in finished:
             self._stop(number)
         return step
@@ -237,17 +225,20 @@ class DynamicInferenceContext:
         if not self._entries:
             return None
         # Output of another thread's step comes first, as in `step`.
-        drawn = [(e.request, *e.pending[0][:2]) for e in self._in_order() if e.pending]
+        drawn = [(entry.request, entry.next) for entry in self._in_order() if entry.next]
         if not drawn:
             requests = {entry.admitted: entry.request for entry in list(self._entries.values())}
             draws = self._handle.peek()
-            drawn = [(requests[r], token, logprob) for r, token, logprob in draws if r in requests]
+            drawn = [
+                (requests[request], _Token(token, logprob, [], None))
+                for request, token, logprob in draws
+                if request in requests
+            ]
         return _step(drawn)
 
     def routing(self) -> dict[int, Tensor] | None:
         """Return the experts that the next `collect` will report, by request; None without any."""
-        heads = [(entry.number, entry.pending[0][3]) for entry in self._in_order() if entry.pending]
-        return {number: rows for number, rows in heads if rows is not None} or None
+        return _routing((entry.request, entry.next) for entry in self._in_order() if entry.next)
 
     def _in_order(self) -> list[_RunningRequest]:
         """Return the entries with new output, in order of arrival."""
@@ -278,11 +269,13 @@ class DynamicInferenceContext:
         entry = self._entries.pop(number)
         self._fresh.pop(entry, None)
         request, admitted = entry.request, entry.admitted
-        if entry.routing:
-            request.routing_indices = torch.cat(entry.routing)
+        tokens = entry.tokens[: len(entry.ids)]
+        routing = [token.routing for token in tokens if token.routing is not None]
+        if routing:
+            request.routing_indices = torch.cat(routing)
         if admitted.error is not None:
             request.status, request.error = Status.FAILED, admitted.error
-        elif entry.ended and not entry.pending and admitted.result is not None:
+        elif entry.ended and not entry.next and admitted.result is not None:
             self._translation.fill_finished(request, admitted)
         else:  # ended by the caller: only reported tokens count
             self._handle.abort(admitted)
@@ -290,32 +283,36 @@ class DynamicInferenceContext:
             if self._translation.tokenizer is not None and params is not None:
                 keep_end = params.detokenize_stop_sequence
                 text = self._translation.detokenize(entry.ids, remove_EOD=not keep_end)
-            self._translation.fill(request, admitted, entry.ids, entry.logprobs, entry.tops, text)
+            logprobs, tops = [t.logprob for t in tokens], [t.top for t in tokens]
+            self._translation.fill(request, admitted, entry.ids, logprobs, tops, text)
 
 
 def _step(
-    rows: list[tuple[InferenceRequest, int, float]],
+    rows: list[tuple[InferenceRequest, _Token]],
     paused: Iterable[int] = (),
     finished: Iterable[int] = (),
-    routing: dict[int, Tensor] | None = None,
 ) -> dict[str, Any]:
     """Return the documented result of a step.
 
     Args:
-        rows: the requests that got a token, the token and its log-prob.
-        routing: by request, the experts of the rows that were computed for its token.
+        rows: the requests that got a token, and the token.
     """
-    wants = [bool(r.sampling_params and r.sampling_params.return_log_probs) for r, _, _ in rows]
-    log_probs = [p if wanted else math.nan for wanted, (_, _, p) in zip(wants, rows, strict=True)]
+    wants = [bool(r.sampling_params and r.sampling_params.return_log_probs) for r, _ in rows]
+    log_probs = [t.logprob if want else math.nan for want, (_, t) in zip(wants, rows, strict=True)]
     return {
-        "active_request_ids": _ids(request.request_id for request, _, _ in rows),
+        "active_request_ids": _ids(request.request_id for request, _ in rows),
         "newly_paused_request_ids": _ids(paused),
         "finished_request_ids": _ids(finished),
-        "sample": _ids(token for _, token, _ in rows),
+        "sample": _ids(token.id for _, token in rows),
         "log_probs": torch.tensor(log_probs, dtype=torch.float32) if any(wants) else None,
-        "routing_indices_per_request": routing or None,
+        "routing_indices_per_request": _routing(rows),
         "cuda_graph_request_count": None,  # there are no CUDA graphs on a CPU
     }
+
+
+def _routing(rows: Iterable[tuple[InferenceRequest, _Token]]) -> dict[int, Tensor] | None:
+    by_id = {r.request_id: token.routing for r, token in rows if token.routing is not None}
+    return by_id or None
 
 
 def _ids(values: Iterable[int]) -> Tensor:

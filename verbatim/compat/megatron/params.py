@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import numbers
-import sys
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from verbatim.compat.batches import integer
 from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.options import switch
 from verbatim.params import SamplingParams as EngineParams
 
 # The lowest and the highest value of each integer field.
 _INTEGERS = {
     "top_k": (0, None),
     "top_n_logprobs": (0, None),
+    "min_tokens": (0, None),
     "num_tokens_to_generate": (0, None),
     "num_tokens_total": (0, None),
     "termination_id": (-1, None),
@@ -56,6 +54,7 @@ class SamplingParams:
         return_prompt_top_n_logprobs: deprecated; follows from top_n_logprobs and skip_prompt_log_probs.
         add_BOS: begin a text prompt with the tokenizer's `bos`; by default it has none.
             Prompts given as ids are not changed.
+        min_tokens: the termination id is not drawn before so many tokens.
         stop_words: strings that end the completion. The text is cut before them, the ids are not.
         detokenize_stop_sequence: leave the stop word, or the `eod`, in the text.
         return_prompt_tokens: accepted; a finished request always holds its prompt's ids.
@@ -82,6 +81,7 @@ class SamplingParams:
     top_n_logprobs: int = 0
     return_prompt_top_n_logprobs: bool = False
     add_BOS: bool = False  # noqa: N815
+    min_tokens: int = 0
     stop_words: list[str] | None = None
     detokenize_stop_sequence: bool = False
     return_prompt_tokens: bool = False
@@ -121,14 +121,14 @@ class SamplingParams:
             if getattr(self, name) != allowed:
                 raise NotSupported(f"{name}={getattr(self, name)!r}: {why}; leave it at {allowed}")
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type == "bool" and not isinstance(value, bool):
-                raise InvalidRequest(f"{field.name}={value!r}: must be True or False")
-        self._check_number("temperature", sys.float_info.max)
-        self._check_number("top_p", 1.0)
+            if field.type == "bool":
+                switch(field.name, getattr(self, field.name))
+        off = not isinstance(self.top_p, bool) and self.top_p == 0
+        checked = EngineParams(temperature=self.temperature, top_p=1.0 if off else self.top_p)
+        self.temperature, self.top_p = checked.temperature, 0.0 if off else checked.top_p
         for name, (low, high) in _INTEGERS.items():
             value = getattr(self, name)
-            if value is not None or name in ("top_k", "top_n_logprobs"):
+            if value is not None or name in ("top_k", "top_n_logprobs", "min_tokens"):
                 setattr(self, name, integer(name, value, low, high))
         if self.num_tokens_to_generate is not None and self.num_tokens_total is not None:
             raise InvalidRequest(
@@ -148,9 +148,9 @@ class SamplingParams:
         if self.top_k == 1:
             return {"temperature": 0.0}
         return {
-            "temperature": float(self.temperature),
+            "temperature": self.temperature,
             "top_k": self.top_k,
-            "top_p": float(self.top_p) or 1.0,
+            "top_p": self.top_p or 1.0,
         }
 
     def to_engine(
@@ -163,6 +163,7 @@ class SamplingParams:
             max_tokens=max_tokens,
             stop=tuple(self.stop_words or ()),
             stop_token_ids=() if termination_id is None else (termination_id,),
+            min_tokens=self.min_tokens,
             include_stop_str_in_output=self.detokenize_stop_sequence,
             ignore_eos=True,  # only the termination id ends a completion
             seed=seed,
@@ -188,13 +189,3 @@ class SamplingParams:
                 stacklevel=4,
             )
         self.return_prompt_top_n_logprobs = follows
-
-    def _check_number(self, name: str, high: float) -> None:
-        value = getattr(self, name)
-        number = math.nan
-        if isinstance(value, numbers.Real) and not isinstance(value, bool):
-            with suppress(OverflowError):
-                number = float(value)
-        if not 0 <= number <= high:
-            raise InvalidRequest(f"{name}={value!r}: must be a number, 0 to {high:g}")
-        setattr(self, name, number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -29,29 +30,30 @@ def run_static_batch(
     A failing request does not affect the others; the first error is raised when all
     have ended.
     """
+    admitted: dict[int, Request] = {}
+    begun, error = False, None
     try:
-        by_id = _by_request(streams, requests)
-        seed = draw_seed()
-        admitted = {
-            number: translation.admit(request, row, seed)
-            for row, (number, request) in enumerate(requests.items())
-        }
+        by_id, seed = _by_request(streams, requests), draw_seed()
+        for row, (number, request) in enumerate(requests.items()):
+            admitted[number] = translation.admit(request, row, seed)
         for number, request in requests.items():
             translation.begin(request, admitted[number])
-        try:
-            _generate(translation, requests, admitted, by_id)
-        except BaseException as error:  # ends the whole batch: refused, or Ctrl-C
-            _fill_all(translation, requests, admitted, error)
-            raise
-        _fill_all(translation, requests, admitted, None)
-        for each in admitted.values():
-            if each.error is not None:
-                raise each.error
+        begun = True
+        _generate(translation, requests, admitted, by_id)
+    except BaseException as reason:  # ends the whole batch: refused, or Ctrl-C
+        error = reason
+    if begun:
+        _fill_all(translation, requests, admitted, error)
+    errors = [error, *(each.error for each in admitted.values())]
+    error = next((each for each in errors if each is not None), None)
+    if error is None:
         return requests
-    except BaseException as error:
-        for stream in streams.values():  # unblock readers; finished streams are unchanged
-            stream.finish(error)
-        raise
+    for stream in streams.values():  # unblock readers; finished streams are unchanged
+        stream.finish(error)
+    try:
+        raise error
+    finally:
+        del error, errors  # else the error and this frame would hold each other
 
 
 def _by_request(
@@ -194,19 +196,10 @@ def put_partial(
 ) -> None:
     """Put a copy of the request with its output so far into its stream."""
     shows_text = params.detokenize_generations and not params.no_detokenize_streaming_text
-    stream.put(
-        InferenceRequest(
-            request_id=request_id,
-            prompt=request.prompt,
-            sampling_params=request.sampling_params,
-            prompt_tokens=request.prompt_tokens,
-            prompt_length=request.prompt_length,
-            arrival_time=request.arrival_time,
-            status=request.status,
-            generated_text=text if shows_text else "",
-            generated_segments=list(segments) if segments is not None and shows_text else None,
-            generated_tokens=torch.tensor(ids, dtype=torch.int64),
-            generated_log_probs=None if logprobs is None else list(logprobs),
-            generated_length=len(ids),
-        )
-    )
+    partial = copy.copy(request)
+    partial.request_id, partial.generated_text = request_id, text if shows_text else ""
+    partial.generated_segments = list(segments) if segments is not None and shows_text else None
+    partial.generated_tokens = torch.tensor(ids, dtype=torch.int64)
+    partial.generated_log_probs = None if logprobs is None else list(logprobs)
+    partial.generated_length = len(ids)
+    stream.put(partial)

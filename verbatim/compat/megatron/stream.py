@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+from verbatim.compat.batches import accepts
 from verbatim.compat.megatron.request import InferenceRequest
 from verbatim.engine.calls import TaskWaiter
 from verbatim.errors import InvalidRequest
@@ -33,6 +33,7 @@ class AsyncStream:
         self._loop = loop
         self._items: deque[InferenceRequest | BaseException] = deque()
         self._waiter: TaskWaiter | None = None
+        self._reader: AsyncGenerator[InferenceRequest, None] | None = None  # of `__anext__`
         self._finished = False
 
     def put(self, item: InferenceRequest | Exception) -> None:
@@ -65,6 +66,21 @@ class AsyncStream:
     def finished(self) -> bool:
         """True once `finish` was called or the reader left."""
         return self._finished
+
+    async def __anext__(self) -> InferenceRequest:
+        """Return the next item; `aclose` ends a reader that reads so."""
+        if self._reader is None:
+            self._reader = self.generator()
+        return await anext(self._reader)
+
+    async def aclose(self) -> None:
+        """Stop reading: end the stream, and cancel its request unless it has ended."""
+        reader = self._reader or self.generator()
+        if not self._finished:
+            self._finished = True
+            self._cancel_request()
+        self._items.clear()
+        await reader.aclose()
 
     def __aiter__(self) -> AsyncGenerator[InferenceRequest, None]:
         return self.generator()
@@ -106,9 +122,7 @@ class AsyncStream:
             waiter.wake()
 
     def _cancel_request(self) -> None:
-        try:
-            inspect.signature(self._cancel).bind(self._request_id)
-        except (TypeError, ValueError):
-            self._cancel()
-        else:
+        if accepts(self._cancel, self._request_id):
             self._cancel(self._request_id)
+        else:
+            self._cancel()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from verbatim.compat.batches import accepts
 from verbatim.errors import InvalidRequest
 from verbatim.text.detokenizer import Detokenizer
 from verbatim.text.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ def detokenize(
         ids.pop()
     if not is_megatron(tokenizer):
         return str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
-    if _takes(tokenizer.detokenize, "skip_special_tokens"):
+    if accepts(tokenizer.detokenize, ids, skip_special_tokens=True):
         return str(tokenizer.detokenize(ids, skip_special_tokens=skip_special_tokens))
     return str(tokenizer.detokenize(ids))
 
@@ -121,11 +121,3 @@ def _id(tokenizer: Any, name: str) -> int | None:
     except (AttributeError, NotImplementedError):
         return None
     return None if value is None or value < 0 else int(value)
-
-
-def _takes(function: Any, name: str) -> bool:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a C function without a signature
-        return False
-    return any(p.name == name or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)

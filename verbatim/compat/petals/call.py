@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from verbatim.compat.batches import check_complete
-from verbatim.compat.petals.columns import TokenColumns
+from verbatim.compat.batches import Columns, check_complete
 from verbatim.compat.petals.processors import ProcessorChain, Processors
 from verbatim.compat.petals.settings import Settings
 from verbatim.core import Completion, FinishReason, Request, SessionCache
@@ -78,8 +76,8 @@ class GenerateCall:
         self,
         llm: LLM,
         options: CallOptions,
-        past: TokenColumns,
-        given: TokenColumns | None,
+        past: Columns,
+        given: Columns | None,
         *,
         seed: int,
         session_caches: list[SessionCache] | None = None,
@@ -196,7 +194,7 @@ class GenerateCall:
         columns = columns.grown(rows, [False] * len(rows), self._settings.fill_id)
         return self._output(columns, sequences_scores=scores)
 
-    def _output(self, columns: TokenColumns, **values: Any) -> Any:
+    def _output(self, columns: Columns, **values: Any) -> Any:
         """Return the columns of this call, as an ordinary tensor or in transformers' output."""
         with torch.inference_mode(False):
             sequences = columns.ids[:, self._past_width :].clone()
@@ -233,7 +231,7 @@ class GenerateCall:
         self._num_sent = 0
         if self._streamer is not None:
             self._streamer.put(self._before.ids[:, self._past_width :])
-        with closing(cast("Generator[None]", self._llm.engine.steps(self.requests))) as steps:
+        with closing(self._llm.engine.steps(self.requests)) as steps:
             for _ in steps:
                 self._check_criteria()
                 self._send()

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.compat.batches import draw_seed
+from verbatim.compat.batches import Columns, draw_seed
 from verbatim.compat.petals.call import CallOptions, GenerateCall, check_criteria
-from verbatim.compat.petals.columns import TokenColumns, bos_column, input_columns
 from verbatim.compat.petals.session import InferenceSession, active_session, enter, leave
 from verbatim.compat.petals.settings import NOT_OWN, Settings, is_off
 from verbatim.errors import InvalidRequest, NotSupported
@@ -132,7 +131,7 @@ class RemoteGenerationMixin:
             assert given is not None
             if seed is None:
                 seed = draw_seed() if settings["do_sample"] else 0
-            past = TokenColumns.empty(given.num_rows)
+            past = Columns.empty(given.num_rows)
             output = GenerateCall(self.llm, options, past, given, seed=seed).run()
         return output if inputs is None else _on_device(output, inputs.device)
 
@@ -185,18 +184,29 @@ class RemoteGenerationMixin:
 
     def _given(
         self, settings: Settings, inputs: Any, mask: Any, session: InferenceSession | None
-    ) -> TokenColumns | None:
+    ) -> Columns | None:
         if inputs is not None:
-            return input_columns(inputs, mask, settings.pad_id)
+            columns = Columns.of(inputs, mask, settings.pad_id, "inputs")
+            if not columns.ids.numel():
+                shape = list(columns.ids.shape)
+                raise InvalidRequest(f"inputs has shape {shape}: at least one token is needed")
+            return columns
         if mask is not None:
             raise InvalidRequest("attention_mask without inputs: there is nothing to mask")
         if session is not None and session.position:
             return None
         tokenizer = self.llm.tokenizer
-        bos_id = getattr(self.llm.engine.config, "bos_token_id", None)
+        bos_id = settings["bos_token_id"]
+        if bos_id is None:
+            bos_id = getattr(self.llm.engine.config, "bos_token_id", None)
         if bos_id is None and tokenizer is not None:
             bos_id = tokenizer.bos_id
-        return bos_column(settings["bos_token_id"], bos_id, self.llm.engine.admission.vocab_size)
+        if not isinstance(bos_id, int) or not 0 <= bos_id < self.llm.engine.admission.vocab_size:
+            raise InvalidRequest(
+                "inputs=None at the beginning starts from the model's BOS, and this one has none; give "
+                "inputs or bos_token_id"
+            )
+        return Columns.of(torch.tensor([[bos_id]]), None, None)
 
 
 def _is_of_no_model(arguments: dict[str, Any]) -> bool:

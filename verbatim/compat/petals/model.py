@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import weakref
 from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
 from torch import nn
 
+from verbatim.compat.opened import Opened
 from verbatim.compat.petals.generation import RemoteGenerationMixin
 from verbatim.compat.petals.loading import open_llm
-from verbatim.errors import EngineClosed, InvalidRequest, NotSupported
+from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
 from verbatim.placement.actor import run_alone
-from verbatim.tensors import engine_of
 
 _SET_WHEN_OPENED = frozenset("bfloat16 cpu cuda double float half train".split())
 _LAYERS = ("h", "layers", "blocks")  # names of the list of layers
@@ -36,7 +35,7 @@ class _Body:
         return getattr(self._module, found)
 
 
-class DistributedModelForCausalLM(RemoteGenerationMixin):
+class DistributedModelForCausalLM(Opened, RemoteGenerationMixin):  # type: ignore[override]
     """A model of any architecture that Verbatim runs, with any placement.
 
     Attributes:
@@ -52,7 +51,6 @@ class DistributedModelForCausalLM(RemoteGenerationMixin):
             model: an open `LLM`, or a live transformers module, for which one engine is kept.
         """
         self._source = model
-        self._closed = False
         opened = self.llm.engine
         self.config: Any = opened.config
         self.generation_config: Any = opened.generation_config
@@ -85,19 +83,6 @@ class DistributedModelForCausalLM(RemoteGenerationMixin):
             As `LLM` and the placement.
         """
         return _open(model_name_or_path, options, cls)
-
-    _end: Any = None  # closes an engine opened here
-
-    @property
-    def llm(self) -> LLM:  # type: ignore[override]
-        """The engine, with every sampling option, streams and scores.
-
-        Raises:
-            EngineClosed: after `close`.
-        """
-        if self._closed:
-            raise EngineClosed("this model was closed")
-        return engine_of(self._source)
 
     @property
     def device(self) -> torch.device:
@@ -160,18 +145,6 @@ class DistributedModelForCausalLM(RemoteGenerationMixin):
                 f"to({device!r}): ids are on the CPU, and the model is where its placement says"
             )
         return self
-
-    def close(self) -> None:
-        """Close the engine if it was opened here; leave a given `LLM` or module open."""
-        self._closed = True
-        if self._end is not None:
-            self._end()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class DistributedLlamaForCausalLM(DistributedModelForCausalLM):
@@ -241,5 +214,5 @@ def _open(model: Any, options: dict[str, Any], kind: type[_Model] | None) -> _Mo
             source.close()
         raise
     if opened_here:
-        opened._end = weakref.finalize(opened, source.close)
+        opened._close_with(source)
     return cast("_Model", opened)

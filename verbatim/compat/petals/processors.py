@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verbatim.compat.batches import accepts
 from verbatim.compat.petals.settings import Settings
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.params import SamplingParams
@@ -194,20 +194,9 @@ def _checked(processors: Any) -> list[Any]:
     for processor in custom:
         if not callable(processor):
             raise InvalidRequest(f"logits_processor: {processor!r} can't be called")
-        call = processor if inspect.isfunction(processor) else processor.__call__
-        if len(required := _required_arguments(call)) > 2:
+        if not accepts(processor, None, None, unknown=True):
             raise NotSupported(
-                f"logits_processor: {type(processor).__name__} needs {required}; a processor here is "
-                "called with input_ids and scores"
+                f"logits_processor: {type(processor).__name__}: a processor here is called with input_ids "
+                "and scores, and this one can't be"
             )
     return list(custom)
-
-
-def _required_arguments(function: Any) -> list[str]:
-    """Return the names of the required arguments."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in parameters if p.kind in plain and p.default is p.empty]

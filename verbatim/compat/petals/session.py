@@ -11,9 +11,8 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from verbatim.compat.batches import draw_seed, integer
+from verbatim.compat.batches import Columns, draw_seed, integer
 from verbatim.compat.petals.call import CallOptions, GenerateCall
-from verbatim.compat.petals.columns import TokenColumns
 from verbatim.core import SessionCache
 from verbatim.engine.sessions import Sessions
 from verbatim.errors import (
@@ -51,7 +50,7 @@ class InferenceSession:
             )
         self._llm, self._max_length = llm, length
         self._seed = SamplingParams(seed=seed).seed  # validates it
-        self._columns: TokenColumns | None = None
+        self._columns: Columns | None = None
         self._caches: list[SessionCache] = []
         self._call: GenerateCall | None = None
         self._closed = False
@@ -129,7 +128,7 @@ class InferenceSession:
 
     # ---- a call
 
-    def _generate(self, options: CallOptions, given: TokenColumns | None, seed: int | None) -> Any:
+    def _generate(self, options: CallOptions, given: Columns | None, seed: int | None) -> Any:
         """Run one call.
 
         Args:
@@ -167,7 +166,7 @@ class InferenceSession:
         self._caches.clear()
         self._columns = None
 
-    def _past(self, given: TokenColumns | None, copies: int) -> TokenColumns:
+    def _past(self, given: Columns | None, copies: int) -> Columns:
         if copies != 1:
             raise NotSupported(
                 f"num_return_sequences={copies} in a session: each of its rows goes on in one way; call "
@@ -175,7 +174,7 @@ class InferenceSession:
             )
         if self._columns is None:
             assert given is not None
-            return TokenColumns.empty(given.num_rows)
+            return Columns.empty(given.num_rows)
         if given is not None and given.num_rows != self._columns.num_rows:
             raise InvalidRequest(
                 f"inputs has {given.num_rows} rows, and the session {self._columns.num_rows}"

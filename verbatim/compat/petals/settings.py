@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from verbatim.compat.batches import by_name, integer
+from verbatim.compat.batches import by_name, check_search, flag, integer, pad_id_of
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
 
@@ -123,11 +123,8 @@ class Settings(Mapping[str, Any]):
             eos_ids = sorted(llm.engine.admission.eos_ids)
         self.eos_ids = _ids("eos_token_id", eos_ids)
         self.pad_id: int | None = self["pad_token_id"]
-        tokenizer = None if llm.tokenizer is None else llm.tokenizer.hf
-        for source in (llm.engine.config, tokenizer):
-            pad_id = getattr(source, "pad_token_id", None)
-            if self.pad_id is None and isinstance(pad_id, int) and pad_id >= 0:
-                self.pad_id = pad_id
+        if self.pad_id is None:
+            self.pad_id = pad_id_of(llm.engine.config, getattr(llm.tokenizer, "hf", None))
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name]
@@ -198,22 +195,15 @@ class Settings(Mapping[str, Any]):
 
     def _check(self) -> None:
         values = self._values
-        if isinstance(values["do_sample"], int):  # 0 and 1, as in the first versions of Petals
-            values["do_sample"] = bool(values["do_sample"])
         for name in _NEVER_NONE:
             values[name] = DONE[name] if values[name] is None else values[name]
         for name in _SWITCHES:
-            if not isinstance(values[name], bool | None):
-                raise InvalidRequest(f"{name}={values[name]!r}: must be True or False")
-            values[name] = bool(values[name])
+            values[name] = flag(name, False if values[name] is None else values[name])
         for name, low in _COUNTS.items():
             if values[name] is not None:
                 values[name] = integer(name, values[name], low)
         beams, copies = self.num_beams, self.num_copies
-        if beams > 1 and values["do_sample"]:
-            raise NotSupported(
-                f"num_beams={beams} with do_sample=True: beams search and do not sample; set do_sample=False"
-            )
+        check_search(beams, values["do_sample"], values["temperature"])
         if beams > 1 and copies > beams:
             raise InvalidRequest(
                 f"num_return_sequences={copies}: at most num_beams={beams} are found"
@@ -231,10 +221,6 @@ class Settings(Mapping[str, Any]):
                     f"{name}=True with num_beams={beams}: beams that are dropped leave nothing behind; "
                     "sequences_scores is there without it"
                 )
-        if values["do_sample"] and values["temperature"] == 0:
-            raise InvalidRequest(
-                "temperature=0: must be above 0; the likeliest token is do_sample=False"
-            )
 
 
 def _refuse(given: Mapping[str, Any], config: Any, model_config: Any) -> None:
