@@ -7,6 +7,7 @@ import io
 import json
 import signal
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +16,10 @@ import typer
 
 import verbatim
 from support.scripted_llm import ScriptedLLM, interrupted_after, run
+from verbatim import kernels
 from verbatim.cli.generate import generate
 from verbatim.cli.offload import OFFLOAD
-from verbatim.cli.options import ADAPTERS, GENERATE_ONLY, MODEL, SAMPLING
+from verbatim.cli.options import ADAPTERS, GENERATE_ONLY, MODEL, SAMPLING, prepare
 from verbatim.cli.placing import CLUSTER
 from verbatim.core import Completion, Metrics, Result
 from verbatim.errors import StageFailed
@@ -414,3 +416,12 @@ def test_a_model_that_is_given_twice_is_refused(command):
     assert done.exit_code == 2
     assert "give the model once, not 'one' and --model 'other'" in done.stderr
     assert "one argument too many" in run("generate", "a", "b", "c").stderr
+
+
+def test_the_warning_of_missing_kernels_is_not_shown_beside_the_commands_own_line():
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        prepare()
+        warnings.warn(kernels.MISSING, RuntimeWarning, stacklevel=1)
+        warnings.warn("another", RuntimeWarning, stacklevel=1)
+    assert [str(warning.message) for warning in shown] == ["another"]

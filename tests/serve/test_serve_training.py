@@ -153,6 +153,8 @@ def test_structures_under_vllm_s_names(served: Served) -> None:
     assert served.post("/v1/completions", **body)["choices"][0]["text"].strip("xyz") == ""
     assert "regex" in served.refused("/v1/completions", body | {"regex": "a"})["message"]
     schema = {"structured_outputs": {"json": {"type": "boolean"}}}
+    twice = BODY | schema | {"json_schema": {"type": "null"}}
+    assert "json_schema is set" in served.refused("/v1/completions", twice)["message"]
     answer = served.post("/v1/chat/completions", **CHAT, **schema)
     assert answer["choices"][0]["message"]["content"] in ("true", "false")
 

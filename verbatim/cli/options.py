@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import re
 import secrets
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -361,7 +362,7 @@ def prepare() -> None:
     from verbatim import kernels
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    warnings.filterwarnings("ignore", message=kernels.MISSING)  # reported below
+    warnings.filterwarnings("ignore", message=re.escape(kernels.MISSING))  # reported below
     if kernels.missing():
         typer.echo(f"verbatim: {kernels.MISSING}", err=True)
 

@@ -140,7 +140,7 @@ def _openai(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models/{model:path}", responses={404: _ERRORS[404]}, tags=["OpenAI"])
     async def retrieve_model(model: str) -> Response:
         name = service.check_model(model) or service.name
-        return Json(next(told for told in service.models() if told["id"] == name))
+        return Json(next(entry for entry in service.models() if entry["id"] == name))
 
 
 def _ours(app: FastAPI, service: Service) -> None:
@@ -205,8 +205,8 @@ def _operations(app: FastAPI, service: Service) -> None:
         """Model information, placement of the layers, and current state."""
         stats = await service.stats()
         info = await service.info() | {"model": service.name}
-        told = {"info": info, "places": places_of(info), "stats": stats}
-        return Json(to_plain(told | {"under_way": service.under_way}))
+        state = {"stats": stats, "under_way": service.under_way}
+        return Json(to_plain({"info": info, "places": places_of(info)} | state))
 
     if service.settings.playground:
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
-from uuid import uuid4
 
 from verbatim.core import Completion, Delta, FinishReason, Request, Result
 from verbatim.errors import InvalidRequest, NotSupported
@@ -17,13 +15,12 @@ from verbatim.sampling.json_schema import closed
 from verbatim.serve.answers import Answers
 from verbatim.serve.arguments import ANY_OBJECT
 from verbatim.serve.completions import (
-    check_stream_options,
+    ApiRequest,
     finish_reason,
     ids_of,
     prompt_of,
     stop_reason,
     usage,
-    wants_usage,
 )
 from verbatim.serve.errors import LazyList
 from verbatim.serve.events import Event
@@ -203,7 +200,7 @@ def _thinking_switch(template: str) -> str | None:
     return next((name for name in names if re.search(rf"\b{name}\b", template)), None)
 
 
-class ChatRequest:
+class ChatRequest(ApiRequest[ChatCompletions]):
     """A validated chat completion request.
 
     Raises:
@@ -211,19 +208,13 @@ class ChatRequest:
     """
 
     def __init__(self, service: Service, body: ChatCompletions) -> None:
-        adapter = service.check_model(body.model)
-        check_stream_options(body.stream_options, body.stream)
+        super().__init__(service, body, "chatcmpl")
         service.check_logprobs(body.top_logprobs, body.prompt_logprobs, body.stream)
-        self.service = service
-        self.body = body
-        self.id = f"chatcmpl-{uuid4().hex}"
-        self.created = int(time.time())
-        service.note_user(self.id, body.user)
         choice = body.tool_choice
         self.conversation = Conversation(
             service,
             body.messages,
-            _fields(body) | {"adapter": adapter},
+            _fields(body) | {"adapter": self.adapter},
             [tool.function for tool in body.tools or ()],
             choice.function if isinstance(choice, NamedTool) else choice,
             body.parallel_tool_calls,
@@ -235,14 +226,13 @@ class ChatRequest:
         """Return the whole response."""
         result = await self.conversation.result(client)
         choices = LazyList(lambda: map(self._choice, result.outputs), large=True)
-        answer = self._envelope("chat.completion", choices) | {"usage": self._usage(result)}
+        answer = self.envelope("chat.completion", choices) | {"usage": self._usage(result)}
         return answer | prompt_of(result, self.body, self.service)
 
     async def events(self, client: Client) -> AsyncGenerator[Event, None]:
         """Stream the response."""
         result: Result | None = None
         readers: dict[int, Reader] = {}
-        with_usage = wants_usage(self.body.stream_options)
 
         def event(index: int, delta: dict[str, Any], **rest: Any) -> Event:
             choice = {
@@ -251,10 +241,10 @@ class ChatRequest:
                 "logprobs": None,
                 "finish_reason": None,
             } | rest
-            piece = self._envelope("chat.completion.chunk", [choice])
+            piece = self.envelope("chat.completion.chunk", [choice])
             if self.body.return_token_ids and "role" in delta:
                 piece["prompt_token_ids"] = requests[0].prompt_ids
-            return piece | {"usage": None} if with_usage else piece
+            return piece | {"usage": None} if self.with_usage else piece
 
         with self.service.reserve() as reservation:
             requests = await self.conversation.admit(reservation, client)
@@ -274,9 +264,9 @@ class ChatRequest:
                             stop_reason=stop_reason(delta.stop_reason),
                             seed=requests[0].seed,
                         )
-        if with_usage and result is not None:
+        if self.with_usage and result is not None:
             await self.conversation.count_reasoning(result)
-            yield self._envelope("chat.completion.chunk", []) | {"usage": self._usage(result)}
+            yield self.envelope("chat.completion.chunk", []) | {"usage": self._usage(result)}
 
     def _pieces(self, delta: Delta, reader: Reader) -> list[dict[str, Any]]:
         """Return the pieces of a delta: its reasoning, its text with log-probs, then its calls."""
@@ -328,24 +318,13 @@ class ChatRequest:
     def _logprobs(self, piece: Completion | Delta) -> dict[str, Any] | None:
         if not self.body.logprobs:
             return None
-        as_ids = self.body.return_tokens_as_token_ids
-        entries = (self.service.id_texts if as_ids else self.service.texts).of_chat(
+        entries = self.texts.of_chat(
             piece.token_ids,
             self.service.logprobs_of(piece),
             piece.top_logprobs,
             self.body.top_logprobs or 0,
         )
         return {"content": entries, "refusal": None}
-
-    def _envelope(self, kind: str, choices: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.body.model or self.service.name,
-            "system_fingerprint": self.service.fingerprint,
-            "choices": choices,
-        }
 
 
 def _fields(body: ChatCompletions) -> dict[str, Any]:

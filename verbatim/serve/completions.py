@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Generic, TypeVar
 from uuid import uuid4
 
 from verbatim.core import Completion, Delta, FinishReason, Request, Result, TopLogprobs
@@ -13,13 +13,52 @@ from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams
 from verbatim.serve.errors import LazyList, Refusal
 from verbatim.serve.events import Event
-from verbatim.serve.fields import Completions, ForTrainers, StreamOptions
+from verbatim.serve.fields import ChatCompletions, Completions, ForTrainers
 from verbatim.serve.service import Client, Service
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-class CompletionRequest:
+Body = TypeVar("Body", Completions, ChatCompletions)
+
+
+class ApiRequest(Generic[Body]):
+    """What requests for completions and for chats share: their model, id, options of streams and envelope.
+
+    Raises:
+        Refusal: an unknown model, or stream options without a stream.
+    """
+
+    def __init__(self, service: Service, body: Body, prefix: str) -> None:
+        self.adapter = service.check_model(body.model)
+        if body.stream_options is not None and not body.stream:
+            raise Refusal(400, "stream_options requires stream=true", param="stream_options")
+        self.service = service
+        self.body: Body = body
+        self.id = f"{prefix}-{uuid4().hex}"
+        self.created = int(time.time())
+        service.note_user(self.id, body.user)
+        self.texts = service.id_texts if body.return_tokens_as_token_ids else service.texts
+
+    @property
+    def with_usage(self) -> bool:
+        """True if the stream ends with the usage."""
+        options = self.body.stream_options
+        return options is not None and bool(options.include_usage)
+
+    def envelope(self, kind: str, choices: Iterable[dict[str, Any]]) -> dict[str, Any]:
+        """Return an answer, or a chunk of a stream, with these choices."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.body.model or self.service.name,
+            "system_fingerprint": self.service.fingerprint,
+            "choices": choices,
+        }
+
+
+class CompletionRequest(ApiRequest[Completions]):
     """A validated completions request.
 
     Raises:
@@ -27,18 +66,10 @@ class CompletionRequest:
     """
 
     def __init__(self, service: Service, body: Completions) -> None:
-        adapter = service.check_model(body.model)
-        self.service = service
-        self.body = body
+        super().__init__(service, body, "cmpl")
         self.prompts = _prompts(body.prompt)
-        self.params = _params(body).replace(adapter=adapter)
-        self.echo = bool(body.echo)
-        self.id = f"cmpl-{uuid4().hex}"
-        self.created = int(time.time())
-        service.note_user(self.id, body.user)
-        check_stream_options(body.stream_options, body.stream)
+        self.params = _params(body).replace(adapter=self.adapter)
         service.check_logprobs(body.logprobs, body.prompt_logprobs, body.stream)
-        self._texts = service.id_texts if body.return_tokens_as_token_ids else service.texts
 
     async def answer(self, client: Client) -> dict[str, Any]:
         """Return the whole response."""
@@ -53,12 +84,11 @@ class CompletionRequest:
             ),
             large=True,
         )
-        return self._envelope(choices) | {"usage": usage(results)}
+        return self.envelope("text_completion", choices) | {"usage": usage(results)}
 
     async def events(self, client: Client) -> AsyncGenerator[Event, None]:
         """Stream the response."""
         results: list[Result] = []
-        with_usage = wants_usage(self.body.stream_options)
         with self.service.reserve() as reservation:
             requests = await self.service.admit(reservation, self.prompts, self.params, client)
             offsets: dict[int, int] = {}  # choice: characters so far
@@ -69,20 +99,10 @@ class CompletionRequest:
                     index = number * self.params.n + delta.index
                     choice = self._piece(index, requests[number], delta, offsets)
                     if choice is not None:
-                        event = self._envelope([choice])
-                        yield event | {"usage": None} if with_usage else event
-        if with_usage:
-            yield self._envelope([]) | {"usage": usage(results)}
-
-    def _envelope(self, choices: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.body.model or self.service.name,
-            "system_fingerprint": self.service.fingerprint,
-            "choices": choices,
-        }
+                        event = self.envelope("text_completion", [choice])
+                        yield event | {"usage": None} if self.with_usage else event
+        if self.with_usage:
+            yield self.envelope("text_completion", []) | {"usage": usage(results)}
 
     def _choice(
         self, index: int, request: Request, result: Result, output: Completion
@@ -90,7 +110,7 @@ class CompletionRequest:
         text, ids = output.text, output.token_ids
         logprobs = list[float | None](self.service.logprobs_of(output))
         top = _entries(output.top_logprobs)
-        if self.echo:
+        if self.body.echo:
             text = self._prompt_text(request) + text
             ids = request.prompt_ids + ids
             logprobs = [*(result.prompt_logprobs or []), *logprobs]
@@ -114,13 +134,13 @@ class CompletionRequest:
         logprobs = list[float | None](self.service.logprobs_of(delta))
         top = _entries(delta.top_logprobs)
         offset, is_first = offsets.get(index, 0), index not in offsets
-        if self.echo and index not in offsets:
+        if self.body.echo and index not in offsets:
             text = self._prompt_text(request) + text
             ids = request.prompt_ids + ids
             if request.params.prompt_logprobs is not None:
                 logprobs = [None, *request.prompt_logprobs, *logprobs]
                 top = [None, *request.prompt_top_logprobs, *top]
-        offsets[index] = offset + sum(len(self._texts.text(i)) for i in ids)
+        offsets[index] = offset + sum(len(self.texts.text(i)) for i in ids)
         tokens = self.body.return_token_ids or self.body.support
         if not (text or delta.finish_reason or tokens) and self.body.logprobs is None:
             return None
@@ -154,7 +174,7 @@ class CompletionRequest:
     ) -> dict[str, Any] | None:
         if self.body.logprobs is None:
             return None
-        found = self._texts.legacy(ids, logprobs, top, self.body.logprobs, offset)
+        found = self.texts.legacy(ids, logprobs, top, self.body.logprobs, offset)
         if self.body.return_tokens_as_token_ids and not self.body.logprobs:
             # As in vLLM, whose clients expect at least the drawn tokens.
             pairs = zip(found["tokens"], found["token_logprobs"], strict=True)
@@ -176,11 +196,11 @@ def _prompts(prompt: Any) -> list[Any]:
 
 def _params(body: Completions) -> SamplingParams:
     fields = body.sampling()
-    for name in ("json_schema", "num_beams", "length_penalty", "early_stopping"):
-        if getattr(body, name) is not None:
-            fields[name] = getattr(body, name)
-    fields["max_tokens"] = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    if fields["max_tokens"] == 0 and not body.echo and body.prompt_logprobs is None:
+    if (
+        fields.setdefault("max_tokens", DEFAULT_MAX_TOKENS) == 0
+        and not body.echo
+        and body.prompt_logprobs is None
+    ):
         raise Refusal(400, "max_tokens=0 requires echo or prompt_logprobs", param="max_tokens")
     if body.logprobs is not None:
         fields["logprobs"] = body.logprobs
@@ -210,17 +230,6 @@ def ids_of(piece: Completion | Delta, body: ForTrainers) -> dict[str, Any]:
     if body.support:
         found |= {"supports": piece.supports, "log_masses": piece.log_masses}
     return found
-
-
-def check_stream_options(options: StreamOptions | None, stream: bool | None) -> None:
-    """Refuse stream options without a stream."""
-    if options is not None and not stream:
-        raise Refusal(400, "stream_options requires stream=true", param="stream_options")
-
-
-def wants_usage(options: StreamOptions | None) -> bool:
-    """Return whether the stream ends with the usage."""
-    return options is not None and bool(options.include_usage)
 
 
 def usage(results: list[Result]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from verbatim.params import (
     MAX_PRIORITY,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    SamplingParams,
 )
 
 MAX_TOP = 20  # limit of `top_logprobs`, as OpenAI's
@@ -146,7 +147,11 @@ class Sampling(Strict):
         Raises:
             InvalidRequest: a key of `logit_bias` that is not a token id.
         """
-        found = {name: getattr(self, name) for name in _PLAIN if getattr(self, name) is not None}
+        found = {
+            name: value
+            for name in type(self).model_fields
+            if name in _PARAMS and (value := getattr(self, name)) is not None
+        }
         if self.seed is not None and -(2**63) <= self.seed < 0:
             found["seed"] = self.seed + 2**64  # OpenAI's seeds have a sign
         if self.logit_bias is not None:
@@ -154,12 +159,8 @@ class Sampling(Strict):
         return found
 
 
-_PLAIN = (
-    "temperature top_p n seed stop presence_penalty frequency_penalty top_k min_p typical_p "
-    "repetition_penalty min_tokens stop_token_ids bad_words allowed_token_ids "
-    "include_stop_str_in_output ignore_eos skip_special_tokens any_whitespace regex grammar choice "
-    "priority timeout_s cache_salt draft"
-).split()
+# `logprobs` is a number in some bodies and a switch in others; `logit_bias` has strings as keys.
+_PARAMS = frozenset(SamplingParams.__slots__) - {"logit_bias", "logprobs"}
 
 
 def _id(text: str) -> int:
@@ -200,10 +201,6 @@ class ForTrainers(Sampling):
 
     def sampling(self) -> dict[str, Any]:
         found = super().sampling()
-        if self.prompt_logprobs is not None:
-            found["prompt_logprobs"] = self.prompt_logprobs
-        if self.support is not None:
-            found["support"] = self.support
         if self.structured_outputs is not None:
             for name, value in self.structured_outputs.model_dump(exclude_none=True).items():
                 name = "json_schema" if name == "json_" else name

@@ -190,12 +190,10 @@ def _stop(output: Completion, called: bool) -> tuple[str, str | None]:
 
 def _fields(body: CountTokens) -> dict[str, Any]:
     fields = body.sampling()
-    if isinstance(body, Messages):
-        fields["max_tokens"] = body.max_tokens
-        if body.stop_sequences is not None:
-            if body.stop is not None:
-                raise InvalidRequest("stop and stop_sequences: they mean the same; set only one")
-            fields["stop"] = body.stop_sequences
+    if isinstance(body, Messages) and body.stop_sequences is not None:
+        if body.stop is not None:
+            raise InvalidRequest("stop and stop_sequences: they mean the same; set only one")
+        fields["stop"] = body.stop_sequences
     if body.output_config is not None and body.output_config.format is not None:
         fields["json_schema"] = closed(body.output_config.format.schema_)
     return fields

@@ -216,13 +216,13 @@ class _TextItem:
             events += self._begin(part, len(items))
         text = part if isinstance(part, str) else part.text
         self._text += text
-        told = {}
+        extra = {}
         if isinstance(part, str):
-            told["logprobs"], self.logprobs = self.logprobs, []
-            self._all += told["logprobs"]
+            extra["logprobs"], self.logprobs = self.logprobs, []
+            self._all += extra["logprobs"]
         if text:
             kind = f"response.{self._kind}.delta"
-            events.append(self._event(kind, **self._at, content_index=0, delta=text, **told))
+            events.append(self._event(kind, **self._at, content_index=0, delta=text, **extra))
         return events
 
     def _begin(self, part: str | Reasoning, index: int) -> list[Event]:
@@ -248,16 +248,16 @@ class _TextItem:
         if self.open is None:
             return []
         at = self._at | {"content_index": 0}
-        told = {}
+        extra = {}
         if self.open is str:
             self._all += self.logprobs
             self.logprobs = []
-            told["logprobs"] = self._all
+            extra["logprobs"] = self._all
         item = self._item(item_id=self._at["item_id"])
         items.append(item)
         self.open = None
         return [
-            self._event(f"response.{self._kind}.done", **at, text=self._text, **told),
+            self._event(f"response.{self._kind}.done", **at, text=self._text, **extra),
             self._event("response.content_part.done", **at, part=item["content"][0]),
             self._event(
                 "response.output_item.done", output_index=self._at["output_index"], item=item
