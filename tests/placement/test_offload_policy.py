@@ -20,8 +20,7 @@ from verbatim.placement.offload import forecast as forecasts
 from verbatim.placement.offload import machine as machines
 from verbatim.placement.offload.cost import Load, pipeline_s, predict, predict_step
 from verbatim.placement.offload.machine import NOMINAL, Machine, measure
-from verbatim.placement.offload.memory import waiting_bytes
-from verbatim.placement.offload.plan import Plan
+from verbatim.placement.offload.plan import Plan, waiting_bytes
 from verbatim.placement.offload.planner import make_plan
 from verbatim.placement.offload.report import amount, compared, plan_text
 from verbatim.placement.offload.shape import ModelShape, SlotShape, UnitShape
@@ -327,20 +326,20 @@ def small_plan(**changes) -> Plan:
 
 def test_a_step_by_hand():
     plan = small_plan(overlap=False)
-    step = predict_step(SMALL, plan, ROUND, Load(8, 8, 50, 8), plan.widths(64))
+    step = predict_step(SMALL, plan, ROUND, Load(8, 8, 50, 8))
     assert step.weight_bytes == 4096 + 8192
     assert step.io_s == pytest.approx(0.012288)
     # Two micro-batches of 4 rows at 4e-5 s a weight, 1,000 weights, two units; K and V: 8 x 50 x 200 bytes.
     assert step.compute_s == pytest.approx(2 * 2 * 1000 * 4e-5 + 8 * 50 * 200 / 1e6)
     assert step.seconds == pytest.approx(step.io_s + step.compute_s)
-    overlapped = predict_step(SMALL, small_plan(), ROUND, Load(8, 8, 50, 8), plan.widths(64))
+    overlapped = predict_step(SMALL, small_plan(), ROUND, Load(8, 8, 50, 8))
     assert overlapped.seconds == pytest.approx(step.compute_s)  # reading hides behind it
     assert overlapped.kv_bytes == 0
 
 
 def test_k_and_v_on_the_disk_by_hand():
     plan = small_plan(kv=(50, 0, 50), tiers=("gpu", "gpu"), ring_bytes=0, overlap=False)
-    step = predict_step(SMALL, plan, ROUND, Load(8, 8, 50, 8), plan.widths(64))
+    step = predict_step(SMALL, plan, ROUND, Load(8, 8, 50, 8))
     read, written = 8 * 50 * 100, 8 * 16 * 100  # whole blocks of 16 are written
     assert step.weight_bytes == 0
     assert step.kv_bytes == read + written

@@ -8,8 +8,7 @@ from math import ceil
 from typing import Any
 
 from verbatim.placement.offload.machine import Machine
-from verbatim.placement.offload.memory import Widths, working_bytes
-from verbatim.placement.offload.plan import Plan
+from verbatim.placement.offload.plan import Plan, working_bytes
 from verbatim.placement.offload.shape import ModelShape, UnitShape
 
 LIKELY = 0.9  # that an expert is chosen: then it is read ahead. A wrong guess delays what is needed
@@ -82,14 +81,7 @@ class Load:
     logit_rows: int
 
 
-def compute_s(
-    shape: ModelShape,
-    unit: UnitShape,
-    tiers: tuple[str, ...],
-    load: Load,
-    widths: Widths,
-    m: Machine,
-) -> float:
+def compute_s(shape: ModelShape, unit: UnitShape, plan: Plan, load: Load, m: Machine) -> float:
     """Return the seconds that one unit computes for all micro-batches of a forward.
 
     Each micro-batch multiplies its rows with every matrix of the unit; a row goes to a few experts, whose
@@ -98,8 +90,8 @@ def compute_s(
     product for each pair of positions in a prompt. To that comes what was read and must be unpacked, rows
     of embeddings that are looked up, and the calls themselves.
     """
-    a_sequence = max(1, ceil(load.rows / max(1, load.sequences)))
-    most = max(1, min(widths.micro_tokens, widths.batch_size * a_sequence))
+    a_sequence, tiers = max(1, ceil(load.rows / max(1, load.sequences))), plan.tiers
+    most = max(1, min(plan.micro_tokens, plan.batch_size * a_sequence))
     if unit.gathers:
         away = any(tiers[i] == "disk" for i in unit.slots)
         return m.unit_s * ceil(load.rows / most) / 8 + (load.rows * m.row_s if away else 0.0)
@@ -130,9 +122,7 @@ def compute_s(
     return seconds
 
 
-def predict_step(
-    shape: ModelShape, plan: Plan, machine: Machine, load: Load, widths: Widths
-) -> Step:
+def predict_step(shape: ModelShape, plan: Plan, machine: Machine, load: Load) -> Step:
     """Predict one forward.
 
     Weights on the disk are read unit by unit, around and around, into a ring: reading runs ahead as far as
@@ -146,7 +136,7 @@ def predict_step(
     read = a_layer * load.sequences * load.context
     written = a_layer * max(load.rows, load.sequences * block)
     kv_s = read / machine.read_rate + written / machine.write_rate
-    parts = max(1, ceil(load.rows / max(1, min(widths.micro_tokens, load.rows))))
+    parts = max(1, ceil(load.rows / max(1, min(plan.micro_tokens, load.rows))))
     moved = load.rows * shape.hidden * shape.itemsize * plan.activations[2] / 100
     moved_s = 0.0 if parts == 1 else moved / machine.read_rate + moved / machine.write_rate
     bytes_of = [shape.streamed(unit, tiers) for unit in shape.units]
@@ -155,7 +145,7 @@ def predict_step(
         nbytes / machine.read_rate + (kv_s + moved_s if unit.attends else 0.0)
         for unit, nbytes in zip(shape.units, bytes_of, strict=True)
     ]
-    compute = [compute_s(shape, unit, tiers, load, widths, machine) for unit in shape.units]
+    compute = [compute_s(shape, unit, plan, load, machine) for unit in shape.units]
     waited = [0.0] * len(io)  # for experts that are read when they are chosen
     for j, (nbytes, chosen) in enumerate(of_experts):
         (io if plan.overlap and chosen >= LIKELY else waited)[j] += nbytes / machine.read_rate
@@ -218,10 +208,8 @@ def predict(
     held = plan.kv_bytes // max(1, shape.kv_bytes_per_token) - plan.kv_block
     a_sequence = -(-context // plan.kv_block) * plan.kv_block
     sequences = max(1, min(plan.block_size, held // a_sequence, plan.max_batch_tokens))
-    widths = plan.widths(context)
-    decode = predict_step(
-        shape, plan, machine, Load(sequences, sequences, prompt + new / 2, sequences), widths
-    )
+    middle = Load(sequences, sequences, prompt + new / 2, sequences)
+    decode = predict_step(shape, plan, machine, middle)
     rows = sequences * prompt
     full, rest = divmod(rows, plan.max_batch_tokens)
     prefill_s = 0.0
@@ -229,7 +217,7 @@ def predict(
         if size and times:
             some = max(1, min(sequences, round(size / prompt)))
             load = Load(some, size, min(prompt, size) / 2, some)
-            prefill_s += times * predict_step(shape, plan, machine, load, widths).seconds
+            prefill_s += times * predict_step(shape, plan, machine, load).seconds
     sample_s = sequences * shape.vocab * machine.sample_s + machine.unit_s
     total_s = prefill_s + new * (decode.seconds + sample_s)
     limit = "computing"

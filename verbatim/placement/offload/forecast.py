@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,9 +42,7 @@ class Forecast:
             context: positions that a row attends to, on average.
         """
         load = Load(sequences, rows, context, logit_rows)
-        return predict_step(
-            self.shape, self.plan, self.machine, load, self.plan.widths(int(context))
-        )
+        return predict_step(self.shape, self.plan, self.machine, load)
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -91,32 +90,18 @@ def forecast(
 
 
 @dataclass(slots=True)
-class _Kind:
-    """Sums over all forwards of one kind."""
-
-    count: int = 0
-    seconds: float = 0.0
-    compute_s: float = 0.0
-    weight_bytes: int = 0
-    sequences: int = 0
-    rows: int = 0
-    logit_rows: int = 0
-    context: float = 0.0  # of a row on average, times forwards
-
-
-@dataclass(slots=True)
 class Measured:
     """Measurements of every forward.
 
     Attributes:
-        steps: forwards with a single row per sequence.
-        prompts: all other forwards.
+        steps: sums over forwards with a single row per sequence, by name.
+        prompts: those over all other forwards.
         sample_s: seconds of all sampling.
         tokens, draws: sampled tokens, and sampling calls.
     """
 
-    steps: _Kind = field(default_factory=_Kind)
-    prompts: _Kind = field(default_factory=_Kind)
+    steps: Counter[str] = field(default_factory=Counter)
+    prompts: Counter[str] = field(default_factory=Counter)
     sample_s: float = 0.0
     tokens: int = 0
     draws: int = 0
@@ -130,14 +115,17 @@ class Measured:
             weight_bytes: bytes of weights that it read.
         """
         kind = self.steps if batch.num_tokens == batch.num_sequences else self.prompts
-        kind.count += 1
-        kind.seconds += seconds
-        kind.compute_s += compute_s
-        kind.weight_bytes += weight_bytes
-        kind.sequences += batch.num_sequences
-        kind.rows += batch.num_tokens
-        kind.logit_rows += batch.logit_rows.shape[0]
-        kind.context += float(batch.positions.sum()) / max(1, batch.num_tokens) + 1
+        sums: dict[str, Any] = dict(
+            forwards=1,
+            seconds=seconds,
+            compute_s=compute_s,
+            weight_bytes=weight_bytes,
+            sequences=batch.num_sequences,
+            rows=batch.num_tokens,
+            logit_rows=batch.logit_rows.shape[0],
+            context=float(batch.positions.sum()) / max(1, batch.num_tokens) + 1,  # of a row
+        )
+        kind.update(sums)
 
     def beside(self, forecast: Forecast, peaks: Mapping[str, int]) -> dict[str, Any]:
         """Return {"predicted", "actual"} by name, predicted for the average size of the forwards that ran.
@@ -150,26 +138,24 @@ class Measured:
         def note(name: str, predicted: float | None, actual: float | None) -> None:
             found[name] = {"predicted": predicted, "actual": actual}
 
-        total = self.sample_s
+        total: float = self.sample_s
         predicted_total = 0.0
         for name, kind in (("decode", self.steps), ("prompt", self.prompts)):
-            if not kind.count:
+            n = kind["forwards"]
+            if not n:
                 continue
-            n = kind.count
-            step = forecast.step(
-                round(kind.sequences / n),
-                max(1, round(kind.rows / n)),
-                kind.context / n,
-                round(kind.logit_rows / n),
-            )
-            total += kind.seconds
+            mean = {of: value / n for of, value in kind.items()}
+            rows = max(1, round(mean["rows"]))
+            sizes = round(mean["sequences"]), rows, mean["context"], round(mean["logit_rows"])
+            step = forecast.step(*sizes)
+            total += kind["seconds"]
             predicted_total += n * step.seconds
-            note(f"{name}_weights_bytes", step.weight_bytes, kind.weight_bytes / n)
-            note(f"{name}_compute_s", step.compute_s, kind.compute_s / n)
-            note(f"{name}_step_s", step.seconds, kind.seconds / n)
+            note(f"{name}_weights_bytes", step.weight_bytes, mean["weight_bytes"])
+            note(f"{name}_compute_s", step.compute_s, mean["compute_s"])
+            note(f"{name}_step_s", step.seconds, mean["seconds"])
             if step.weight_bytes:
                 io_rate = step.weight_bytes / step.seconds
-                note(f"read_in_{name}_per_s", io_rate, kind.weight_bytes / kind.seconds)
+                note(f"read_in_{name}_per_s", io_rate, mean["weight_bytes"] / mean["seconds"])
         if self.tokens:
             drawn_s = self.tokens * forecast.shape.vocab * forecast.machine.sample_s
             drawn_s += self.draws * forecast.machine.unit_s

@@ -26,8 +26,8 @@ from verbatim.placement.offload.compress import Compression, choose
 from verbatim.placement.offload.forecast import forecast
 from verbatim.placement.offload.head import split_head
 from verbatim.placement.offload.kv import TieredKVStore
-from verbatim.placement.offload.memory import READERS
 from verbatim.placement.offload.plan import Plan
+from verbatim.placement.offload.prefetch import READERS
 from verbatim.placement.offload.runner import Micro, Offloaded
 from verbatim.placement.offload.schedule import BlockSchedule, HiddenStates, install_gates
 from verbatim.placement.offload.scratch import Scratch

@@ -1,13 +1,20 @@
-"""`Plan`: the tiers of an offloaded model's parts, and its batch sizes."""
+"""`Plan`: the tiers of an offloaded model's parts, its batch sizes, and the memory that they take."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from math import ceil
 from typing import Any
 
 from verbatim.placement.offload.choice import Percents
-from verbatim.placement.offload.memory import Widths
+from verbatim.placement.offload.kv_disk import NUM_BUFFERS
+from verbatim.placement.offload.prefetch import READERS
+from verbatim.placement.offload.shape import ModelShape
+
+_ROOM_TO_GROW = 1.25  # of a staging buffer for K and V
+_PROMPT_ROWS = 16  # of logits for prompt log-probs that a forward may have at least
+_MOST_PROMPT_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,28 +77,86 @@ class Plan:
             return None
         return self.memory.get("computation", 0) + self.memory.get("slack", 0) // 2
 
-    def widths(self, context: int) -> Widths:
-        """Return the batch sizes for sequences of `context` tokens."""
-        return Widths(
-            self.block_size, self.batch_size, self.micro_tokens, self.max_batch_tokens, context
-        )
-
     def as_dict(self) -> dict[str, Any]:
         """Return JSON values, without the tier of each parameter."""
-        return {
-            "weights": [round(share, 1) for share in self.weights],
-            "kv": [round(share, 1) for share in self.kv],
-            "activations": [round(share, 1) for share in self.activations],
-            "batch_size": self.batch_size,
-            "micro_batches": self.micro_batches,
-            "micro_tokens": self.micro_tokens,
-            "max_batch_tokens": self.max_batch_tokens,
-            "prompt_rows": self.prompt_rows,
-            "ring_bytes": self.ring_bytes,
-            "kv_bytes": self.kv_bytes,
-            "overlap": self.overlap,
-            "budget": self.budget,
-            "memory": dict(self.memory),
-            "memory_bytes": self.memory_bytes,
-            "reasons": list(self.reasons),
-        }
+        found = {k: v for k, v in asdict(self).items() if k not in ("tiers", "kv_block")}
+        for name in ("weights", "kv", "activations"):
+            found[name] = [round(share, 1) for share in found[name]]
+        return {**found, "memory_bytes": self.memory_bytes, "reasons": list(self.reasons)}
+
+
+def ring_bytes(shape: ModelShape, tiers: tuple[str, ...], *, roomy: bool) -> int:
+    """Return the size of the staging buffer for weights.
+
+    Args:
+        roomy: two neighbours fit, so that one is read while the other is used; else the largest one does.
+    """
+    sizes = [size for unit in shape.units if (size := shape.streamed(unit, tiers))]
+    if not roomy or len(sizes) < 2:
+        return max(sizes, default=0)
+    return max(a + b for a, b in zip(sizes, sizes[1:] + sizes[:1], strict=True))
+
+
+def waiting_bytes(shape: ModelShape, rows: int) -> int:
+    """Return the bytes of hidden states between two layers, with their residuals and rotary embeddings."""
+    rotary = 2 * 4 * min(shape.hidden, 256)
+    return rows * (3 * shape.hidden * shape.itemsize + rotary + 64)
+
+
+def working_bytes(shape: ModelShape, rows: int) -> int:
+    """Return the peak of a layer's allocations for `rows` rows."""
+    item = shape.itemsize
+    norms = shape.hidden * (4 * item + 3 * 4)  # which are made in float32
+    attention = 3 * shape.attention * item + shape.hidden * item
+    mlp = shape.intermediate * (4 * item + 3 * 4)
+    routed = shape.experts_per_token * shape.hidden * (3 * item + 2 * 4)
+    return rows * (norms + max(attention, mlp) + routed)
+
+
+def logits_bytes(shape: ModelShape, rows: int) -> int:
+    """Return the bytes of logits: of the micro-batches, concatenated, and the sampler's copies."""
+    return rows * shape.vocab * (2 * shape.itemsize + 2 * 4)
+
+
+def prompt_rows(shape: ModelShape, budget: int | None) -> int:
+    """Return the rows of logits for prompt log-probs: as many as a thirtieth of the budget holds."""
+    if budget is None:
+        return _MOST_PROMPT_ROWS
+    fitting = budget // 30 // logits_bytes(shape, 1)
+    return max(_PROMPT_ROWS, min(_MOST_PROMPT_ROWS, fitting))
+
+
+def weight_bytes(shape: ModelShape, tiers: tuple[str, ...]) -> dict[str, int]:
+    """Return the bytes of resident weights and of the expert cache."""
+    held = shape.held_experts(tiers)
+    pairs = zip(shape.slots, tiers, strict=True)
+    stay = sum(slot.nbytes for slot, tier in pairs if tier != "disk")
+    return {"weights": stay - max(0, held - shape.fewest_experts), "experts": held}
+
+
+def buffer_bytes(
+    shape: ModelShape, plan: Plan, tiers: tuple[str, ...], context: int, *, roomy: bool
+) -> dict[str, int]:
+    """Return the bytes by kind that a plan takes beside weights, K and V and waiting activations.
+
+    Args:
+        plan: with its batch sizes, and the disk's share of K and V.
+        tiers: of each parameter.
+        context: tokens of a sequence in the workload, for which K and V have staging buffers.
+        roomy: as of `ring_bytes`.
+    """
+    away = bool(shape.held_experts(tiers))
+    a_layer = ceil(shape.kv_bytes_per_token / shape.layers)
+    staged = int(NUM_BUFFERS * _ROOM_TO_GROW * plan.batch_size * context * a_layer)
+    buffers = READERS * max(unit.expert_buffer for unit in shape.units)
+    return {
+        "ring": ring_bytes(shape, tiers, roomy=roomy),
+        "experts": shape.fewest_experts if away else 0,
+        "expert buffers": buffers if away else 0,
+        "unpacked weights": max((shape.made(unit, tiers) for unit in shape.units), default=0),
+        "computation": working_bytes(shape, min(plan.micro_tokens, plan.max_batch_tokens)),
+        "logits": logits_bytes(shape, plan.block_size + plan.prompt_rows),
+        "K and V buffers": staged if plan.kv[2] else 0,
+        # What is not tracked, such as malloc's: a sixteenth, at most 100 MB.
+        "slack": 0 if plan.budget is None else min(100_000_000, plan.budget // 16),
+    }

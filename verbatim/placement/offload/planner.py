@@ -7,16 +7,23 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
+from typing import Any
 
 from verbatim.errors import InvalidRequest, OutOfBlocks, TierFailed
 from verbatim.options import available_memory
-from verbatim.placement.offload import memory
 from verbatim.placement.offload.choice import Offload, Percents
 from verbatim.placement.offload.cost import Prediction, predict
-from verbatim.placement.offload.kv import assign_tiers
+from verbatim.placement.offload.kv import TIERS, assign_tiers
 from verbatim.placement.offload.machine import NOMINAL, Machine
-from verbatim.placement.offload.memory import Widths
-from verbatim.placement.offload.plan import Plan
+from verbatim.placement.offload.plan import (
+    Plan,
+    buffer_bytes,
+    prompt_rows,
+    waiting_bytes,
+    weight_bytes,
+    working_bytes,
+)
 from verbatim.placement.offload.report import amount, sentences
 from verbatim.placement.offload.shape import ModelShape
 from verbatim.placement.options import EngineOptions
@@ -28,10 +35,8 @@ _KV_SHARE = 0.4  # of the available memory, for K and V, where no budget is give
 _BUDGET_SHARE = 0.6  # of the available memory, where no budget is given
 _MICRO_TOKENS = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
 _MAX_ROWS = 8192  # of a forward
-_AS_FAST = (
-    0.98  # of the fastest plan: of these, K and V in memory and then the least work per token wins
-)
-ORDERS = ("all K and V", "K and V first", "weights first")  # in which memory is filled
+# Of the fastest plan: of these, K and V in memory and then the least work per token wins.
+_AS_FAST = 0.98
 _STEPS = 512  # in which the share of weights in memory is searched
 
 
@@ -40,7 +45,7 @@ class PlannerInputs:
     """A model, a machine, the user's choices and the limits.
 
     Attributes:
-        gpu, cpu, disk: capacity of the tiers in bytes, beside the checkpoint.
+        disk: capacity of the disk tier in bytes, beside the checkpoint.
         budget: bytes of gpu and cpu together; None: unlimited.
         workload: (prompt, new) tokens, within the model's limit.
         limit: maximal tokens of a sequence; None: unlimited.
@@ -51,8 +56,6 @@ class PlannerInputs:
     offload: Offload
     options: EngineOptions
     machine: Machine
-    gpu: int
-    cpu: int
     disk: int
     budget: int | None
     workload: tuple[int, int]
@@ -94,9 +97,10 @@ class PlannerInputs:
     def within(self, budget: int) -> PlannerInputs:
         """Return a copy with another budget, in the same proportion of gpu and cpu."""
         if not self.two_budgets:
-            return replace(self, budget=budget, gpu=budget, cpu=budget)
-        gpu = budget * self.gpu // max(1, self.gpu + self.cpu)
-        return replace(self, budget=budget, gpu=gpu, cpu=budget - gpu)
+            return replace(self, budget=budget)
+        gpu, cpu = self.offload.gpu or 0, self.offload.cpu or 0
+        gpu = budget * gpu // max(1, gpu + cpu)
+        return replace(self, budget=budget, offload=self.offload.replace(gpu=gpu, cpu=budget - gpu))
 
 
 def resolve_inputs(
@@ -107,13 +111,11 @@ def resolve_inputs(
     Args:
         limit: maximal tokens of a sequence; None: unlimited.
     """
-    gpu, cpu, budget = offload.gpu, offload.cpu, None
-    if gpu is not None or cpu is not None:
-        budget = (gpu or 0) + (cpu or 0)
+    budget = None
+    if offload.gpu is not None or offload.cpu is not None:
+        budget = (offload.gpu or 0) + (offload.cpu or 0)
     elif offload.weights is None:
-        gpu = budget = int(available_memory() * _BUDGET_SHARE)
-    # A single budget covers all memory, whichever tier it is given for.
-    together = UNLIMITED if budget is None else budget
+        budget = int(available_memory() * _BUDGET_SHARE)
     disk = UNLIMITED if offload.disk_limit is None else offload.disk_limit
     try:
         stat = os.statvfs(offload.disk or tempfile.gettempdir())
@@ -124,19 +126,9 @@ def resolve_inputs(
     if limit is not None:
         prompt = min(prompt, max(1, limit - 1))
         new = min(new, max(1, limit - prompt))
-    return PlannerInputs(
-        shape,
-        offload,
-        options,
-        machine,
-        together if cpu is None else gpu or 0,
-        together if gpu is None or cpu is None else cpu,
-        disk,
-        budget,
-        (prompt, new),
-        limit,
-        int(available_memory() * _KV_SHARE) if budget is None else UNLIMITED,
-    )
+    most = int(available_memory() * _KV_SHARE) if budget is None else UNLIMITED
+    workload = prompt, new
+    return PlannerInputs(shape, offload, options, machine, disk, budget, workload, limit, most)
 
 
 def may_spill(shape: ModelShape, offload: Offload, options: EngineOptions) -> bool:
@@ -151,6 +143,32 @@ def may_spill(shape: ModelShape, offload: Offload, options: EngineOptions) -> bo
     )
 
 
+class _Room:
+    """The free bytes of each tier. A single budget covers all memory, whichever tier it is given for."""
+
+    def __init__(self, inputs: PlannerInputs) -> None:
+        given, budget = inputs.offload, UNLIMITED if inputs.budget is None else inputs.budget
+        self.pooled = not inputs.two_budgets
+        self.first = "cpu" if given.gpu is None and given.cpu is not None else "gpu"
+        self.left = {"disk": inputs.disk, self.first: budget}
+        if not self.pooled:
+            self.left |= {"gpu": given.gpu or 0, "cpu": given.cpu or 0}
+
+    def take(self, tier: str, nbytes: int) -> None:
+        """Take bytes of a tier, whether they are there or not."""
+        self.left[self.first if self.pooled and tier != "disk" else tier] -= nbytes
+
+    def place(self, nbytes: int) -> str:
+        """Take bytes of the gpu tier if it has them, else of cpu; return which."""
+        tier = self.first if self.pooled or nbytes <= self.left["gpu"] else "cpu"
+        self.take(tier, nbytes)
+        return tier
+
+    @property
+    def suffices(self) -> bool:
+        return min(self.left.values()) >= 0
+
+
 def make_plan(
     shape: ModelShape,
     offload: Offload,
@@ -160,9 +178,9 @@ def make_plan(
 ) -> tuple[Plan, Prediction]:
     """Return the plan with the most predicted tokens/s within the budgets and the user's choices.
 
-    Blocks of 1, 4, 16, ... sequences are tried, with micro-batches of several sizes, a ring for one layer
-    or for two, and the largest unit streamed or kept in memory. For each of them, memory is filled with
-    K and V first or with weights first (`_fill`), and `cost.py` predicts the time.
+    Blocks of 1, 4, 16, ... sequences are tried, with micro-batches of several sizes, and the largest unit
+    streamed or kept in memory. For each of them, memory is filled with K and V first or with weights
+    first (`_fill`), and `cost.py` predicts the time.
 
     Args:
         limit: maximal tokens of a sequence; None: unlimited.
@@ -182,8 +200,8 @@ def make_plan(
     found = _search(inputs)
     if not found:
         _refuse(inputs)
-    fastest = max(prediction.tokens_per_s for _, prediction in found)
-    plan, _ = min(
+    fastest = max(prediction.tokens_per_s for _, prediction, _ in found)
+    plan, _, room = min(
         (entry for entry in found if entry[1].tokens_per_s >= _AS_FAST * fastest),
         # The model leaves out what each visit to K and V on the disk costs beside its bytes.
         key=lambda entry: (
@@ -191,7 +209,7 @@ def make_plan(
             (entry[1].decode.io_s + entry[1].decode.compute_s) / entry[1].sequences,
         ),
     )
-    plan = _use_rest(inputs, plan)
+    plan = _with_more_kv(inputs, plan, room)
     if inputs.budget is None and plan.memory_bytes > available_memory():
         raise OutOfBlocks(
             f"placement=Offload: {plan.memory_bytes} bytes are needed ({_kinds(plan)}), and "
@@ -202,15 +220,16 @@ def make_plan(
     return replace(plan, reasons=reasons), prediction
 
 
-def _search(inputs: PlannerInputs) -> list[tuple[Plan, Prediction]]:
-    """Return plans within the budgets, with their predictions."""
-    found: list[tuple[Plan, Prediction]] = []
+def _search(inputs: PlannerInputs) -> list[tuple[Plan, Prediction, _Room]]:
+    """Return plans within the budgets, with their predictions and what is left free."""
+    found: list[tuple[Plan, Prediction, _Room]] = []
 
     def consider(sequences: int, *, tight: bool) -> None:
-        found.extend(
-            (plan, predict(inputs.shape, plan, inputs.machine, inputs.workload))
-            for plan in _plans(inputs, sequences, tight=tight)
-        )
+        for base in _sizes(inputs, sequences, tight=tight):
+            for pinned in _pins(inputs):
+                for plan, room in _fill(inputs, base, pinned, tight=tight):
+                    prediction = predict(inputs.shape, plan, inputs.machine, inputs.workload)
+                    found.append((plan, prediction, room))
 
     tried = _blocks(inputs)
     for sequences in tried:
@@ -238,27 +257,37 @@ def _blocks(inputs: PlannerInputs) -> list[int]:
     return sorted({*found, max(found[-1], most // step * step)})
 
 
-def _plans(inputs: PlannerInputs, sequences: int, *, tight: bool) -> Iterator[Plan]:
-    """Yield plans within the budgets for a block of `sequences`.
+def _sizes(inputs: PlannerInputs, sequences: int, *, tight: bool) -> Iterator[Plan]:
+    """Yield the batch sizes to try for a block of `sequences`, as plans that hold nothing yet.
 
     Args:
         tight: in as little memory as possible, with K and V of fewer tokens than the workload has.
     """
-    given, most = inputs.offload, inputs.options.max_batch_tokens
+    shape, given, options = inputs.shape, inputs.offload, inputs.options
     for batch_size in _batch_sizes(inputs, sequences):
         for micro_tokens in _micro_tokens(inputs, tight=tight):
-            block = batch_size * (given.micro_batches or max(1, sequences // batch_size))
-            rows = most
-            if inputs.options.default_batch_tokens:
+            micro_batches = given.micro_batches or max(1, sequences // batch_size)
+            block, rows = batch_size * micro_batches, options.max_batch_tokens
+            kv_bytes = inputs.kv_bytes(block)
+            if tight and options.kv_bytes is None:
+                kv_bytes = min(kv_bytes, 2 * options.block_size * shape.kv_bytes_per_token)
+            if options.default_batch_tokens:
                 rows = block if tight else _rows(inputs, block, micro_tokens)
-            widths = Widths(block, batch_size, micro_tokens, rows, inputs.context)
-            for pinned in _pins(inputs):
-                for order in ORDERS if given.kv is None else ORDERS[:1]:
-                    for roomy in (True, False):
-                        plan = _fill(inputs, widths, pinned, roomy, order, tight)
-                        if plan is not None:
-                            yield plan
-                            break  # a ring for one layer is used where two do not fit
+            yield Plan(
+                weights=given.weights or ON_DISK,
+                kv=given.kv or ON_DISK,
+                activations=given.activations or ON_DISK,
+                ring_bytes=0,
+                kv_bytes=kv_bytes,
+                kv_block=options.block_size,
+                batch_size=batch_size,
+                micro_batches=micro_batches,
+                micro_tokens=micro_tokens,
+                max_batch_tokens=rows,
+                prompt_rows=prompt_rows(shape, inputs.budget),
+                overlap=given.overlap,
+                budget=inputs.budget,
+            )
 
 
 def _batch_sizes(inputs: PlannerInputs, sequences: int) -> list[int]:
@@ -277,7 +306,7 @@ def _micro_tokens(inputs: PlannerInputs, *, tight: bool) -> tuple[int, ...]:
     if tight:
         return _MICRO_TOKENS[4:]
     room = UNLIMITED if inputs.budget is None else inputs.budget // 8
-    fitting = (n for n in _MICRO_TOKENS if memory.working_bytes(inputs.shape, n) <= room)
+    fitting = (n for n in _MICRO_TOKENS if working_bytes(inputs.shape, n) <= room)
     return tuple(fitting)[::2][:2]
 
 
@@ -296,7 +325,7 @@ def _rows(inputs: PlannerInputs, sequences: int, micro_tokens: int) -> int:
         rows *= 2
     rows = max(rows, sequences)
     if inputs.budget is not None:
-        while rows > sequences and memory.waiting_bytes(shape, rows) > inputs.budget // 12:
+        while rows > sequences and waiting_bytes(shape, rows) > inputs.budget // 12:
             rows = max(sequences, rows // 2)
     return rows
 
@@ -316,51 +345,56 @@ def _pins(inputs: PlannerInputs) -> list[tuple[int, ...]]:
     return [(), shape.units[sizes[-1][1]].slots]
 
 
-_Planned = Callable[[int, int], Plan | None]
-
-
 def _fill(
-    inputs: PlannerInputs,
-    widths: Widths,
-    pinned: tuple[int, ...],
-    roomy: bool,
-    order: str,
-    tight: bool,
-) -> Plan | None:
-    """Fill memory with K and V and with weights, each as far as it goes; None: not even the least fits.
+    inputs: PlannerInputs, base: Plan, pinned: tuple[int, ...], *, tight: bool
+) -> Iterator[tuple[Plan, _Room]]:
+    """Yield plans that fill memory with K and V and with weights, each as far as it goes.
 
-    All bytes of one kind save about the same time of the disk, so the kind that saves more goes first. The
-    caller tries all `ORDERS`.
+    All bytes of one kind save about the same time of the disk, so the kind that saves more goes first; both
+    orders are tried. Activations go to the disk, and the ring holds one layer in place of two, only where
+    not all K and V fit otherwise.
+
+    Args:
+        base: has the batch sizes.
+        pinned: slots that stay in memory in any case.
+        tight: yield the first plan alone.
     """
-    layers = inputs.shape.layers
-    kv_bytes = inputs.kv_bytes(widths.sequences)
-    if tight and inputs.options.kv_bytes is None:
-        kv_bytes = min(kv_bytes, 2 * inputs.options.block_size * inputs.shape.kv_bytes_per_token)
-    least_kv = max(0, -(-(kv_bytes - inputs.disk) * layers // max(1, kv_bytes)))
-    if order == "all K and V":
-        least_kv = layers
+    layers, given = inputs.shape.layers, inputs.offload
+    steps = _STEPS if given.weights is None else 0
+    for kv_first in (True, False) if given.kv is None else (True,):
+        least = max(0, -(-(base.kv_bytes - inputs.disk) * layers // max(1, base.kv_bytes)))
+        for activations, roomy in product((IN_MEMORY, ON_DISK), (True, False)):
+            if given.activations and activations != IN_MEMORY:
+                continue  # they are not chosen here
 
-    for activations in (IN_MEMORY, ON_DISK)[: 1 if inputs.offload.activations else 2]:
+            def plan(
+                kv: int,
+                weights: int,
+                activations: Percents = activations,
+                roomy: bool = roomy,
+            ) -> tuple[Plan, _Room] | None:
+                found = _assign(inputs, base, pinned, kv, weights, activations, roomy=roomy)
+                return found if found[1].suffices else None
 
-        def plan(kv: int, weights: int, activations: Percents = activations) -> Plan | None:
-            found = _assign(inputs, widths, pinned, kv, weights, activations, kv_bytes, roomy)
-            return found if _fits(inputs, found) else None
+            def with_kv(kv: int, plan: Any = plan) -> bool:
+                return bool(plan(kv, 0) or (steps and plan(kv, steps)))
 
-        steps = _STEPS if inputs.offload.weights is None else 0
-
-        def fits_kv(kv: int, steps: int = steps, plan: _Planned = plan) -> bool:
-            return bool(plan(kv, 0) or (steps and plan(kv, steps)))
-
-        kv = least_kv if order == "weights first" else _largest(least_kv, layers, fits_kv)
-        if kv is None:
-            continue
-        weights = _largest(0, steps, partial(plan, kv))
-        if weights is None:
-            continue
-        if order == "weights first":
-            kv = _largest(kv, layers, partial(plan, weights=weights)) or kv
-        return plan(kv, weights)
-    return None
+            kv = _largest(least, layers, with_kv) if kv_first else least
+            weights = None if kv is None else _largest(0, steps, partial(plan, kv))
+            if kv is None or weights is None:
+                continue
+            if not kv_first:
+                kv = _largest(kv, layers, partial(plan, weights=weights)) or kv
+            if weights == steps:  # embeddings are left
+                weights = _largest(weights, 2 * steps, partial(plan, kv)) or weights
+            found = plan(kv, weights)
+            assert found is not None
+            yield found
+            if tight:
+                return
+            if not kv_first or given.kv is not None or not found[0].kv[2]:
+                break
+            least = layers
 
 
 def _largest(least: int, most: int, fits: Callable[[int], object]) -> int | None:
@@ -377,86 +411,100 @@ def _largest(least: int, most: int, fits: Callable[[int], object]) -> int | None
 
 def _assign(
     inputs: PlannerInputs,
-    widths: Widths,
+    base: Plan,
     pinned: tuple[int, ...],
     kv_layers: int,
     weight_steps: int,
     activations: Percents,
-    kv_bytes: int,
+    *,
     roomy: bool,
-) -> Plan:
-    """Build a plan, whether it fits or not. The gpu tier is filled first.
+) -> tuple[Plan, _Room]:
+    """Return a plan, whether it fits or not, and the bytes that it leaves. The gpu tier is filled first.
 
     Args:
+        base: has the batch sizes.
         kv_layers: number of layers whose K and V stay in memory.
-        weight_steps: share of the weights that stays in memory, in `_STEPS`.
+        weight_steps: share of the weights that stays in memory, as of `_spread`.
     """
-    shape, given = inputs.shape, inputs.offload
-    tiers = ["disk"] * len(shape.slots)
-    first = list(dict.fromkeys((*shape.held, *pinned)))
+    shape, given, room = inputs.shape, inputs.offload, _Room(inputs)
+    in_memory = list(dict.fromkeys((*shape.held, *pinned)))
+    tiers, kv = ["disk"] * len(shape.slots), given.kv
     if given.weights is not None:
         tiers = assign_tiers([slot.nbytes for slot in shape.slots], given.weights)
-    kept = _spread(shape, pinned, weight_steps) if given.weights is None else []
-    for i in (*first, *kept):
+    else:
+        in_memory += _spread(shape, pinned, weight_steps)
+    for i in in_memory:
         tiers[i] = "gpu"
-    kv = given.kv or (100 * kv_layers / shape.layers, 0.0, 100 * (1 - kv_layers / shape.layers))
-    waiting = memory.waiting_bytes(shape, widths.max_batch_tokens)
-    activations = given.activations or activations
-    fixed = memory.fixed_bytes(shape, tuple(tiers), widths, kv, inputs.budget, roomy=roomy)
-    fixed["recurrent states"] = inputs.state_bytes(widths.sequences)
-    room = UNLIMITED if inputs.gpu else 0
-    if inputs.two_budgets:
-        room = max(0, inputs.gpu - sum(fixed.values()))
-        room -= memory.resident_bytes(shape, tuple(tiers), "gpu") if given.weights else 0
-        room -= _kv_in_memory(shape, given.kv, kv_bytes)[0] if given.kv else 0
-        room -= int(waiting * given.activations[0] / 100) if given.activations else 0
-    for i in (*first, *kept):
-        if (nbytes := shape.slots[i].nbytes) <= room:
-            room -= nbytes
-        else:
-            tiers[i] = "cpu"
+    if kv is None:
+        share = 100 * kv_layers / shape.layers
+        kv = (share, 0.0, 100 - share)
+    fixed = buffer_bytes(shape, replace(base, kv=kv), tuple(tiers), inputs.context, roomy=roomy)
+    fixed["recurrent states"] = inputs.state_bytes(base.block_size)
+    waiting = waiting_bytes(shape, base.max_batch_tokens)
+    if given.weights is not None:
+        for i in set(range(len(tiers))) - set(in_memory):
+            room.take(tiers[i], 0 if tiers[i] == "disk" else shape.slots[i].nbytes)
+    if given.kv is not None:
+        kept = assign_tiers([1] * shape.layers, kv)
+        for tier in TIERS:
+            room.take(tier, -(-base.kv_bytes * kept.count(tier) // shape.layers))
+    if given.activations is not None:
+        for tier, share in zip(TIERS, given.activations, strict=True):
+            room.take(tier, int(waiting * share / 100))
+    buffers = sum(fixed.values())  # of gpu as far as it goes
+    near = buffers if room.pooled else max(0, min(buffers, room.left["gpu"]))
+    room.take("gpu", near)
+    room.take("cpu", buffers - near)
+    for i in in_memory:
+        tiers[i] = room.place(shape.slots[i].nbytes)
     if given.kv is None:
-        in_gpu = min(kv_layers, max(0, room) // max(1, -(-kv_bytes // shape.layers)))
-        room -= in_gpu * -(-kv_bytes // shape.layers)
-        kv = (100 * in_gpu / shape.layers, 100 * (kv_layers - in_gpu) / shape.layers, kv[2])
-    if given.activations is None and activations[0] and waiting > room:
+        a_layer = -(-base.kv_bytes // shape.layers)
+        kept = [room.place(a_layer) for _ in range(kv_layers)]
+        room.take("disk", a_layer * (shape.layers - kv_layers))
+        gpu, cpu = (100 * kept.count(tier) / shape.layers for tier in ("gpu", "cpu"))
+        kv = (gpu, cpu, kv[2])
+    if given.activations is not None:
+        activations = given.activations
+    elif activations[2]:
+        room.take("disk", waiting)
+    elif room.place(waiting) == "cpu":
         activations = (0.0, 100.0, 0.0)
-    in_memory = sum(_kv_in_memory(shape, kv, kv_bytes))
     assigned = tuple(tiers)
     taken = {
         "weights": 0,
-        "K and V": in_memory,
+        "K and V": -(-base.kv_bytes * (len(kept) - kept.count("disk")) // shape.layers),
         "activations": int(waiting * (activations[0] + activations[1]) / 100),
         **fixed,
-        **memory.weight_bytes(shape, assigned),
+        **weight_bytes(shape, assigned),
     }
-    return Plan(
+    plan = replace(
+        base,
         weights=given.weights or _percents(shape, assigned),
         kv=kv,
         activations=activations,
         tiers=assigned,
         ring_bytes=fixed["ring"],
-        kv_bytes=kv_bytes,
-        kv_block=inputs.options.block_size,
-        batch_size=widths.batch_size,
-        micro_batches=widths.sequences // widths.batch_size,
-        micro_tokens=widths.micro_tokens,
-        max_batch_tokens=widths.max_batch_tokens,
-        prompt_rows=memory.prompt_rows(shape, inputs.budget),
-        overlap=given.overlap,
-        budget=inputs.budget,
         memory={kind: nbytes for kind, nbytes in taken.items() if nbytes},
     )
+    return plan, room
 
 
 def _spread(shape: ModelShape, pinned: tuple[int, ...], steps: int) -> list[int]:
     """Return the slots that stay in memory, spread evenly over the units, which keeps the ring small.
 
-    Weights that every token needs come before experts, which only some tokens need.
+    Weights that every token needs come before experts, which only some tokens need; last come embeddings, of
+    which only rows are read.
+
+    Args:
+        steps: up to `_STEPS`, the share of all but the embeddings; from there on, the share of these.
     """
-    kinds = [i for i in shape.streamable() if i not in pinned], shape.cached
+    needed = [i for i in shape.streamable() if i not in pinned]
+    seen = {*needed, *shape.cached, *shape.held, *pinned}
+    kinds = needed, shape.cached, [i for i in range(len(shape.slots)) if i not in seen]
     sizes = [sum(shape.slots[i].nbytes for i in slots) for slots in kinds]
-    wanted, kept = sum(sizes) * steps / _STEPS, []
+    wanted: float = (sizes[0] + sizes[1]) * min(steps, _STEPS) / _STEPS
+    wanted += sizes[2] * max(0, steps - _STEPS) / _STEPS
+    kept = []
     for slots, size in zip(kinds, sizes, strict=True):
         share = min(1.0, wanted / max(1, size))
         passed = held = 0
@@ -470,98 +518,35 @@ def _spread(shape: ModelShape, pinned: tuple[int, ...], steps: int) -> list[int]
     return kept
 
 
-def _fits(inputs: PlannerInputs, plan: Plan) -> bool:
-    """Return whether every tier holds its part."""
-    waiting = memory.waiting_bytes(inputs.shape, plan.max_batch_tokens)
-    on_disk = plan.kv_bytes * plan.kv[2] / 100 + waiting * plan.activations[2] / 100
-    capacity = UNLIMITED if inputs.budget is None else inputs.budget
-    if on_disk > inputs.disk or plan.memory_bytes > capacity:
-        return False
-    if not inputs.two_budgets:
-        return True
-    gpu, cpu = _used(inputs, plan)
-    return gpu <= inputs.gpu and cpu <= inputs.cpu
-
-
-def _used(inputs: PlannerInputs, plan: Plan) -> list[int]:
-    """Return the bytes of weights, K and V and waiting activations in gpu and in cpu."""
-    waiting = memory.waiting_bytes(inputs.shape, plan.max_batch_tokens)
-    kv = _kv_in_memory(inputs.shape, plan.kv, plan.kv_bytes)
-    return [
-        memory.resident_bytes(inputs.shape, plan.tiers, tier)
-        + kv[at]
-        + int(waiting * plan.activations[at] / 100)
-        for at, tier in enumerate(("gpu", "cpu"))
-    ]
-
-
-def _kv_in_memory(shape: ModelShape, kv: Percents, kv_bytes: int) -> list[int]:
-    """Return the bytes of K and V in gpu and in cpu, in whole layers as in the store."""
-    tiers = assign_tiers([1] * shape.layers, kv)
-    return [-(-kv_bytes * tiers.count(tier) // shape.layers) for tier in ("gpu", "cpu")]
-
-
 def _percents(shape: ModelShape, tiers: tuple[str, ...]) -> Percents:
-    total = max(1, shape.nbytes)
-    gpu, cpu = (100 * memory.resident_bytes(shape, tiers, at) / total for at in ("gpu", "cpu"))
+    held = dict.fromkeys(TIERS, 0)
+    for slot, tier in zip(shape.slots, tiers, strict=True):
+        held[tier] += slot.nbytes
+    gpu, cpu = (100 * held[tier] / max(1, shape.nbytes) for tier in ("gpu", "cpu"))
     return gpu, cpu, max(0.0, 100 - gpu - cpu)
 
 
-def _left(inputs: PlannerInputs, plan: Plan) -> dict[str, int]:
-    """Return the free bytes of gpu and cpu; buffers and computation count as gpu as far as it goes."""
-    if inputs.budget is None:
-        return {"gpu": UNLIMITED, "cpu": UNLIMITED}
-    left = max(0, inputs.budget - plan.memory_bytes)
-    if not inputs.two_budgets:
-        return {"gpu": left, "cpu": 0} if inputs.gpu else {"gpu": 0, "cpu": left}
-    used = _used(inputs, plan)
-    gpu = inputs.gpu - used[0] - (plan.memory_bytes - sum(used))
-    return {
-        "gpu": max(0, min(left, gpu)),
-        "cpu": max(0, min(left, inputs.cpu - used[1] + min(0, gpu))),
-    }
-
-
-def _use_rest(inputs: PlannerInputs, plan: Plan) -> Plan:
-    """Use the free memory for experts, embeddings (no look-ups on the disk), and K and V.
-
-    Where nothing is streamed, K and V grow for longer sequences and for cached prefixes.
+def _with_more_kv(inputs: PlannerInputs, plan: Plan, room: _Room) -> Plan:
+    """Use the free memory for K and V: for the block's sequences or, where no weights are read, for longer
+    sequences and cached prefixes.
     """
-    shape = inputs.shape
-    away = any(plan.tiers[i] == "disk" for i in (*shape.streamable(), *shape.cached))
-    left, tiers = _left(inputs, plan), list(plan.tiers)
-    taken = dict(plan.memory)
-    if inputs.offload.weights is None:
-        for i in shape.cached if away else range(len(shape.slots)):
-            slot, at = shape.slots[i], max(left, key=lambda tier: left[tier])
-            if tiers[i] == "disk" and slot.nbytes <= left[at]:
-                tiers[i] = at
-                left[at] -= slot.nbytes
-        taken.update(memory.weight_bytes(shape, tuple(tiers)))
-    kv_bytes = plan.kv_bytes
-    if inputs.options.kv_bytes is None and not plan.kv[2]:
-        useful = inputs.kv_bytes(plan.block_size)
-        if not away:
-            block = inputs.options.block_size
-            blocks = inputs.options.max_sequences * -(-(inputs.limit or UNLIMITED) // block) + 1
-            useful = blocks * block * shape.kv_bytes_per_token
-        grown = min(
-            kv_bytes + int(left[tier] * 100 / share)
-            for tier, share in zip(("gpu", "cpu"), plan.kv[:2], strict=True)
-            if share
-        )
-        if inputs.budget is None:
-            grown = min(grown, inputs.max_kv_bytes)
-        kv_bytes = max(kv_bytes, min(grown, useful))
-        taken["K and V"] = kv_bytes
-    assigned = tuple(tiers)
-    return replace(
-        plan,
-        tiers=assigned,
-        weights=inputs.offload.weights or _percents(shape, assigned),
-        kv_bytes=kv_bytes,
-        memory={kind: nbytes for kind, nbytes in taken.items() if nbytes},
+    options, shape = inputs.options, inputs.shape
+    if options.kv_bytes is not None or plan.kv[2]:
+        return plan
+    useful = inputs.kv_bytes(plan.block_size)
+    if all(plan.tiers[i] != "disk" for i in (*shape.streamable(), *shape.cached)):
+        longest = -(-(inputs.limit or UNLIMITED) // options.block_size)
+        blocks = options.max_sequences * longest + 1
+        useful = blocks * options.block_size * shape.kv_bytes_per_token
+    free = [room.left[room.first]] * 2 if room.pooled else [room.left["gpu"], room.left["cpu"]]
+    shares = [(left, share) for left, share in zip(free, plan.kv[:2], strict=True) if share]
+    grown = min(
+        plan.kv_bytes + int(left * 100 / (100 if room.pooled else share)) for left, share in shares
     )
+    if inputs.budget is None:
+        grown = min(grown, inputs.max_kv_bytes)
+    kv_bytes = max(plan.kv_bytes, min(grown, useful))
+    return replace(plan, kv_bytes=kv_bytes, memory={**plan.memory, "K and V": kv_bytes})
 
 
 def _refuse(inputs: PlannerInputs) -> None:
@@ -580,7 +565,7 @@ def _refuse(inputs: PlannerInputs) -> None:
     choices = ", ".join(f"{name}={value}" for name, value in chosen.items() if value is not None)
     choices = f"with {choices}, " if choices else ""
     unlimited_disk = replace(inputs, disk=UNLIMITED)
-    if _smallest(unlimited_disk) is not None:
+    if _least(unlimited_disk)[1].suffices:
         raise TierFailed(
             f"placement=Offload: {choices}the disk tier is too small: {given.disk or 'the temporary folder'} "
             f"has room for {inputs.disk} bytes (disk_limit={given.disk_limit})"
@@ -597,27 +582,25 @@ def _refuse(inputs: PlannerInputs) -> None:
     raise OutOfBlocks(f"placement=Offload: at least {needs}; {budgets}")
 
 
-def _smallest(inputs: PlannerInputs) -> Plan | None:
-    """Return a plan in as little memory as possible."""
-    return next(_plans(inputs, _blocks(inputs)[0], tight=True), None)
+def _least(inputs: PlannerInputs) -> tuple[Plan, _Room]:
+    """Return a plan in as little memory as possible, whether it fits or not."""
+    *_, base = _sizes(inputs, _blocks(inputs)[0], tight=True)
+    kept = product((0, inputs.shape.layers), (0, _STEPS))  # without buffers, or without a ring
+    found = [_assign(inputs, base, (), kv, steps, ON_DISK, roomy=False) for kv, steps in kept]
+    return min(found, key=lambda entry: entry[0].memory_bytes)
 
 
 def _enough(inputs: PlannerInputs) -> Plan | None:
     """Return a plan for about the smallest sufficient budget; None: no budget is sufficient."""
-    assert inputs.budget is not None
-    low = high = max(inputs.budget, 1 << 20)
-    while (plan := _smallest(inputs.within(high))) is None:
-        low, high = high, 2 * high
-        if high > UNLIMITED:
-            return None
-    while high - low > high // 50:
-        middle = (low + high) // 2
-        found = _smallest(inputs.within(middle))
-        if found is None:
-            low = middle
-        else:
-            high, plan = middle, found
-    return plan
+    while inputs.budget is not None and inputs.budget <= UNLIMITED:
+        plan, room = _least(inputs)
+        if room.suffices:
+            return plan
+        needed = plan.memory_bytes + plan.memory_bytes // 100
+        if needed <= inputs.budget:  # gpu or cpu alone is too small: both grow
+            needed = inputs.budget + inputs.budget // 16 + 1
+        inputs = inputs.within(needed)
+    return None
 
 
 def _kinds(plan: Plan) -> str:

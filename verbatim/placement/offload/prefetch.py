@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
+READERS = 2  # threads that read weights, or experts
+
 
 class Job:
     """A read or a write, run once others are done.
