@@ -126,6 +126,36 @@ class DirectFile:
         self._fd = self._direct = -1
 
 
+class OpenFiles:
+    """Files that are opened when they are first needed, and closed together.
+
+    Args:
+        held: files that others have opened, and will close.
+    """
+
+    def __init__(self, *held: DirectFile | None) -> None:
+        self._held = {file.path: file for file in held if file is not None}
+        self._opened: dict[Path, DirectFile] = {}
+
+    def of(self, path: Path, stamp: Stamp | None = None) -> DirectFile:
+        """Return the open file; TierFailed if it can't be opened, or is not what `stamp` says."""
+        file = self._held.get(path) or self._opened.get(path)
+        if file is None:
+            file = self._opened[path] = DirectFile(path, stamp=stamp)
+        return file
+
+    def check(self) -> None:
+        """Raise TierFailed where a file was written to since it was opened."""
+        for file in self._opened.values():
+            file.check()
+
+    def close(self) -> None:
+        """Close those that were opened here."""
+        for file in self._opened.values():
+            file.close()
+        self._opened = {}
+
+
 def _behind(views: list[memoryview], nbytes: int) -> list[memoryview]:
     """Return the rest of `views` after `nbytes` bytes."""
     for i, view in enumerate(views):

@@ -16,7 +16,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -29,11 +28,10 @@ from verbatim.model.experts import ExpertShare, run_experts
 from verbatim.model.packed import hold_packed, placeholder
 from verbatim.placement.offload.cost import LIKELY
 from verbatim.placement.offload.prefetch import Job, Prefetcher
-from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import ExpertLayer
 from verbatim.shield import Shield
-from verbatim.weights.files import CHUNK, PAGE, DirectFile, pages, read_into
+from verbatim.weights.files import CHUNK, PAGE, OpenFiles, pages, read_into
 from verbatim.weights.lazy import Held, Stored, materialize, pieces_of, sources
 
 Ints = npt.NDArray[np.int64]
@@ -50,7 +48,7 @@ class ExpertCache:
         nbytes: of memory for experts. One of each shape is held in any case.
         num_readers: threads that read, ahead and while experts compute; 0 reads experts when they are needed.
         trace: records reads and waits.
-        scratch: holds experts that are in no file of the checkpoint.
+        files: of all experts, closed by their owner; None: opened and closed here.
 
     Attributes:
         shares: `[layers, experts]`, the share of a layer's choices that fell on an expert of late.
@@ -70,7 +68,7 @@ class ExpertCache:
         nbytes: int,
         num_readers: int,
         trace: Trace,
-        scratch: Scratch | None = None,
+        files: OpenFiles | None = None,
     ) -> None:
         self.threaded = num_readers > 0
         self.later_parts = 0
@@ -78,8 +76,7 @@ class ExpertCache:
         self.shield = Shield()  # Ctrl-C could leave a slot with another expert than is noted
         self.shares: Floats = np.zeros((len(layers), max(layer.count for layer in layers)))
         self._trace = trace
-        self._files: dict[Path, DirectFile] = {} if scratch is None else {scratch.path: scratch}
-        self._opened: list[DirectFile] = []
+        self._files, self._is_shared = files or OpenFiles(), files is not None
         self._readers = Prefetcher("verbatim-experts", num_readers)
         most = max(layer.buffer_bytes for layer in layers)
         self._buffers = [pages(min(most, CHUNK + PAGE)) for _ in range(max(1, num_readers))]
@@ -89,10 +86,7 @@ class ExpertCache:
         self._layers: list[CachedLayer] = []
         try:
             for stored in {s for layer in layers for t in layer.slots for s in sources(t.lazy)}:
-                if stored.path not in self._files:
-                    file = DirectFile(stored.path, stamp=stored.stamp)
-                    self._files[stored.path] = file
-                    self._opened.append(file)
+                self._files.of(stored.path, stored.stamp)
             self._layers = self._share_out(layers, nbytes)
         except BaseException:
             self.close()
@@ -161,7 +155,7 @@ class ExpertCache:
         begin = perf_counter()
 
         def read(out: npt.NDArray[np.uint8], stored: Stored) -> None:
-            nbytes = read_into(out, stored, self._files[stored.path], buffer)
+            nbytes = read_into(out, stored, self._files.of(stored.path), buffer)
             with self._counting:
                 self.bytes_read += nbytes
 
@@ -199,19 +193,14 @@ class ExpertCache:
         """Continue the counts of the cache that this one replaces."""
         self.bytes_read, self.wait_s = before.bytes_read, before.wait_s
 
-    def check_files(self) -> None:
-        """Raise TierFailed where a file was written to since the model was opened."""
-        for file in self._files.values():
-            file.check()
-
     def close(self) -> None:
         """End the threads and free everything; a second call does nothing."""
         self._readers.stop()
         for layer in self._layers:
             layer.close()
         self._layers, self._buffers = [], []
-        for file in self._opened:
-            file.close()
+        if not self._is_shared:
+            self._files.close()
 
 
 class CachedLayer(ExpertShare):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 from verbatim.placement.offload.prefetch import Job, Prefetcher
 from verbatim.placement.offload.trace import Trace
 from verbatim.shield import Shield
-from verbatim.weights.files import CHUNK, PAGE, DirectFile, bytes_of, pages, up
+from verbatim.weights.files import CHUNK, PAGE, OpenFiles, bytes_of, pages, up
 from verbatim.weights.lazy import Stored
 
 
@@ -89,7 +88,7 @@ class Stream:
         capacity: bytes of the ring; at least the largest layout's.
         num_threads: readers; 0 reads a layout when it is taken.
         trace: records the reads.
-        files: open files, by path; the others are opened here.
+        files: of all layouts, closed by their owner; None: opened and closed here.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class Stream:
         capacity: int,
         num_threads: int,
         trace: Trace,
-        files: Mapping[Path, DirectFile] | None = None,
+        files: OpenFiles | None = None,
     ) -> None:
         assert all(layout.nbytes <= capacity for layout in layouts)
         self.layouts = layouts
@@ -106,8 +105,7 @@ class Stream:
         self.bytes_read = 0
         self.wait_s = 0.0
         self._trace = trace
-        self._files: dict[Path, DirectFile] = dict(files or {})
-        self._opened: list[DirectFile] = []
+        self._files, self._is_shared = files or OpenFiles(), files is not None
         self._readers = Prefetcher("verbatim-reader", num_threads)
         self._regions: deque[_Region] = deque()  # the first is the next to be used, or in use
         self._order = list(range(len(layouts)))
@@ -122,25 +120,13 @@ class Stream:
             self._view = bytes_of(self._ring)
             for layout in layouts:
                 for stored in layout.places:
-                    if stored.path not in self._files:
-                        file = DirectFile(stored.path, stamp=stored.stamp)
-                        self._files[stored.path] = file
-                        self._opened.append(file)
+                    self._files.of(stored.path, stored.stamp)
             self._readers.start()
             if num_threads:
                 self._fill()
         except BaseException:
             self.close()
             raise
-
-    def check_files(self) -> None:
-        """Check that the files are unchanged since the model was opened.
-
-        Raises:
-            TierFailed: one was written to; the message names it.
-        """
-        for file in self._files.values():
-            file.check()
 
     def follow(self, order: list[int]) -> None:
         """Read ahead in this cyclic order of layouts, from the next one that is taken on."""
@@ -194,8 +180,8 @@ class Stream:
         self._regions.clear()
         self._view = memoryview(b"")
         self._ring = None
-        for file in self._opened:
-            file.close()
+        if not self._is_shared:
+            self._files.close()
 
     def _place_of(self, index: int) -> int:
         """Return the next position of a layout in the order; a new one is appended."""
@@ -260,5 +246,5 @@ class Stream:
         at = region.at + run.at + begin
         needed = min(nbytes, run.needed - begin)
         view = self._view[at : at + nbytes]
-        region.done.append(self._files[run.path].read(view, run.offset + begin, needed))
+        region.done.append(self._files.of(run.path).read(view, run.offset + begin, needed))
         self._trace.add("read", self.layouts[region.index].name, start, perf_counter())

@@ -6,7 +6,6 @@ from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -25,7 +24,7 @@ from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.stream import Layout, Stream, lay_out
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import Slot, Unit, Units
-from verbatim.weights.files import PAGE, DirectFile, bytes_of, pages, read_whole, up
+from verbatim.weights.files import PAGE, OpenFiles, bytes_of, pages, read_whole, up
 from verbatim.weights.lazy import Held, LazyWeight, Stored, from_rows, materialize, sources
 from verbatim.weights.update import overwrite
 
@@ -75,7 +74,7 @@ class Weights:
         )
         self._asleep: Scratch | None = None
         self._slept: dict[Slot, Stored] = {}  # weights that are in no file otherwise
-        self._row_files: dict[Path, DirectFile] = {}
+        self._files = OpenFiles()
         self._row_bytes = 0
         self._order: list[int] = []  # of layouts, as a forward uses them
         self._seen: list[int] | None = None  # layouts used so far, while their order is recorded
@@ -120,17 +119,17 @@ class Weights:
                 self._layout_of[unit] = len(layouts)
                 layouts.append(lay_out(unit.name, tensors))
         readers, before = self._num_readers, self.experts
+        self._files = OpenFiles(self._scratch)
         if self._expert_bytes:
             self.experts = ExpertCache(
-                self.units.experts, self._expert_bytes, readers, self._trace, self._scratch
+                self.units.experts, self._expert_bytes, readers, self._trace, self._files
             )
             if before is not None:
                 self.experts.count_on(before)
         else:
             hold_experts(self.units.experts)
-        files = {} if self._scratch is None else {self._scratch.path: self._scratch}
-        self._row_files = dict(files)
-        stream = Stream(layouts, self._ring_bytes, readers if layouts else 0, self._trace, files)
+        readers = readers if layouts else 0
+        stream = Stream(layouts, self._ring_bytes, readers, self._trace, self._files)
         stream.bytes_read, stream.wait_s = self.stream.bytes_read, self.stream.wait_s
         self.stream = stream
         if self._order:
@@ -312,9 +311,6 @@ class Weights:
             return unpack_rows(lazy.tensor, slot.packing, ids)
         parts = sources(lazy)  # the rows of each, one after another
         stored, width = parts[0], parts[0].nbytes // parts[0].shape[0]
-        for part in parts:
-            if part.path not in self._row_files:
-                self._row_files[part.path] = DirectFile(part.path, stamp=part.stamp)
         starts = [0, *accumulate(part.shape[0] for part in parts)]
         rows = torch.empty(len(ids), width, dtype=torch.uint8)
         buffer = pages(up(width) + PAGE)
@@ -324,7 +320,8 @@ class Weights:
             part = parts[number]
             at = part.offset + (row - starts[number]) * width
             skip = at % PAGE
-            self._row_files[part.path].read(view[: up(skip + width)], at - skip, skip + width)
+            file = self._files.of(part.path, part.stamp)
+            file.read(view[: up(skip + width)], at - skip, skip + width)
             rows[i] = buffer[skip : skip + width]
         self._row_bytes += rows.nbytes
         found = rows.view(stored.dtype).view(len(ids), *stored.shape[1:])
@@ -336,11 +333,7 @@ class Weights:
         Raises:
             TierFailed: one was written to; the message names it.
         """
-        self.stream.check_files()
-        if self.experts is not None:
-            self.experts.check_files()
-        for file in self._row_files.values():
-            file.check()
+        self._files.check()
 
     def close(self) -> None:
         """End the readers and free everything; a second call does nothing."""
@@ -353,10 +346,7 @@ class Weights:
         self.stream.close()
         if self.experts is not None:
             self.experts.close()
-        for file in self._row_files.values():
-            if file is not self._scratch:
-                file.close()
-        self._row_files = {}
+        self._files.close()
         self._layout_of = {}
 
     def _drop(self) -> None:
