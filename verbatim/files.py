@@ -1,11 +1,14 @@
-"""Reading a text that the user names: a file, a pipe or stdin, up to a limit."""
+"""Reading a text that the user names, a file, a pipe or stdin, up to a limit; writing a file as a whole."""
 
 from __future__ import annotations
 
 import os
 import stat
 import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import BinaryIO
 
 from verbatim.errors import InvalidRequest
@@ -69,3 +72,26 @@ def lines_of(file: BinaryIO, limit: int) -> Iterator[tuple[bytes | None, int]]:
 def without_waiting(path: str, flags: int) -> int:
     """Open a pipe that has no writer, too, instead of waiting for one."""
     return os.open(path, flags | os.O_NONBLOCK)
+
+
+@contextmanager
+def replacing(path: Path, prefix: str = "") -> Iterator[BinaryIO]:
+    """Write a file whole or not at all: the block fills a new one, which then takes the place of `path`.
+
+    Where a process is killed meanwhile, a file that ends in ".part" is left in the folder of `path`.
+
+    Args:
+        prefix: of the new file's name until then.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=prefix, suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+        os.replace(unfinished, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(unfinished)
+        raise

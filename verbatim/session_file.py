@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import struct
-import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from verbatim.core import SessionCache
 from verbatim.engine.handle import EngineHandle
 from verbatim.engine.sessions import num_in_common
 from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.files import replacing
 from verbatim.params import SamplingParams
 
 FORMAT, VERSION = "verbatim-session", 3
@@ -150,17 +150,10 @@ def write_session(
     metadata["digest"] = _digest(session, tensors)
     data = save(tensors, metadata)
     try:
-        with tempfile.NamedTemporaryFile(
-            dir=target.parent, prefix=".session-", suffix=".part", delete=False
-        ) as file:
-            try:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(file.name, target)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        with replacing(target, ".session-") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
     except (OSError, ValueError) as error:  # ValueError: an invalid file name
         raise InvalidRequest(f"save: {str(path)!r} can't be written: {error}") from error
 

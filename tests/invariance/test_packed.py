@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -342,9 +343,9 @@ def test_without_room_for_a_cache_it_works_and_says_so(
         raise OSError(number, os.strerror(number))
 
     if problem == "full disk":
-        monkeypatch.setattr(packed_cache, "_write", fail)
+        monkeypatch.setattr(os, "replace", fail)
     elif problem == "read only":
-        monkeypatch.setattr(packed_cache.tempfile, "mkstemp", fail)
+        monkeypatch.setattr(tempfile, "mkstemp", fail)
     else:
         cached.rmdir()
         cached.write_text("")

@@ -50,6 +50,8 @@ from verbatim.model.dcp.metadata import Metadata, Place
 from verbatim.model.dcp.payload import find_numbers
 from verbatim.model.kempner.config import ModelConfig
 from verbatim.model.kempner.layout import transformers_config
+from verbatim.placement.options import engine_options
+from verbatim.planning import plan_offload
 from verbatim.weights.dcp import leave_there
 from verbatim.weights.files import read_whole
 from verbatim.weights.lazy import materialize
@@ -1076,6 +1078,11 @@ def test_the_training_state_is_never_opened(folder: Path, toml: Path, tmp_path: 
     with LLM(folder, config=toml) as llm:
         check_words(llm)
     assert not marker.exists()
+
+
+def test_a_plan_of_a_dcp_folder_opens_no_tokenizer(folder: Path, toml: Path) -> None:
+    forecast = plan_offload(folder, Offload(policy=None), engine_options(), config=toml)
+    assert forecast.plan.weights[2] == 0  # it is small
 
 
 def test_names_that_are_too_long_are_no_checkpoint(tmp_path: Path) -> None:

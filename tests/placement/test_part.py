@@ -311,7 +311,7 @@ def test_forced_experts_are_taken_in_every_part(folders: Callable[[str], Path]) 
     module, skeleton = open_both(folders("qwen3_moe"))
     chain, whole = Chain(skeleton, [1]), Whole(module)
     for part in chain.parts:
-        part.check_replay()
+        part.decoder.check_replay()
     for number, batch in enumerate(batches()):
         forced = torch.randint(
             0, 6, (batch.num_tokens, 3, 1), generator=torch.Generator().manual_seed(number)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from verbatim.placement.cluster.contact import NoHost
-from verbatim.placement.cluster.hosts import versions
 from verbatim.placement.cluster.layers import Layers
 from verbatim.placement.cluster.link import Address
 from verbatim.placement.cluster.stage import Stage
@@ -106,9 +105,6 @@ class ThreadHosts:
 
     def reachable(self, host: Any) -> bool:
         return host.machine not in self.unreachable
-
-    def versions(self) -> dict[str, str]:
-        return versions()
 
     def close(self) -> None:
         for host in self.hosts:

@@ -11,7 +11,6 @@ import hashlib
 import logging
 import os
 import stat
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import InvalidRequest, VerbatimError
+from verbatim.files import replacing
 from verbatim.kv.blocks import BlockPool
 from verbatim.protocols import Runner
 
@@ -237,18 +237,9 @@ class PrefixFolder:
             return
         if size > self._room:
             self._sweep(size)
-        handle, temporary = tempfile.mkstemp(dir=self.path, suffix=".part")
-        try:
-            with os.fdopen(handle, "wb", buffering=0) as file:
-                for piece in (memoryview(_digest(path.name, data)), data):
-                    done = 0
-                    while done < len(piece):
-                        done += file.write(piece[done:])
-            os.replace(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
+        with replacing(path) as file:
+            file.write(_digest(path.name, data))
+            file.write(data)
         _touch(path, depth)
         self._room -= size
         self._counts["bytes_written"] += size

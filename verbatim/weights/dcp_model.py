@@ -57,7 +57,7 @@ def load_dcp(
     Args:
         folder: as `find_dcp` gives it.
         config: the config of the checkpoint's model.
-        tokenizer: a transformers tokenizer; None takes that of KempnerForge's TOML, if any.
+        tokenizer: a transformers tokenizer; None takes that of KempnerForge's TOML, if any; False: none.
         dtype: "auto" is the dtype of most stored weights (float16: bfloat16).
         revision: of the config, if it is a hub id.
         trust_remote_code: run the checkpoint's Python code.
@@ -79,11 +79,11 @@ def load_dcp(
     checkpoint = DcpCheckpoint(folder)
     resolved = resolve_dtype(dtype, SimpleNamespace(dtype=builder.dtype(checkpoint)))
     module, lazy_weights = builder.skeleton(checkpoint, resolved)
-    if builder.kempner is not None and tokenizer is not None:
+    if builder.kempner is not None and tokenizer:
         module.generation_config.eos_token_id = tokenizer.eos_token_id
     return LoadedModel(
         module,
-        tokenizer,
+        tokenizer or None,
         module.generation_config,
         str(folder),
         lazy_weights=lazy_weights,

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import struct
-import tempfile
 import time
 import warnings
 import zlib
@@ -27,6 +26,7 @@ import transformers
 from torch import Tensor
 
 from verbatim.errors import ModelError
+from verbatim.files import replacing
 from verbatim.model.loader import LoadedModel
 from verbatim.model.quantization import Quantization
 from verbatim.options import dtype_name
@@ -39,7 +39,6 @@ FORMAT = 2  # of the file and of what is packed how: raised with either
 THREADS = 2
 _WORTH = 32_000_000  # bytes of weights from which a cache is kept: less is packed while one blinks
 _NAMES = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float32: "F32"}
-_AT_ONCE = 1 << 26  # bytes of one read: what lies in the processor's cache is not worth it here
 _FORSAKEN = 3600  # seconds without a byte after which an unfinished file counts as abandoned
 
 
@@ -128,18 +127,13 @@ class PackedCache:
         }
         header = json.dumps(entries).encode()
         header += b" " * (-len(header) % 8)
-        unfinished: str | None = None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _sweep(self.path.parent)
-            handle, unfinished = tempfile.mkstemp(dir=self.path.parent, suffix=".part")
-            with os.fdopen(handle, "wb", buffering=0) as file:
-                for piece in (struct.pack("<Q", len(header)), header):
-                    _write(file, memoryview(piece))
+            with replacing(self.path) as file:
+                file.write(struct.pack("<Q", len(header)) + header)
                 for tensor in tensors.values():
-                    _write(file, bytes_of(tensor))
-            os.replace(unfinished, self.path)
-            unfinished = None
+                    file.write(bytes_of(tensor))
         except OSError as problem:
             warnings.warn(
                 f"the packed weights can't be kept in {self.path} ({problem.strerror}), so they are packed "
@@ -147,10 +141,6 @@ class PackedCache:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        finally:
-            if unfinished is not None:
-                with suppress(OSError):
-                    os.unlink(unfinished)
 
 
 def _sweep(folder: Path) -> None:
@@ -176,12 +166,6 @@ def _changed(path: Path) -> int:
     return path.stat().st_ctime_ns
 
 
-def _write(file: Any, data: memoryview) -> None:
-    done = 0
-    while done < len(data):
-        done += file.write(data[done : done + _AT_ONCE])
-
-
 def _sum(tensor: Tensor) -> int:
     return zlib.crc32(bytes_of(tensor)) if tensor.nbytes else 0
 
@@ -194,17 +178,13 @@ def read_stored(stored: Stored) -> Tensor:
     """
     with torch.inference_mode(False):
         out = torch.empty(stored.nbytes, dtype=torch.uint8)
-    view, done = bytes_of(out), 0
     try:
-        with stored.path.open("rb", buffering=0) as file:
+        with stored.path.open("rb") as file:
             if stored.stamp is not None and stamp_of(file.fileno()) != stored.stamp:
                 raise ModelError(f"{stored.path} changed while the model was opened")
-            while done < stored.nbytes:
-                into = view[done : done + _AT_ONCE]
-                count = os.preadv(file.fileno(), [into], stored.offset + done)
-                if not count:
-                    raise ModelError(f"{stored.path} ends within {stored.name}: it was cut short")
-                done += count
+            file.seek(stored.offset)
+            if file.readinto(bytes_of(out)) < stored.nbytes:
+                raise ModelError(f"{stored.path} ends within {stored.name}: it was cut short")
     except OSError as error:
         raise ModelError(f"{stored.path} can't be read: {error.strerror or error}") from None
     return out.view(stored.dtype).view(stored.shape)

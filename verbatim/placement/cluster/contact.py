@@ -1,4 +1,4 @@
-"""Connecting to Ray: the address of a cluster, and the token."""
+"""Connecting to Ray: the address of a cluster, the token, and the versions that must agree."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from verbatim._version import __version__
 from verbatim.errors import NotSupported, VerbatimError, first_line
 
 NAMESPACE = "verbatim"  # of our actors, for Ray
@@ -18,6 +19,18 @@ _REACH_S = 1.5  # in which a machine takes a connection, or it is not there
 
 class NoHost(VerbatimError):
     """There is no machine, or no memory, for another process."""
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that all machines of a cluster must have in common."""
+    import torch
+    import transformers
+
+    return {
+        "verbatim": __version__,
+        "torch": torch.__version__.partition("+")[0],
+        "transformers": transformers.__version__,
+    }
 
 
 def answers(address: tuple[str, int]) -> bool:

@@ -12,9 +12,6 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-import torch
-
-from verbatim._version import __version__
 from verbatim.errors import NotSupported, VerbatimError, first_line
 from verbatim.placement.cluster.contact import NAMESPACE, NoHost, answers, begin_ray, import_ray
 from verbatim.placement.cluster.group import Host
@@ -47,26 +44,11 @@ class Hosts(Protocol):
 
     def reachable(self, host: Host) -> bool:
         """Return whether this host's machine is reachable."""
-        ...
-
-    def versions(self) -> dict[str, str]:
-        """Return the versions of `verbatim`, `torch` and `transformers` on this machine."""
-        ...
+        return True
 
     def close(self) -> None:
         """End all processes that were started here."""
         ...
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that all machines of a cluster must have in common."""
-    import transformers
-
-    return {
-        "verbatim": __version__,
-        "torch": torch.__version__.partition("+")[0],
-        "transformers": transformers.__version__,
-    }
 
 
 class StageActor:
@@ -281,9 +263,6 @@ class RayHosts:
     def reachable(self, host: Host) -> bool:
         assert isinstance(host, RayHost)
         return answers(host.daemon)
-
-    def versions(self) -> dict[str, str]:
-        return versions()
 
     def close(self) -> None:
         for host in self._hosts:  # also those that Ctrl-C has kept from coming into use

@@ -10,10 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
-from verbatim._version import __version__
 from verbatim.batch import Adapter, Batch, Draws, SamplePlan
 from verbatim.errors import ModelChanged, VerbatimError
 from verbatim.kv.hidden import HiddenStore
@@ -25,6 +23,7 @@ from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.patching import threads
 from verbatim.numerics import numerics_key
 from verbatim.options import available_memory, dtype_name
+from verbatim.placement.cluster.contact import versions
 from verbatim.placement.cluster.drafts import open_part
 from verbatim.placement.cluster.part import Part
 from verbatim.placement.cluster.split import Split
@@ -73,9 +72,7 @@ class Layers(Served):
     def facts(self, message: Message) -> Message:
         """Return the versions, cores and memory of this process."""
         return {
-            "verbatim": __version__,
-            "torch": torch.__version__.partition("+")[0],
-            "transformers": transformers.__version__,
+            **versions(),
             "machine": platform.node(),
             "pid": os.getpid(),
             "cores": len(os.sched_getaffinity(0)),

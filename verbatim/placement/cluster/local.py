@@ -10,7 +10,7 @@ from typing import Any
 from verbatim.errors import VerbatimError
 from verbatim.placement.cluster.contact import NoHost
 from verbatim.placement.cluster.group import Host
-from verbatim.placement.cluster.hosts import versions
+from verbatim.placement.cluster.hosts import Hosts
 from verbatim.placement.cluster.link import Address
 from verbatim.placement.cluster.stage import Stage
 from verbatim.placement.launcher import HOST, Launcher, WorkerProcess
@@ -31,7 +31,7 @@ class LocalHost:
         self.process.kill()
 
 
-class LocalHosts:
+class LocalHosts(Hosts):
     """Starts processes on this machine.
 
     Args:
@@ -66,12 +66,6 @@ class LocalHosts:
 
     def machines(self) -> list[str]:
         return [HOST]
-
-    def reachable(self, host: Host) -> bool:
-        return True
-
-    def versions(self) -> dict[str, str]:
-        return versions()
 
     def close(self) -> None:
         self._launcher.close()

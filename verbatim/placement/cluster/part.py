@@ -208,14 +208,6 @@ class Part:
         received = received.contiguous()
         return received.clone() if received.data_ptr() % _ALIGNED else received
 
-    def check_replay(self) -> None:
-        """Check whether the experts of this part can be forced.
-
-        Raises:
-            NotSupported: they can't; the message tells why.
-        """
-        self.decoder.check_replay()
-
     def close(self) -> None:
         """Free the weights; a second call does nothing."""
         if self._module is not None:

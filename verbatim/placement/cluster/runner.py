@@ -232,7 +232,7 @@ class Clustered:
 
     def read_cache(self, kind: str, numbers: list[int], used: int | None = None) -> Tensor | None:
         asked: Message = {"kind": kind, "numbers": numbers, "used": used}
-        parts = self._cached("read_cache", [asked] * len(self._stages))
+        parts = self._cached("read_cache", [asked] * len(self.group.members))
         if parts is None:
             return None
         # K and V of all layers, then the experts of all layers, whichever stages have them.
@@ -241,7 +241,7 @@ class Clustered:
 
     def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
         asked: Message = {"kind": kind, "numbers": list[int](), "used": None}
-        parts = self._cached("read_cache", [asked] * len(self._stages))
+        parts = self._cached("read_cache", [asked] * len(self.group.members))
         if parts is None:
             return False
         if kind == "blocks":
@@ -257,15 +257,11 @@ class Clustered:
         """Call every stage; return None if one is lost. Its successor has not what was cached."""
         if not self.supervisor.in_order:
             return None
-        calls = zip(self._stages, orders, strict=True)
+        calls = zip(self.group.members, orders, strict=True)
         try:
             return self.group.call_each([(stage, {"do": do, **order}) for stage, order in calls])
         except StageGone:
             return None
-
-    @property
-    def _stages(self) -> list[StageHandle]:
-        return self.group.members
 
     def refresh(self) -> None:
         """Do nothing: the stages have no other users."""

@@ -162,10 +162,6 @@ class Split:
         """Bytes of the embedding on the last part; 0 if the part has it anyway."""
         return self._nbytes(self.embedding - self.outside.after - self.outside.beside)
 
-    def weight_bytes(self, first: int, end: int) -> int:
-        """Return the bytes of these parameters."""
-        return self._nbytes(self.parameters(first, end))
-
     def _nbytes(self, parameters: Iterable[nn.Parameter]) -> int:
         """Return what parameters take in memory, quantized as they will be."""
         return sum(

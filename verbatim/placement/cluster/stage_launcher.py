@@ -8,13 +8,11 @@ from typing import Any
 from verbatim.batch import Adapter
 from verbatim.errors import NotSupported
 from verbatim.params import CHOICES
-from verbatim.placement.cluster.contact import NoHost
+from verbatim.placement.cluster.contact import NoHost, versions
 from verbatim.placement.cluster.group import Message, StageGone, StageGroup, StageHandle
 from verbatim.placement.cluster.hosts import Hosts
 from verbatim.placement.cluster.link import LinkLost, Refused
 from verbatim.placement.cluster.plan import Layout, Range
-
-_AGREED = ("verbatim", "torch", "transformers")  # versions that all stages must have in common
 
 
 class StageLauncher:
@@ -80,12 +78,11 @@ class StageLauncher:
             self.group.members = members
 
     def _check_versions(self, member: StageHandle) -> None:
-        ours = self.hosts.versions()
-        for name in _AGREED:
+        for name, ours in versions().items():
             theirs = member.facts.get(name)
-            if theirs != ours[name]:
+            if theirs != ours:
                 raise NotSupported(
-                    f"{member.host.machine} has {name} {theirs}, and this machine has {ours[name]}: all "
+                    f"{member.host.machine} has {name} {theirs}, and this machine has {ours}: all "
                     "machines of a cluster need the same"
                 )
 

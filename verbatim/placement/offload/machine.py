@@ -122,23 +122,19 @@ def measure(
     write_rate = read_rate
     if folder is not None and (disk_limit is None or disk_limit >= _WRITTEN):
         write_rate = _once(("write", str(folder)), lambda: _writing(folder)) or read_rate
-    copy_rate = _once(("copy",), _copying)
-    product_s = _once(("product", dtype, threads), lambda: _products(dtype))
     kv_rate, attention_s = _once(("attend", dtype, threads), lambda: _attending(dtype))
-    sample_s = _once(("sample", threads), _sampling)
-    unit_s = _once(("unit",), _calling)
     return Machine(
-        read_rate,
-        write_rate,
-        row_s,
-        copy_rate,
-        product_s,
-        kv_rate,
-        attention_s,
-        sample_s,
-        unit_s,
-        read_cpu_s,
-        threads,
+        read_rate=read_rate,
+        write_rate=write_rate,
+        row_s=row_s,
+        copy_rate=_once(("copy",), _copying),
+        product_s=_once(("product", dtype, threads), lambda: _products(dtype)),
+        kv_rate=kv_rate,
+        attention_s=attention_s,
+        sample_s=_once(("sample", threads), _sampling),
+        unit_s=_once(("unit",), _calling),
+        read_cpu_s=read_cpu_s,
+        threads=threads,
     )
 
 

@@ -28,7 +28,7 @@ from verbatim.placement.offload.head import split_head
 from verbatim.placement.offload.kv import TieredKVStore
 from verbatim.placement.offload.plan import Plan
 from verbatim.placement.offload.prefetch import READERS
-from verbatim.placement.offload.runner import Micro, Offloaded
+from verbatim.placement.offload.runner import Offloaded
 from verbatim.placement.offload.schedule import BlockSchedule, HiddenStates, install_gates
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.shape import ModelShape
@@ -100,8 +100,8 @@ def open_offloaded(
         scratch.reserved_elsewhere = weights.disk_bytes
         away = HiddenStates(loaded.module, plan.activations, scratch, trace)
         moved = away if plan.activations[2] else None
-        schedule = BlockSchedule(weights, moved, trace)
-        decoder = _inspect(loaded, weights, Micro(plan, schedule))
+        schedule = BlockSchedule(plan, weights, moved, trace)
+        decoder = _inspect(loaded, weights, schedule)
         heap.tidy()
         options = replace(
             options,
@@ -155,7 +155,7 @@ def _without(offload: Offload, reserved: int) -> Offload:
     return offload
 
 
-def _inspect(loaded: LoadedModel, weights: Weights, order: Micro) -> Decoder:
+def _inspect(loaded: LoadedModel, weights: Weights, order: BlockSchedule) -> Decoder:
     """Return the decoder; its inspection of the model records the order of the units."""
     install_gates(weights)
     with weights.learning():

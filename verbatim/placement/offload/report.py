@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 from verbatim.placement.offload.choice import Offload, Percents
 from verbatim.placement.offload.cost import Prediction
@@ -138,7 +137,13 @@ def plan_line(plan: Plan, prediction: Prediction) -> str:
     )
 
 
-_UNITS: Mapping[str, Any] = {"bytes": amount, "s": duration, "per_s": "{:.3g}".format}
+# By the end of a fact's name: how its numbers are shown, and what its label ends with.
+_UNITS: Mapping[str, tuple[Callable[[float], str], str]] = {
+    "_per_s": ("{:.3g}".format, "/s"),
+    "_bytes": (amount, ""),
+    "_s": (duration, ""),
+    "": ("{:.3g}".format, ""),
+}
 
 
 def compared(facts: Mapping[str, Mapping[str, float | None]]) -> str:
@@ -149,26 +154,12 @@ def compared(facts: Mapping[str, Mapping[str, float | None]]) -> str:
     """
     rows: list[Row] = [("", "predicted", "actual", "actual/predicted")]
     for name, both in facts.items():
-        parts = name.split("_")
-        kind = "per_s" if parts[-2:] == ["per", "s"] else parts[-1]
-        show = _UNITS.get(kind, "{:.3g}".format)
-        if kind == "per_s" and parts[0] == "read":
+        end = next(end for end in _UNITS if name.endswith(end))
+        show, unit = _UNITS[end]
+        if name.startswith("read_") and end == "_per_s":
             show = lambda value: f"{amount(value)}/s"  # noqa: E731
         predicted, actual = both["predicted"], both["actual"]
         ratio = "" if not predicted or actual is None else f"{actual / predicted:.2f}"
-        rows.append(
-            (
-                _label(name),
-                "" if predicted is None else show(predicted),
-                "" if actual is None else show(actual),
-                ratio,
-            )
-        )
+        cells = ("" if value is None else show(value) for value in (predicted, actual))
+        rows.append((name.removesuffix(end).replace("_", " ") + unit, *cells, ratio))
     return table(rows)
-
-
-def _label(name: str) -> str:
-    for end, unit in (("_per_s", "/s"), ("_bytes", ""), ("_s", "")):
-        if name.endswith(end):
-            return name.removesuffix(end).replace("_", " ") + unit
-    return name.replace("_", " ")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -14,16 +14,13 @@ from torch import Tensor, nn
 from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.errors import TierFailed, VerbatimError
 from verbatim.heap import give_back_freed
-from verbatim.model.context import ForwardContext
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.offload.compress import Compression
-from verbatim.placement.offload.cut import cut
 from verbatim.placement.offload.forecast import Forecast, Measured
 from verbatim.placement.offload.kv import TieredKVStore
 from verbatim.placement.offload.kv_disk import Traffic
-from verbatim.placement.offload.plan import Plan
 from verbatim.placement.offload.report import plan_line
 from verbatim.placement.offload.schedule import BlockSchedule, HiddenStates
 from verbatim.placement.offload.scratch import Scratch
@@ -46,27 +43,11 @@ class Timings(NamedTuple):
     store_s: float  # waiting for K and V and activations to be written
 
 
-class Micro:
-    """The order of work of an offloaded model: in micro-batches, unit by unit."""
-
-    def __init__(self, plan: Plan, schedule: BlockSchedule) -> None:
-        self._plan = plan
-        self._schedule = schedule
-
-    def cut(self, batch: Batch) -> list[Batch]:
-        return cut(batch, self._plan.batch_size, self._plan.micro_tokens)
-
-    def run(
-        self, contexts: Sequence[ForwardContext], forwards: Sequence[Callable[[], Tensor]]
-    ) -> list[Tensor]:
-        return self._schedule.run(contexts, forwards)
-
-
 class Offloaded(Resident):
     """A `Resident` with parameters, K and V and activations that are read on demand.
 
     Args:
-        decoder: runs in the order of a `Micro`.
+        decoder: runs in the order of a `BlockSchedule`.
         weights: provides the parameters of its units.
     """
 

@@ -17,10 +17,13 @@ from weakref import ref
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor, UntypedStorage, nn
 
+from verbatim.batch import Batch
 from verbatim.model.context import ForwardContext, activate
 from verbatim.placement.offload.choice import Percents
+from verbatim.placement.offload.cut import cut
 from verbatim.placement.offload.kv import assign_tiers
 from verbatim.placement.offload.kv_disk import Traffic
+from verbatim.placement.offload.plan import Plan
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import Unit, forward_of
@@ -188,9 +191,10 @@ def _memory(storage: UntypedStorage) -> memoryview:
 
 
 class BlockSchedule:
-    """Runs the micro-batches of a forward layer by layer.
+    """The order of work of a decoder: in micro-batches, layer by layer.
 
     Args:
+        plan: has the sizes of micro-batches.
         weights: lends the units what they need.
         activations: keeps hidden states elsewhere between two units.
         trace: records the computation.
@@ -198,14 +202,20 @@ class BlockSchedule:
 
     def __init__(
         self,
+        plan: Plan,
         weights: Weights,
         activations: HiddenStates | None,
         trace: Trace,
     ) -> None:
+        self._plan = plan
         self.weights = weights
         self.activations = activations
         self.compute_s = 0.0
         self._trace = trace
+
+    def cut(self, batch: Batch) -> list[Batch]:
+        """Return the micro-batches of a batch."""
+        return cut(batch, self._plan.batch_size, self._plan.micro_tokens)
 
     def run(
         self, contexts: Sequence[ForwardContext], forwards: Sequence[Callable[[], Any]]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import threading
 from collections import deque
 from pathlib import Path
 from time import perf_counter
 
 from verbatim.errors import InvalidRequest, TierFailed
+from verbatim.files import replacing
 
 _MOST = 200_000  # spans that are kept; older ones go
 
@@ -84,16 +84,10 @@ class Trace:
                 self.path.write_text(text)
                 return
             target = self.path.resolve()  # a link stays one
-            fd, new = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-            try:
-                with os.fdopen(fd, "w") as file:
-                    file.write(text)
+            with replacing(target, f".{target.name}.") as file:
+                file.write(text.encode())
                 mask = os.umask(0)
                 os.umask(mask)
-                os.chmod(new, 0o666 & ~mask)
-                os.replace(new, target)
-            except BaseException:
-                os.unlink(new)
-                raise
+                os.fchmod(file.fileno(), 0o666 & ~mask)
         except OSError as error:
             raise TierFailed(f"trace: can't write {self.path}: {error.strerror}") from error

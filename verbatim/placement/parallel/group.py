@@ -15,7 +15,7 @@ from typing import Any
 from verbatim.errors import TierFailed
 from verbatim.placement.cluster.contact import NoHost
 from verbatim.placement.cluster.group import Host, StageGone, StageGroup, StageHandle
-from verbatim.placement.cluster.hosts import versions
+from verbatim.placement.cluster.hosts import Hosts
 from verbatim.placement.cluster.link import Address, LinkLost, Refused
 from verbatim.placement.cluster.local import LocalHost, LocalHosts
 from verbatim.placement.cluster.stage import Stage
@@ -172,7 +172,7 @@ def _end(
     shutil.rmtree(folder, ignore_errors=True)
 
 
-class RankHosts:
+class RankHosts(Hosts):
     """One stage on each rank that the user started, rank 0 last, which has the head then.
 
     None of them can be replaced.
@@ -199,12 +199,6 @@ class RankHosts:
 
     def machines(self) -> list[str]:
         return [host.machine for host in self._hosts]
-
-    def reachable(self, host: Host) -> bool:
-        return True
-
-    def versions(self) -> dict[str, str]:
-        return versions()
 
     def close(self) -> None:
         for host in self._hosts:
