@@ -498,9 +498,7 @@ def test_what_more_than_one_layer_makes_can_be_cut_nowhere(kind: str, reason: st
     assert reason in split.blocked[1]
 
 
-@pytest.mark.parametrize(
-    "name", ["lfm2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3_next", "bamba"))]
-)
+@pytest.mark.parametrize("name", ["lfm2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_a_layer_without_state_computes_exp_alike_on_a_part_of_its_own(name: str) -> None:
     module = toys.make_toy(name)
     layers = [m for m in module.model.layers if any("attn" in child for child in m._modules)]
@@ -508,8 +506,8 @@ def test_a_layer_without_state_computes_exp_alike_on_a_part_of_its_own(name: str
 
     class Layer(cls):  # type: ignore[misc,valid-type]
         def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            own = hidden_states + torch.exp(-hidden_states.abs())
-            return cls.forward(self, own, *args, **kwargs)
+            out = cls.forward(self, hidden_states, *args, **kwargs)
+            return out + torch.exp(-out.abs())
 
     for layer in layers:
         layer.__class__ = Layer
