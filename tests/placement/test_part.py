@@ -497,6 +497,27 @@ def test_what_more_than_one_layer_makes_can_be_cut_nowhere(kind: str, reason: st
     assert reason in split.blocked[1]
 
 
+@pytest.mark.parametrize("name", ["lfm2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_a_layer_without_state_computes_exp_alike_on_a_part_of_its_own(name: str) -> None:
+    module = toys.make_toy(name)
+    layers = [m for m in module.model.layers if any("attn" in child for child in m._modules)]
+    cls = type(layers[0])
+
+    class Layer(cls):  # type: ignore[misc,valid-type]
+        def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            out = cls.forward(self, hidden_states, *args, **kwargs)
+            return out + torch.exp(-out.abs())
+
+    for layer in layers:
+        layer.__class__ = Layer
+    skeleton = held(module)
+    split = Split(skeleton)
+    assert len(split.cuts) == split.num_layers - 1
+    whole, alone = Decoder(module).spec, [Part(skeleton, i, i + 1, split=split) for i in range(3)]
+    assert whole.states and not all(part.shape.states for part in alone)
+    assert_cut_anywhere_it_is_the_same(module, skeleton)
+
+
 def test_a_model_that_runs_a_layer_twice_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM can't be cut into parts.*once"):
         Split(held(unusual("twice")))

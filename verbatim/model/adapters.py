@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from verbatim.errors import UnsupportedModel
 from verbatim.kernels.options import AttentionOptions, IndexOptions
-from verbatim.model import compressed, products
+from verbatim.model import compressed, products, streams
 from verbatim.model.context import attend
 from verbatim.model.experts import flat_experts
 from verbatim.model.invariant import sigmoid
@@ -508,6 +508,7 @@ _ADAPTERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     **dict.fromkeys(_INDEXERS, _indexer),
     **_BLOCK_INDEXERS,
     **compressed.ADAPTERS,
+    **streams.ADAPTERS,
     "GPTJAttention": _gptj,
     "JetMoeParallelExperts": _jetmoe_experts,
     "Llama4TextRotaryEmbedding": _llama4_rotary,
@@ -558,6 +559,8 @@ def adapter_for(module: nn.Module) -> Callable[..., Any] | None:
     cls = type(module)
     if not cls.__module__.startswith("transformers."):
         return None
+    if cls.__name__ in streams.LAYERS:  # a stage gives its first layer a forward
+        return None if "forward" in module.__dict__ else streams.LAYERS[cls.__name__](module)
     if type(module._modules.get("indexer")).__name__ in _INDEXERS:
         return _with_indexer(module)
     if cls.__name__ in _BEFORE_5_24 and _source(module, "ALL_ATTENTION_FUNCTIONS"):

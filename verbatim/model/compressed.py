@@ -1,4 +1,4 @@
-"""DeepSeek V4: attention to recent tokens and to records of windows, and several residual streams.
+"""DeepSeek V4: attention to recent tokens and to records of windows.
 
 A record stands for the tokens of a window, 4 or 128 of them: the mean of their values, for each channel
 weighted by the exponentials of gates. It is made at a window's last token (`weighted_mean`, with a state of
@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import UnsupportedModel
-from verbatim.kernels.options import AttentionOptions, IndexOptions, NormKind
-from verbatim.kv.recurrence import tree_sum, weighted_mean
+from verbatim.kernels.options import AttentionOptions, IndexOptions
+from verbatim.kv.recurrence import weighted_mean
 from verbatim.kv.states import StateShape
-from verbatim.model import elementwise, products
+from verbatim.model import products
 from verbatim.model.context import attend
-from verbatim.model.invariant import GateTensor, exp, sigmoid
 from verbatim.model.recurrent_ops import update_state
 
 
@@ -156,68 +155,9 @@ def grouped_linear(module: Any) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-def unweighted_norm(module: Any) -> Callable[[Tensor], Tensor]:
-    """Return the forward of an RMS norm that rounds the factor of a row, and then the row."""
-
-    def forward(x: Tensor) -> Tensor:
-        if x.dtype is torch.float32 and elementwise.served(x):
-            return elementwise.rms_norm(x, None, module.eps, NormKind.BARE)
-        mean = tree_sum(x.float().square(), -1)[..., None] / x.shape[-1]
-        return x * torch.sqrt(mean + module.eps).reciprocal().to(x.dtype)
-
-    return forward
-
-
-def hyper_connection(module: Any) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """Return the forward that makes a layer's input of its residual streams `[B, T, N, D]`.
-
-    It returns the factors of the layer's output `[B, T, N]`, those that mix the streams `[B, T, N, N]`, and
-    the input `[B, T, D]` (manifold-constrained hyper-connections, Xie et al. 2026).
-    """
-    count, eps = module.hc_mult, module.hc_eps
-    sizes = [count, count, count * count]
-
-    def forward(streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        mixes = products.linear(module.input_norm(streams.flatten(2).float()), module.fn.float())
-        parts = zip(
-            mixes.split(sizes, -1), module.scale.unbind(), module.base.split(sizes), strict=True
-        )
-        before, after, between = (x * scale + base for x, scale, base in parts)
-        comb = between.unflatten(-1, (count, count))
-        comb = exp(comb - comb.amax(-1, keepdim=True))
-        comb = comb / _total(comb, -1) + eps
-        comb = comb / (_total(comb, -2) + eps)
-        for _ in range(module.hc_sinkhorn_iters - 1):
-            comb = comb / (_total(comb, -1) + eps)
-            comb = comb / (_total(comb, -2) + eps)
-        collapsed = tree_sum((sigmoid(before) + eps)[..., None] * streams, 2).to(streams.dtype)
-        return 2 * sigmoid(after), comb.as_subclass(GateTensor), collapsed
-
-    return forward
-
-
-def hyper_head(module: Any) -> Callable[[Tensor], Tensor]:
-    """Return the forward that makes one row of the residual streams `[B, T, N, D]` behind the last layer."""
-
-    def forward(streams: Tensor) -> Tensor:
-        flat = module.input_norm(streams.flatten(2).float())
-        mixes = products.linear(flat, module.hc_fn.float())
-        factors = sigmoid(mixes * module.hc_scale.float() + module.hc_base.float()) + module.eps
-        return tree_sum(factors[..., None] * streams, 2).to(streams.dtype)
-
-    return forward
-
-
-def _total(x: Tensor, dim: int) -> Tensor:
-    return tree_sum(x, dim).unsqueeze(dim)
-
-
 ADAPTERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "DeepseekV4Attention": attention,
     "DeepseekV4GroupedLinear": grouped_linear,
-    "DeepseekV4HyperConnection": hyper_connection,
-    "DeepseekV4HyperHead": hyper_head,
-    "DeepseekV4UnweightedRMSNorm": unweighted_norm,
 }
 COMPRESSORS: dict[str, Callable[..., Any]] = {
     "DeepseekV4CSACompressor": chosen_records,

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from verbatim import kernels
 from verbatim.errors import UnsupportedModel
 from verbatim.kernels.options import AnyOptions, AttentionOptions
 from verbatim.kv.states import StateRows, StateShape
@@ -92,6 +93,7 @@ def activate(context: ForwardContext) -> Iterator[None]:
         _thread.active = before
 
 
+@kernels.without_overrides
 def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AnyOptions) -> Tensor:
     """Attend in the active context: `[T, H, Dk]`, `[T, Hkv, Dk]`, `[T, Hkv, Dv]` to `[T, H, Dv]`."""
     context = active_context()

@@ -458,7 +458,7 @@ def _mode(tree: Tree, spec: ModelSpec, batch_invariant: bool) -> AbstractContext
     """Return the torch-function override that this forward needs; usually none."""
     # Functions called by hooks were not inspected, so they need the override.
     override = batch_invariant and (bool(spec.needs_override) or tree.has_hooks())
-    return InvariantMode(bool(spec.states)) if override else nullcontext()
+    return InvariantMode() if override else nullcontext()
 
 
 def _routing(layers: RoutedLayers, batch: Batch, device: torch.device) -> Routing:

@@ -403,7 +403,7 @@ def _run(
     with (
         patched(module, forwards, configs, hooks=False),
         activate(watch),
-        InvariantMode(bool(spec.states)) if spec.needs_override else nullcontext(),
+        InvariantMode() if spec.needs_override else nullcontext(),
     ):
         logits: Tensor = module(**inputs).logits[0]
     return ids[None], positions, rows, logits if spec.takes_logit_rows else logits[rows]

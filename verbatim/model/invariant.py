@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from verbatim import kernels
 from verbatim.errors import UnsupportedModel
 from verbatim.kernels.options import Activation
 from verbatim.model import elementwise, products
@@ -31,6 +32,7 @@ _SQRT_HALF = 0.7071067811865476
 _SQRT_2_OVER_PI = 0.7978845608028654
 
 
+@kernels.without_overrides
 def sigmoid(x: Tensor) -> Tensor:
     """Return 1 / (1 + exp(-x)), computed in float32."""
     if elementwise.served(x):
@@ -38,6 +40,7 @@ def sigmoid(x: Tensor) -> Tensor:
     return (1.0 / (1.0 + torch.exp(-x.float()))).to(x.dtype)
 
 
+@kernels.without_overrides
 def silu(x: Tensor, inplace: bool = False) -> Tensor:
     """Return x / (1 + exp(-x)), computed in float32."""
     if elementwise.served(x):
@@ -57,6 +60,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     return (0.5 * wide * (1.0 + torch.erf(wide * _SQRT_HALF))).to(x.dtype)
 
 
+@kernels.without_overrides
 def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     """Return log(1 + exp(beta x)) / beta, or x where beta x is over the threshold."""
     if beta == 1.0 and threshold == 20.0 and elementwise.served(x):
@@ -95,8 +99,9 @@ def glu(x: Tensor, dim: int = -1) -> Tensor:
     return value * sigmoid(gate)
 
 
+@kernels.without_overrides
 def exp(x: Tensor) -> Tensor:
-    """Return exp(x); torch's is batch-invariant, but not the function of the kernels."""
+    """Return exp(x). torch's is batch-invariant, but fused recurrent layers use the kernels'."""
     return elementwise.activate(x, Activation.EXP) if elementwise.served(x) else torch.exp(x)
 
 
@@ -105,6 +110,7 @@ def rsqrt(x: Tensor) -> Tensor:
     return torch.sqrt(x.float()).reciprocal().to(x.dtype)
 
 
+@kernels.without_overrides
 def exp2(x: Tensor) -> Tensor:
     """Return 2 ** x, by exp."""
     return torch.exp(x.double() * 0.6931471805599453).to(x.dtype)
@@ -166,6 +172,8 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     F.selu: selu,
     F.mish: mish,
     F.glu: glu,
+    torch.exp: exp,
+    Tensor.exp: exp,
     torch.exp2: exp2,
     Tensor.exp2: exp2,
     torch.einsum: _refused("torch.einsum"),
@@ -173,9 +181,6 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     F.conv1d: _refused("conv1d"),
     torch.conv1d: _refused("conv1d"),
 }
-
-# In models with recurrent layers, whose kernels have an exponential of their own; torch's is batch-invariant.
-_EXP = frozenset({torch.exp, Tensor.exp})
 
 # For half precision only: in float32 torch rounds correctly everywhere.
 _HALF_ONLY: dict[Any, Callable[..., Any]] = {
@@ -209,20 +214,12 @@ def replacement(func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
 
 
 class InvariantMode(TorchFunctionMode):
-    """Torch-function override that replaces every function that is not batch-invariant.
-
-    Args:
-        recurrent: the model has recurrent layers.
-    """
-
-    def __init__(self, recurrent: bool = False) -> None:
-        super().__init__()
-        self._recurrent = recurrent
+    """Torch-function override that replaces every function that is not batch-invariant."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        found = exp if self._recurrent and func in _EXP else replacement(func, args)
+        found = replacement(func, args)
         return (found or func)(*args, **(kwargs or {}))
 
 
@@ -266,13 +263,11 @@ class Recorder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.swapped: set[str] = set()
-        self.calls_exp = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         found = replacement(func, args)
-        self.calls_exp |= func in _EXP
         if found is not None and not isinstance(args[0], GateTensor):
             self.swapped.add(getattr(func, "__name__", repr(func)))
         return (found or func)(*args, **(kwargs or {}))

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from verbatim import kernels
 from verbatim.kernels.options import NormKind
 from verbatim.kv.recurrence import causal_conv, linear_recurrence, tree_sum
 from verbatim.kv.states import StateShape
@@ -18,6 +19,7 @@ from verbatim.model.context import RecurrentContext, Update, active_context
 from verbatim.model.invariant import exp, silu, softplus
 
 
+@kernels.without_overrides
 def update_state(shape: StateShape, update: Update, rowwise: Callable[[], Tensor]) -> Tensor:
     """Run a recurrent operation in the forward context of this thread."""
     return cast(RecurrentContext, active_context()).update_state(shape, update, rowwise)

@@ -113,6 +113,7 @@ def fill_form(struct: RouterStruct, form: RouterForm) -> None:
         setattr(struct, name, getattr(form, name))
 
 
+@kernels.without_overrides
 def choose(
     logits: Tensor,
     form: RouterForm,

@@ -232,8 +232,6 @@ def _inspect(module: nn.Module, inner: Any, *, positions: bool | None = None) ->
             if named
             else _NO_POSITIONS
         )
-    if context.states and recorder.calls_exp:
-        recorder.swapped.add("exp")
     routed, routing_reason = routed_layers_of(context.routed, ids.numel())
     return ModelSpec(
         slots=context.slots,
