@@ -103,6 +103,42 @@ def mxfp4(experts: int, n: int, k: int) -> Tensors:
     return {"blocks": blocks, "scales": torch.randint(118, 122, (experts, n, k // 32)).byte()}
 
 
+def torchao_int8(n: int, k: int) -> Tensors:
+    own = scales(n, 1, dtype=torch.bfloat16) / 10
+    return {
+        "_weight_qdata": torch.randint(-127, 128, (n, k), dtype=torch.int8),
+        "_weight_scale": own,
+    }
+
+
+def torchao_int4(n: int, k: int) -> Tensors:
+    codes = torch.randint(-128, 128, (n, k // 2), dtype=torch.int8)
+    own = scales(k // GROUP, n, dtype=torch.bfloat16)
+    return {"_weight_qdata": codes, "_weight_scale": own, "_weight_zero_point": own / 8}
+
+
+def torchao_fp8(n: int, k: int) -> Tensors:
+    own = scales(n, 1, dtype=torch.float32) / 100
+    return {"_weight_qdata": fp8(n, k)["weight"], "_weight_scale": own}
+
+
+def gguf_blocks(kind: str) -> Callable[..., Tensors]:
+    """Return the writer of a GGUF type: random bits, and small scales where its blocks have float16."""
+    places = {"Q4_K": (0, 2), "Q6_K": (208,)}.get(kind, (0,))
+
+    def writer(n: int, k: int) -> Tensors:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        size, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+        blocks = torch.randint(0, 256, (n, k // size, nbytes), dtype=torch.uint8)
+        for place in places:
+            own = scales(n, k // size, 1, dtype=torch.half) / 10
+            blocks[..., place : place + 2] = own.view(torch.uint8)
+        return {"weight": blocks.flatten(1)}
+
+    return writer
+
+
 def _compressed(kind: str, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights}
     return dict(quant_method="compressed-tensors", format=kind, config_groups={"group_0": group})
@@ -110,6 +146,23 @@ def _compressed(kind: str, **weights: Any) -> dict[str, Any]:
 
 _FOUR = dict(bits=4, group_size=GROUP)
 _FP8 = dict(quant_method="fp8", weight_block_size=[128, 128])
+_TORCHAO = {  # the kind of tensor, and how many columns share a scale (0: all)
+    "torchao-int8": ("Int8Tensor", 0),
+    "torchao-int4": ("Int4Tensor", GROUP),
+    "torchao-fp8": ("Float8Tensor", 0),
+}
+_GGUF_NAMES = (  # llama.cpp's names of a Llama's tensors
+    ("model.embed_tokens", "token_embd"),
+    ("model.norm", "output_norm"),
+    ("lm_head", "output"),
+    ("model.layers", "blk"),
+    ("self_attn.o_proj", "attn_output"),
+    ("self_attn.", "attn_"),
+    ("post_attention_layernorm", "ffn_norm"),
+    ("input_layernorm", "attn_norm"),
+    ("mlp.", "ffn_"),
+    ("_proj", ""),
+)
 # Name: config class, sizes, writer of a matrix, quantization_config, bits that are compared in speed.
 FORMATS: dict[str, tuple[str, dict[str, Any], Callable[..., Tensors], dict[str, Any], int]] = {
     "awq": ("Llama", LLAMA, awq, dict(quant_method="awq", version="gemm", **_FOUR), 4),
@@ -125,6 +178,13 @@ FORMATS: dict[str, tuple[str, dict[str, Any], Callable[..., Tensors], dict[str, 
     ),
     "fp8": ("Llama", LLAMA, fp8, _FP8, 8),
     "fp8-experts": ("Qwen3Moe", QWEN, fp8, _FP8, 8),
+    "torchao-int8": ("Llama", LLAMA, torchao_int8, dict(quant_method="torchao"), 8),
+    "torchao-int4": ("Llama", LLAMA, torchao_int4, dict(quant_method="torchao"), 4),
+    "torchao-fp8": ("Llama", LLAMA, torchao_fp8, dict(quant_method="torchao"), 8),
+    **{
+        f"gguf-{kind}": ("Llama", LLAMA, gguf_blocks(kind), {}, int(kind[1]))
+        for kind in ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
+    },
     "mxfp4-experts": ("GptOss", OSS, mxfp4, dict(quant_method="mxfp4"), 4),
 }
 
@@ -139,6 +199,7 @@ def write(folder: Path, name: str, **sizes: Any) -> None:
     with torch.device("meta"):
         module = getattr(transformers, f"{family}ForCausalLM")(config)
     tensors: Tensors = {}
+    metadata = {"format": "pt"}
     for path, parameter in module.named_parameters():
         owner, _, own = path.rpartition(".")
         shape = tuple(parameter.shape)
@@ -155,13 +216,50 @@ def write(folder: Path, name: str, **sizes: Any) -> None:
                     tensors |= {f"{owner}.{expert}.{part}.{e}": t for e, t in made.items()}
         elif path.endswith("proj.weight") and writer is not mxfp4:
             tensors |= {f"{owner}.{end}": tensor for end, tensor in writer(*shape).items()}
+            if name in _TORCHAO:
+                kind, group = _TORCHAO[name]
+                fields = {"_type": kind, "_data": {"block_size": [1, group or shape[1]]}}
+                metadata[path] = json.dumps(fields)
         else:
             tensors[path] = (torch.randn(shape) * 0.02).to(torch.bfloat16)
     folder.mkdir(parents=True)
+    if name.startswith("gguf-"):
+        write_gguf(folder / "model.gguf", config, name.removeprefix("gguf-"), tensors)
+        return
     values = config.to_dict() | {"quantization_config": quantization, "dtype": "bfloat16"}
     values["architectures"] = [f"{family}ForCausalLM"]
     (folder / "config.json").write_text(json.dumps(values, default=str))
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", metadata)
+
+
+def write_gguf(path: Path, config: Any, kind: str, tensors: Tensors) -> None:
+    """Write the tensors of a Llama as a GGUF file: bytes are blocks of `kind`, numbers bf16 or float32."""
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+    writer = GGUFWriter(str(path), "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(config.vocab_size)
+    for name, tensor in tensors.items():
+        for ours, theirs in _GGUF_NAMES:
+            name = name.replace(ours, theirs)
+        how = GGMLQuantizationType[kind]
+        if tensor.ndim == 1:
+            tensor, how = tensor.float(), GGMLQuantizationType.F32
+        elif tensor.dtype is torch.bfloat16:
+            tensor, how = tensor.view(torch.uint8), GGMLQuantizationType.BF16
+        writer.add_tensor(name, tensor.numpy(), raw_dtype=how)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def write_plain(folder: Path, **sizes: Any) -> None:
@@ -202,7 +300,7 @@ def memory(names: list[str]) -> None:
             toy, folder = Path(room, "toy"), Path(room, "model")
             write(toy, name, num_hidden_layers=1, hidden_size=256, intermediate_size=256)
             write(folder, name)
-            size = (folder / "model.safetensors").stat().st_size
+            size = max(file.stat().st_size for file in folder.iterdir())
             call = [sys.executable, __file__, "opened", str(toy), str(folder)]
             out = subprocess.run(call, check=True, capture_output=True, text=True).stdout
             peak, _, weights = json.loads(out.splitlines()[-1])
@@ -246,7 +344,7 @@ def speed(names: list[str], threads: int, rounds: int, layers: int) -> None:
             median = statistics.median(times[name])
             rates[name] = nbytes / median
             bits = FORMATS[name][4] if name in FORMATS else None
-            of_ours = f"{rates[name] / rates[f'int{bits}']:.2f}" if bits else ""
+            of_ours = f"{rates[name] / rates[f'int{4 if bits == 4 else 8}']:.2f}" if bits else ""
             cells = f"{nbytes / 1e6:.0f} MB | {median * 1e3:.1f} | {rates[name] / 1e9:.1f}"
             print(f"| {name} | {cells} | {of_ours} |")
         for llm in models.values():

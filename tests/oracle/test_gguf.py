@@ -13,7 +13,7 @@ import torch
 
 from support.pairwise import slow_but
 from support.requests_mixed import all_facts, mixed_requests
-from support.toys import make_toy
+from support.toys import make_toy, random_ids
 from verbatim import LLM, Cluster, ModelError, NotSupported, Offload, TensorParallel
 from verbatim.model import gguf as reading
 from verbatim.weights.formats import gguf as formats
@@ -49,8 +49,19 @@ def blocks(shape: tuple[int, ...], how: Any) -> Any:
     return data.reshape(*shape[:-1], -1)
 
 
-def write(path: Path, module: Any, kind: str, family: str = "qwen3") -> dict[str, torch.Tensor]:
+def write(
+    path: Path,
+    module: Any,
+    kind: str,
+    family: str = "qwen3",
+    rope: str | None = None,
+    factors: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
     """Write a module as a GGUF file with its matrices as `kind`.
+
+    Args:
+        rope: type of the scaling of rotary frequencies, by a factor of 4.
+        factors: what each rotary frequency is divided by.
 
     Returns:
         What the file holds, by transformers' names.
@@ -68,6 +79,11 @@ def write(path: Path, module: Any, kind: str, family: str = "qwen3") -> dict[str
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
+    if rope is not None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope))
+        writer.add_rope_scaling_factor(4.0)
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", factors.numpy())
     if family == "qwen3moe":
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
@@ -178,6 +194,37 @@ def test_other_placements_give_the_same_tokens(name: str, tmp_path: Path) -> Non
     for placement in (Offload(cpu="64MB"), Cluster(stages=2), TensorParallel(2)):
         with LLM(tmp_path, dtype=dtype, placement=placement) as llm:
             assert all_facts(llm.generate(*requests)) == tokens, placement
+
+
+_LLAMA3: dict[str, Any] = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0)
+_LLAMA3 |= dict(high_freq_factor=4.0, original_max_position_embeddings=64)
+
+
+@pytest.mark.parametrize("rope", [_LLAMA3, dict(rope_type="linear", factor=4.0)])
+def test_scaled_rotary_frequencies_are_read(rope: dict[str, Any], tmp_path: Path) -> None:
+    module = make_toy("llama", rope_parameters=dict(rope, rope_theta=1e4), **WIDE)
+    plain = 1e4 ** -(torch.arange(0, 128, 2) / 128)
+    factors = plain / module.model.rotary_emb.inv_freq
+    ids = random_ids(40, 1)
+    with torch.no_grad():
+        logits = module(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    expected = logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+    def scores(**settings: Any) -> torch.Tensor:
+        write(tmp_path / "toy.gguf", module, "F32", "llama", **settings)
+        with LLM(tmp_path) as llm:
+            assert llm.info()["max_length"] == module.config.max_position_embeddings
+            return torch.tensor(llm.score([ids])[0][1:])
+
+    settings: dict[str, Any] = dict(rope="linear")
+    if rope is _LLAMA3:
+        settings = dict(factors=factors)
+    torch.testing.assert_close(scores(**settings), expected, atol=2e-4, rtol=0)
+    assert (scores() - expected).abs().max() > 0.01
+    with pytest.raises(NotSupported, match=r"rope\.scaling\.type='yarn' is not read"):
+        scores(rope="yarn")
+    with pytest.raises(ModelError, match=r"rope_freqs\.weight must be 64 positive numbers"):
+        scores(factors=-factors)
 
 
 @pytest.mark.parametrize("name", ["float32", "Q8_0"])

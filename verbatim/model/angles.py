@@ -42,6 +42,9 @@ class Angles:
         self._forward, self._dtype = forward, dtype
         kind = rotary.__dict__.get("rope_type")
         self._is_cacheable = isinstance(kind, str) and kind in _FIXED
+        if kind == "longrope":  # unless its two lists of factors are the same
+            rope: Any = rotary.config.rope_parameters  # type: ignore[union-attr]
+            self._is_cacheable = rope["short_factor"] == rope["long_factor"]
         self._table: tuple[Tensor, Tensor] | None = None
 
     def of(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:

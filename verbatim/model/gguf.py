@@ -6,6 +6,7 @@ the model's dtype by transformers.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from importlib.util import find_spec
@@ -83,12 +84,13 @@ def load_gguf(
             f"{path} is one of {int(parts[1])} parts; join them with llama.cpp's gguf-split --merge"
         )
     refuse_lfs_pointer(path)
-    all_float32, has_tokenizer = _inspect(path)
+    all_float32, has_tokenizer, rope = _inspect(path)
     if dtype == "auto":
         dtype = "float32" if all_float32 else "bfloat16"
     where = {"trust_remote_code": False, "local_files_only": True, "gguf_file": path.name}
     source = str(path.parent)
     config = read_config(source, where)
+    _scale_rope(path, config, rope)
     resolved = resolve_dtype(dtype, config)
     tokenizer = _tokenizer(path) if with_tokenizer and has_tokenizer else None
     if (open_ := decode if skeleton is None else skeleton) is not None:
@@ -123,8 +125,8 @@ def load_gguf(
     )
 
 
-def _inspect(path: Path) -> tuple[bool, bool]:
-    """Return whether every tensor is float32, and whether there is a tokenizer."""
+def _inspect(path: Path) -> tuple[bool, bool, dict[str, Any]]:
+    """Return whether every tensor is float32, if there is a tokenizer, and how frequencies are scaled."""
     from gguf import GGMLQuantizationType, GGUFReader
 
     try:
@@ -138,7 +140,43 @@ def _inspect(path: Path) -> tuple[bool, bool]:
                 "or quantized"
             )
     types = {tensor.tensor_type for tensor in reader.tensors}
-    return types <= {GGMLQuantizationType.F32}, "tokenizer.ggml.model" in reader.fields
+    rope = {
+        name.rpartition("rope.scaling.")[2]: field.contents()
+        for name, field in reader.fields.items()
+        if "rope.scaling." in name and not name.startswith("gpt-oss.")  # which transformers reads
+    }
+    for tensor in reader.tensors:
+        if tensor.name == "rope_freqs.weight":
+            rope["factors"] = [float(x) for x in tensor.data.flatten()]
+    all_float32 = types <= {GGMLQuantizationType.F32}
+    return all_float32, "tokenizer.ggml.model" in reader.fields, rope
+
+
+def _scale_rope(path: Path, config: Any, rope: dict[str, Any]) -> None:
+    """Put what a file says of rotary frequencies, and transformers does not read, into the config.
+
+    `rope_freqs.weight` (Llama 3.1) holds what each frequency is divided by. transformers knows such numbers
+    as "longrope", for short and for long sequences; here both are the same.
+    """
+    factors, kind = rope.get("factors"), rope.get("type", "none")
+    if kind not in ("none", "linear") or (kind == "linear" and factors):
+        raise NotSupported(f"{path}: rope.scaling.type={kind!r} is not read from GGUF files")
+    own = getattr(config, "rope_parameters", None) or {}
+    if own.get("rope_type") != "default":  # with kinds of layers, the config has their frequencies
+        return
+    if factors:
+        head_dim = getattr(config, "head_dim", None) or (
+            config.hidden_size // config.num_attention_heads
+        )
+        rotated = int(head_dim * own.get("partial_rotary_factor", 1))
+        if 2 * len(factors) != rotated or not all(0 < x < math.inf for x in factors):
+            raise ModelError(f"{path}: rope_freqs.weight must be {rotated // 2} positive numbers")
+        length = config.max_position_embeddings
+        own |= dict(rope_type="longrope", factor=1.0, attention_factor=1.0)
+        own |= dict(short_factor=factors, long_factor=factors)
+        own |= dict(original_max_position_embeddings=length)
+    elif kind == "linear":
+        own |= dict(rope_type="linear", factor=float(rope.get("factor", 1)))
 
 
 def _tokenizer(path: Path) -> Any:
