@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from support.pairwise import parametrize_combinations, slow_but
-from support.requests_mixed import all_facts, facts
+from support.requests_mixed import all_facts, facts, generated
 from support.states import check_nothing_is_left
 from support.toys import RECURRENT_FAMILIES, RECURRENT_TOYS, make_toy, random_ids
 from verbatim import LLM, OutOfBlocks, RequestFailed, SamplingParams
@@ -57,8 +57,7 @@ def test_without_room_for_snapshots_prompts_are_computed_again(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, prompt = make_toy(name), random_ids(33, seed=1)
-    with LLM(model, prefix_cache=False) as llm:
-        expected = all_facts(llm.generate([prompt] * 3, GREEDY))
+    expected = generated(LLM(model, prefix_cache=False), [prompt] * 3, GREEDY)
     # The zero state, and those that one sequence reads and writes.
     monkeypatch.setattr(EngineOptions, "num_states", lambda self, state_bytes: 3)
     with LLM(model, block_size=4, draft="ngram") as llm:
