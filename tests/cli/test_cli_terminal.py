@@ -120,6 +120,7 @@ def test_ctrl_c_ends_an_answer_on_a_line_of_its_own(terminal):
     assert re.search(rb"\r\n\d+ new tokens? in .* interrupted\r\n$", started.output)
 
 
+@pytest.mark.slow
 def test_chat_at_the_prompt_and_in_an_answer(terminal):
     started = terminal("chat")
     started.until(b"> ")
@@ -138,9 +139,8 @@ def test_chat_at_the_prompt_and_in_an_answer(terminal):
     assert started.output.endswith(b"\r\n")
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_at_the_prompt_leaves_the_terminal_as_it_was(terminal, number):
     started = terminal("chat")
     started.until(b"> ")

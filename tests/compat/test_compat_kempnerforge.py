@@ -693,22 +693,25 @@ class AroundTheMode(Toy):
             return logits.sigmoid()
 
 
+ENTANGLED = [
+    (SumsOverKeys, "torch.Tensor.sum is not called alike", True),
+    (WindowOfOne, "torch.Tensor.narrow is not called alike", True),
+    (Places, "torch.Tensor.matmul is not called alike", True),
+    (ByName, "torch.pow", True),
+    (PickedRows, "torch.Tensor.__getitem__", True),
+    (LongRows, "torch.Tensor.__getitem__ is not called alike", True),
+    (Scripted, "torch.jit", True),
+    (ScriptedFunction, "under watch it fails with RuntimeError|aten", True),
+    (AroundTheMode, "aten.sigmoid", True),
+    (Late, "torch.Tensor.softmax", False),
+    (ManyAtOnce, "torch.Tensor.__getitem__ is not called alike", False),
+    (LongNumber, "torch.Tensor.mul is not called alike", False),
+]
+
+
 @pytest.mark.parametrize(
     ("cls", "why", "at_once"),
-    [
-        (SumsOverKeys, "torch.Tensor.sum is not called alike", True),
-        (WindowOfOne, "torch.Tensor.narrow is not called alike", True),
-        (Places, "torch.Tensor.matmul is not called alike", True),
-        (ByName, "torch.pow", True),
-        (PickedRows, "torch.Tensor.__getitem__", True),
-        (LongRows, "torch.Tensor.__getitem__ is not called alike", True),
-        (Scripted, "torch.jit", True),
-        (ScriptedFunction, "under watch it fails with RuntimeError|aten", True),
-        (AroundTheMode, "aten.sigmoid", True),
-        (Late, "torch.Tensor.softmax", False),
-        (ManyAtOnce, "torch.Tensor.__getitem__ is not called alike", False),
-        (LongNumber, "torch.Tensor.mul is not called alike", False),
-    ],
+    slow_but(ENTANGLED[::3], ENTANGLED),
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_rows_that_may_see_each_other_get_the_same_bits_in_every_schedule(cls, why, at_once):

@@ -134,6 +134,7 @@ def test_the_paths_of_the_originals_have_their_names(line):
     assert getattr(parent, child) is module
 
 
+@pytest.mark.slow
 def test_a_path_is_imported_first_and_another_one_is_not_found():
     """In a process that has imported nothing else."""
     program = (

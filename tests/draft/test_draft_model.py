@@ -18,6 +18,7 @@ from support.requests_mixed import (
     all_facts,
     facts,
     finish_despite_ctrl_c,
+    generated,
     mixed_requests,
     press_ctrl_c,
 )
@@ -154,8 +155,7 @@ def test_the_model_itself_guesses_every_token(name: str, dtype: str, number: int
     """Noise, positions, penalties, bans and samples are those that the engine draws with."""
     prompts, params = exact_requests()
     model, twin = (make_toy(name, dtype=getattr(torch, dtype)) for _ in range(2))
-    with LLM(model, block_size=4, max_batch_tokens=60) as llm:
-        expected = all_facts(llm.generate(prompts, params))
+    expected = generated(LLM(model, block_size=4, max_batch_tokens=60), prompts, params)
     with LLM(model, draft=twin, num_draft_tokens=number, block_size=4, max_batch_tokens=60) as llm:
         poison(llm)
         results = llm.generate(prompts, params)
@@ -365,8 +365,7 @@ def test_holdings_take_back_from_the_least_recently_used_and_never_from_the_livi
 def test_aborted_and_timed_out_requests_leave_nothing_behind() -> None:
     model = make_toy("qwen3")
     prompts, params = mixed_requests(12)
-    with LLM(model) as llm:
-        expected = all_facts(llm.generate(prompts, params))
+    expected = generated(LLM(model), prompts, params)
     with LLM(model, draft=make_toy("qwen3", seed=1), num_draft_tokens=4) as llm:
         for _ in range(3):
             stream = llm.stream(PROMPT, SamplingParams(seed=1, max_tokens=50, ignore_eos=True))
@@ -385,8 +384,7 @@ def test_ctrl_c_anywhere_in_a_draft_loses_neither_words_nor_blocks(
 ) -> None:
     prompts, params = exact_requests()
     model, rng = make_toy("qwen3"), random.Random(6)
-    with LLM(model) as llm:
-        expected = all_facts(llm.generate(prompts, params))
+    expected = generated(LLM(model), prompts, params)
     with LLM(model, draft=make_toy("qwen3"), num_draft_tokens=4, block_size=4) as llm:
         poison(llm)
         engine, proposer = llm.engine, proposer_of(llm)
@@ -510,8 +508,7 @@ def test_a_closed_engine_lets_go_of_the_draft_model() -> None:
 def test_a_draft_model_of_nan_or_one_that_raises_costs_no_word() -> None:
     prompts, params = mixed_requests(12)
     model = make_toy("qwen3")
-    with LLM(model) as llm:
-        expected = all_facts(llm.generate(prompts, params))
+    expected = generated(LLM(model), prompts, params)
     draft = make_toy("llama")
     with torch.no_grad():
         draft.model.embed_tokens.weight.fill_(math.nan)

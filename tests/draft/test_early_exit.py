@@ -20,6 +20,7 @@ from support.requests_mixed import (
     all_facts,
     facts,
     finish_despite_ctrl_c,
+    generated,
     mixed_requests,
     press_ctrl_c,
 )
@@ -227,8 +228,7 @@ def test_layers_that_add_nothing_make_every_guess_right() -> None:
     ]
     prompts = [random_ids(3 + 9 * i, i) for i in range(len(kinds))]
     params = [SamplingParams(seed=i, max_tokens=26, logprobs=1, **k) for i, k in enumerate(kinds)]
-    with LLM(model) as llm:
-        expected = all_facts(llm.generate(prompts, params))
+    expected = generated(LLM(model), prompts, params)
     for number in (1, 4):
         with LLM(model, draft=EarlyExit(2), num_draft_tokens=number, block_size=4) as llm:
             assert all_facts(llm.generate(prompts, params)) == expected
@@ -243,8 +243,7 @@ def test_a_structure_is_kept_in_mind_while_drafting() -> None:
         SamplingParams(regex=r"[a-z ]*\.", temperature=0.0, seed=3, max_tokens=20),
         SamplingParams(temperature=0.7, seed=4, max_tokens=20),
     ]
-    with LLM() as llm:
-        expected = all_facts(llm.generate(prompts, params))
+    expected = generated(LLM(), prompts, params)
     with LLM(draft=EarlyExit(3), num_draft_tokens=4) as llm:
         assert all_facts(llm.generate(prompts, params)) == expected
         assert llm.stats()["draft"]["drafted"] > 0 == llm.stats()["draft"]["errors"]
@@ -255,8 +254,7 @@ def test_ctrl_c_and_aborts_in_the_middle_of_a_draft_cost_no_word(
 ) -> None:
     prompts, params = mixed_requests(12)
     model, rng = make_toy("qwen3_moe"), random.Random(4)
-    with LLM(model) as llm:
-        expected = all_facts(llm.generate(prompts, params))
+    expected = generated(LLM(model), prompts, params)
     with LLM(model, draft=EarlyExit(2), num_draft_tokens=4, block_size=4) as llm:
         stream = llm.stream(PROMPT, SamplingParams(seed=1, max_tokens=50, ignore_eos=True))
         next(stream), next(stream)

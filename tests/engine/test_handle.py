@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.pairwise import slow_but
 from support.requests_mixed import all_facts, facts, mixed_requests
 from support.toys import make_toy, random_ids
 from verbatim import (
@@ -480,7 +481,7 @@ def test_a_live_modules_weights_are_not_dropped(llm: LLM) -> None:
     assert len(ids(llm.generate(PROMPT, SHORT))) == 5
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "deepseek_v3"])
+@pytest.mark.parametrize("name", slow_but(["gpt2"], ["llama", "gpt2", "deepseek_v3"]))
 def test_dropped_weights_come_back_with_the_same_bits(tmp_path: Path, name: str) -> None:
     make_toy(name, tie_word_embeddings=name != "deepseek_v3").save_pretrained(tmp_path)
     prompts, params = mixed_requests(7)

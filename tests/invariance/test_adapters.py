@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from support.lora import merge, save_adapter
-from support.requests_mixed import all_facts
+from support.requests_mixed import all_facts, generated
 from support.stages import ThreadHosts
 from support.toys import make_toy, random_ids
 from verbatim import (
@@ -297,8 +297,7 @@ def test_a_rollout_is_scored_with_its_adapter(toy: Toy, llm: LLM) -> None:
 def test_beams_on_a_live_module_take_adapters(toy: Toy) -> None:
     params = SamplingParams(num_beams=3, n=2, max_tokens=5, seed=0, temperature=0.0)
     params, module = params.replace(adapter=NAMES[4]), toy.make()
-    with LLM(module, adapters=toy.adapters) as llm:
-        found = all_facts(llm.generate(toy.prompts, params))
+    found = generated(LLM(module, adapters=toy.adapters), toy.prompts, params)
     with LLM(module, adapters=toy.adapters, fused=False, max_batch_tokens=7) as llm:
         assert all_facts(llm.generate(toy.prompts, params)) == found
     assert not any("forward" in layer.__dict__ for layer in module.modules())

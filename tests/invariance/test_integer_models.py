@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from support.programs import run_without_kernels
-from support.requests_mixed import all_facts, mixed_requests
+from support.requests_mixed import all_facts, generated, mixed_requests
 from support.toys import make_toy, random_ids
 from verbatim import (
     LLM,
@@ -168,8 +168,7 @@ def test_the_cache_serves_both(
     expected = {}
     for _ in range(2):
         for quantization in ("w8a8", "int8"):
-            with LLM(folders("llama"), quantization=quantization) as llm:
-                facts = all_facts(llm.generate(*requests))
+            facts = generated(LLM(folders("llama"), quantization=quantization), *requests)
             assert expected.setdefault(quantization, facts) == facts
     assert len(list((tmp_path / "verbatim").glob("*.safetensors"))) == 1
 

@@ -14,7 +14,7 @@ import torch
 
 from support.odd_toys import DTYPES, MODELS, open_toy
 from support.pairwise import slow_but
-from support.requests_mixed import all_facts, facts, mixed_requests
+from support.requests_mixed import all_facts, facts, generated, mixed_requests
 from support.stages import ThreadHosts, serving
 from support.toys import make_toy, random_ids
 from verbatim import LLM, Cluster, SamplingParams
@@ -95,8 +95,7 @@ def test_evicted_requests_finish_with_the_same_bits(name: str, dtype: str) -> No
 def test_every_chunk_size_gives_the_same_bits(name: str) -> None:
     prompts, params = [random_ids(23, 1), random_ids(9, 2)], mixed_requests(12)[1]
     params = [params[7].replace(**routed(name)), params[9]]
-    with open_toy(name, "bfloat16") as llm:
-        expected = all_facts(llm.generate(prompts, params))
+    expected = generated(open_toy(name, "bfloat16"), prompts, params)
     for rows in range(1, 25):
         with open_toy(name, "bfloat16", max_batch_tokens=rows, block_size=1 + rows % 7) as llm:
             assert all_facts(llm.generate(prompts, params)) == expected, f"chunks of {rows}"
@@ -108,8 +107,7 @@ def test_found_prefixes_give_the_same_bits(name: str, dtype: str) -> None:
     params = [p if p.num_beams > 1 else p.replace(**routed(name)) for p in params]
     stem = random_ids(37, seed=99)
     prompts = [stem[: 8 * (i % 5)] + prompt for i, prompt in enumerate(prompts)]
-    with open_toy(name, dtype, block_size=4, prefix_cache=False) as llm:
-        expected = all_facts(llm.generate(prompts, params))
+    expected = generated(open_toy(name, dtype, block_size=4, prefix_cache=False), prompts, params)
     with open_toy(name, dtype, block_size=4) as llm:
         forever = SamplingParams(max_tokens=150, seed=1, ignore_eos=True)
         # A first request that runs on keeps the cache of a live module alive for the others.
@@ -127,8 +125,7 @@ def test_found_prefixes_give_the_same_bits(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_priorities_and_interruptions_change_no_bit(name: str) -> None:
     prompts, params = mixed_requests()
-    with open_toy(name, "bfloat16") as llm:
-        expected = all_facts(llm.generate(prompts, params))
+    expected = generated(open_toy(name, "bfloat16"), prompts, params)
     for rng_seed in range(3):
         rng = random.Random(rng_seed)
         ranked = [p.replace(priority=rng.randint(-3, 3)) for p in params]
@@ -155,8 +152,7 @@ def test_priorities_and_interruptions_change_no_bit(name: str) -> None:
 def test_on_two_stages_and_after_a_kill(name: str, dtype: str, tmp_path: Path) -> None:
     prompts, params = mixed_requests()
     make_toy(name, dtype=DTYPES[dtype], **MODELS[name]).save_pretrained(tmp_path)
-    with LLM(tmp_path) as llm:
-        expected = all_facts(llm.generate(prompts, params))
+    expected = generated(LLM(tmp_path), prompts, params)
     with LLM(tmp_path, placement=Cluster(stages=2, hosts=ThreadHosts())) as llm:
         assert all_facts(llm.generate(prompts, params)) == expected, "on two stages"
         for victim in (0, 1):

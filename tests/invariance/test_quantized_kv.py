@@ -25,7 +25,7 @@ from support.attention_cases import (
     story,
 )
 from support.odd_toys import DTYPES, MODELS, open_toy
-from support.requests_mixed import all_facts, facts, mixed_requests
+from support.requests_mixed import all_facts, facts, generated, mixed_requests
 from support.toys import make_toy
 from verbatim import LLM, NotSupported, SamplingParams, kernels
 from verbatim.batch import AttentionBatch
@@ -317,8 +317,7 @@ def test_the_reference_is_as_invariant(kv_dtype: str, monkeypatch: pytest.Monkey
     for module in ("attention", "quantized"):
         monkeypatch.setattr(f"verbatim.kv.{module}.library_for", lambda device: None)
     prompts, params = mixed_requests(9)
-    with open_toy("llama", "float32", kv_dtype=kv_dtype) as llm:
-        expected = all_facts(llm.generate(prompts, params))
+    expected = generated(open_toy("llama", "float32", kv_dtype=kv_dtype), prompts, params)
     with open_toy("llama", "float32", kv_dtype=kv_dtype, max_batch_tokens=9, block_size=3) as llm:
         assert all_facts(llm.generate(prompts, params)) == expected
 

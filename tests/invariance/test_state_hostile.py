@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from support.requests_mixed import all_facts, facts
+from support.pairwise import parametrize_combinations, slow_but
+from support.requests_mixed import all_facts, facts, generated
 from support.states import check_nothing_is_left
 from support.toys import RECURRENT_FAMILIES, RECURRENT_TOYS, make_toy, random_ids
 from verbatim import LLM, OutOfBlocks, RequestFailed, SamplingParams
@@ -31,8 +32,7 @@ def nan_embedding(model: Any) -> Iterator[None]:
         weight[NAN_ID] = kept
 
 
-@pytest.mark.parametrize("draft", [None, "ngram"])
-@pytest.mark.parametrize("name", RECURRENT_FAMILIES)
+@parametrize_combinations(name=RECURRENT_FAMILIES, draft=[None, "ngram"])
 def test_a_state_of_nan_fails_its_request_alone(name: str, draft: str | None) -> None:
     model, params = make_toy(name, tie_word_embeddings=False), GREEDY.replace(bad_words=[[NAN_ID]])
     good = [[i for i in random_ids(n, seed=n) if i != NAN_ID] for n in (9, 40, 3)]
@@ -52,13 +52,12 @@ def test_a_state_of_nan_fails_its_request_alone(name: str, draft: str | None) ->
         check_nothing_is_left(llm)
 
 
-@pytest.mark.parametrize("name", RECURRENT_FAMILIES)
+@pytest.mark.parametrize("name", slow_but(RECURRENT_FAMILIES[::3], RECURRENT_FAMILIES))
 def test_without_room_for_snapshots_prompts_are_computed_again(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, prompt = make_toy(name), random_ids(33, seed=1)
-    with LLM(model, prefix_cache=False) as llm:
-        expected = all_facts(llm.generate([prompt] * 3, GREEDY))
+    expected = generated(LLM(model, prefix_cache=False), [prompt] * 3, GREEDY)
     # The zero state, and those that one sequence reads and writes.
     monkeypatch.setattr(EngineOptions, "num_states", lambda self, state_bytes: 3)
     with LLM(model, block_size=4, draft="ngram") as llm:
@@ -68,7 +67,7 @@ def test_without_room_for_snapshots_prompts_are_computed_again(
         check_nothing_is_left(llm)
 
 
-@pytest.mark.parametrize("name", RECURRENT_TOYS)
+@pytest.mark.parametrize("name", slow_but(RECURRENT_FAMILIES[::3], RECURRENT_TOYS))
 def test_a_budget_below_one_state_is_refused_by_name(name: str) -> None:
     model = make_toy(name)
     with LLM(model) as llm:
@@ -94,7 +93,7 @@ class HalfRight:
         return drafts
 
 
-@pytest.mark.parametrize("name", RECURRENT_FAMILIES)
+@pytest.mark.parametrize("name", slow_but(RECURRENT_FAMILIES[::3], RECURRENT_FAMILIES))
 def test_samples_that_fork_amid_drafts_keep_their_states(name: str) -> None:
     model, prompt = make_toy(name), random_ids(19, seed=4)
     params = SamplingParams(n=4, max_tokens=40, seed=3, ignore_eos=True, logprobs=0)

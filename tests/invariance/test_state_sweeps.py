@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.requests_mixed import all_facts, facts, mixed_requests
+from support.requests_mixed import all_facts, facts, generated, mixed_requests
 from support.states import check_nothing_is_left
 from support.toys import RECURRENT_FAMILIES, make_toy, random_ids
 from verbatim import LLM, PromptTooLong, SamplingParams
@@ -39,8 +39,7 @@ class Guesses:
 def test_a_prefix_of_any_length_to_200_is_found_and_changes_no_bit(name: str) -> None:
     stem, tail = random_ids(200, seed=7), random_ids(5, seed=8)
     model, lengths = make_toy(name), range(1, 201)
-    with LLM(model, prefix_cache=False) as llm:
-        expected = all_facts(llm.generate([stem[:n] + tail for n in lengths], GREEDY))
+    expected = generated(LLM(model, prefix_cache=False), [stem[:n] + tail for n in lengths], GREEDY)
     with LLM(model, block_size=4) as llm:
         llm.engine.live = False  # its cached prefixes outlive what runs
         for n, same in zip(lengths, expected, strict=True):
@@ -131,8 +130,7 @@ def test_2000_requests_stay_within_the_slots(name: str, monkeypatch: Any) -> Non
         SamplingParams(max_tokens=2 + i % 6, n=1 + (i % 5 == 0), seed=i, ignore_eos=True)
         for i in range(40)
     ]
-    with LLM(model, prefix_cache=False) as llm:
-        expected = all_facts(llm.generate(prompts, params))
+    expected = generated(LLM(model, prefix_cache=False), prompts, params)
     monkeypatch.setattr(EngineOptions, "num_states", lambda self, state_bytes: 12)
     with LLM(model, block_size=4, kv_memory="1MB", max_batch_tokens=48, draft="ngram") as llm:
         engine = llm.engine

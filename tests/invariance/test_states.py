@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from support.pairwise import parametrize_combinations, slow_but
-from support.requests_mixed import all_facts, facts, mixed_requests
+from support.requests_mixed import all_facts, facts, generated, mixed_requests
 from support.stages import ThreadHosts, serving
 from support.states import check_nothing_is_left
 from support.toys import RECURRENT_TOYS, make_toy, random_ids
@@ -163,8 +163,7 @@ def test_a_prefix_of_any_length_is_found_and_changes_no_bit(name: str) -> None:
 @pytest.mark.parametrize("name", ALL_TOYS)
 def test_an_eviction_after_any_step_changes_no_bit(name: str) -> None:
     prompts, params = mixed_requests(9)
-    with LLM(make_toy(name), prefix_cache=False) as llm:
-        expected = all_facts(llm.generate(prompts, params))
+    expected = generated(LLM(make_toy(name), prefix_cache=False), prompts, params)
     with LLM(make_toy(name), block_size=4, max_batch_tokens=24) as llm:
         engine = llm.engine
         requests = [engine.admission.admit(p, q) for p, q in zip(prompts, params, strict=True)]
@@ -182,8 +181,7 @@ def test_an_eviction_after_any_step_changes_no_bit(name: str) -> None:
 @pytest.mark.parametrize("slots", [3, 4, 7])
 def test_few_slots_are_shared_by_many_requests(slots: int, monkeypatch: Any) -> None:
     prompts, params = mixed_requests(12)
-    with LLM(make_toy("lfm2"), prefix_cache=False) as llm:
-        expected = all_facts(llm.generate(prompts, params))
+    expected = generated(LLM(make_toy("lfm2"), prefix_cache=False), prompts, params)
     monkeypatch.setattr(EngineOptions, "num_states", lambda self, state_bytes: slots)
     with LLM(make_toy("lfm2"), block_size=4) as llm:
         assert llm.info()["state_slots"] == slots
@@ -252,8 +250,7 @@ def test_a_session_goes_on_from_its_state_or_from_an_earlier_prompt(name: str) -
 def test_a_killed_stage_gets_its_states_back(name: str, tmp_path: Any) -> None:
     prompts, params = mixed_requests(12)
     make_toy(name).save_pretrained(tmp_path)
-    with LLM(tmp_path) as llm:
-        expected = all_facts(llm.generate(prompts, params))
+    expected = generated(LLM(tmp_path), prompts, params)
     # Micro-batches of at most 12 rows, so that a prompt goes through in pieces.
     stages = Cluster(stages=2, hosts=ThreadHosts(), micro_batches=2)
     with LLM(tmp_path, placement=stages, max_batch_tokens=24) as llm:
@@ -281,8 +278,7 @@ def test_layers_that_pass_on_more_than_hidden_states_are_not_cut(tmp_path: Any) 
 def test_offloaded_layers_keep_their_states(name: str, tmp_path: Any) -> None:
     prompts, params = mixed_requests(12)
     make_toy(name).save_pretrained(tmp_path)
-    with LLM(tmp_path) as llm:
-        expected = all_facts(llm.generate(prompts, params))
+    expected = generated(LLM(tmp_path), prompts, params)
     offload = Offload(weights=(0, 20, 80), kv=(0, 50, 50), activations=(0, 0, 100))
     with LLM(tmp_path, placement=offload, max_batch_tokens=24) as llm:
         assert all_facts(llm.generate(prompts, params)) == expected
@@ -297,8 +293,7 @@ def test_offloaded_layers_keep_their_states(name: str, tmp_path: Any) -> None:
 def test_ranks_compute_the_same(name: str, tmp_path: Any) -> None:
     prompts, params = mixed_requests(12)
     make_toy(name).save_pretrained(tmp_path)
-    with LLM(tmp_path) as llm:
-        expected = all_facts(llm.generate(prompts, params))
+    expected = generated(LLM(tmp_path), prompts, params)
     with LLM(tmp_path, placement=TensorParallel(size=2), max_batch_tokens=24) as llm:
         assert all_facts(llm.generate(prompts, params)) == expected
         llm.sleep()

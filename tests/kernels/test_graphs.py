@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.requests_mixed import all_facts
+from support.requests_mixed import generated
 from support.toys import make_toy, random_ids
 from verbatim import LLM, SamplingParams
 from verbatim.placement.graphs import DecodeGraphs, rounded_rows
@@ -66,14 +66,12 @@ def test_recorded_steps_give_the_same_bits(name: str, recording: Counting) -> No
     prompts = [random_ids(3 + 2 * i, i) for i in range(11)]
     params = [SamplingParams(max_tokens=2 + 2 * i, seed=i, ignore_eos=True) for i in range(11)]
     module = make_toy(name, dtype=torch.bfloat16)
-    with LLM(module) as llm:
-        found = all_facts(llm.generate(prompts, params))
+    found = generated(LLM(module), prompts, params)
     assert recording.runs == 21 and recording.recorded == 5  # of 16, 8, 4, 2 and 1 rows
     recorded = recording.runs
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DecodeGraphs, "run", lambda self, batch: None)
-        with LLM(module) as llm:
-            assert all_facts(llm.generate(prompts, params)) == found
+        assert generated(LLM(module), prompts, params) == found
     assert recording.runs == recorded
 
 

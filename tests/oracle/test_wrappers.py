@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from support import toys
+from support.pairwise import slow_but
 from support.requests_mixed import all_facts, mixed_requests
 from support.sweep_forward import assert_equal_in_every_schedule
 from support.toy_tokenizers import byte_level
@@ -25,7 +26,7 @@ def wrapper_folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
     return toys.saver(tmp_path_factory, make_wrapper)
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", slow_but(list(SUPPORTED)[::3], SUPPORTED))
 def test_logits_are_the_wrappers_own(name: str, wrapper_folders: Callable[[str], Path]) -> None:
     model = make_wrapper(name)
     assert_equal_in_every_schedule(model, Decoder(model))

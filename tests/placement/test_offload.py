@@ -702,8 +702,7 @@ def test_a_folder_that_cannot_be_written_is_named(
     assert _no_threads_left(thread_names)
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "inline"])
-@pytest.mark.parametrize("after", [0, 1, 4, 7, 20])
+@parametrize_combinations(after=[0, 1, 4, 7, 20], overlap=[True, False])
 def test_ctrl_c_in_the_middle_of_a_layer_leaves_the_engine_as_it_was(
     after: int, overlap: bool, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from support.pairwise import slow_but
 from support.stages import ThreadHosts, serving
 from support.toys import random_ids
 from verbatim import (
@@ -44,7 +45,9 @@ def stages() -> Cluster:
     return Cluster(stages=2, hosts=ThreadHosts())
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_5", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", slow_but(["qwen3_5", "qwen3_moe"], ["llama", "qwen3_5", "qwen3_moe", "deepseek_v3"])
+)
 @pytest.mark.parametrize(
     ("write", "read"),
     [(on_disk, None), (None, on_disk), (stages, None), (None, stages), (on_disk, stages)],

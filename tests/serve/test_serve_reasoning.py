@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 from support import toys
+from support.pairwise import slow_but
 from support.serving import Served, serving
 from support.tool_templates import HERMES, THINKING, tokenizer
 from verbatim import LLM
@@ -66,9 +67,7 @@ def test_an_answer_that_begins_within_reasoning_is_split(served):
     assert error["param"] == "reasoning_effort"
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
-)
+@pytest.mark.parametrize("seed", slow_but([0], range(3)))
 @pytest.mark.parametrize("effort", ["low", "none"])
 def test_a_structure_begins_after_the_reasoning(served, seed, effort):
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}

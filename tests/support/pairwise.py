@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -62,14 +63,19 @@ def slow_but(fast: Collection[Any], values: Iterable[Any]) -> list[Any]:
 def parametrize_combinations(**dimensions: Sequence[Any]) -> pytest.MarkDecorator:
     """Run a test with every combination of values, in the slow suite but for a few that have all values."""
     places = {name: [str(i) for i in range(len(values))] for name, values in dimensions.items()}
+    cases = list(itertools.product(*places.values()))
     fast: list[Case] = []
-    left = {(name, i) for name, values in places.items() for i in values}
-    for case in covering(places, ()):
-        if left:
-            fast.append(case)
-            left -= set(zip(places, case, strict=True))
+    uses: Counter[Choice] = Counter()
+
+    def seen(case: Case) -> tuple[int, int]:
+        counts = [uses[choice] for choice in zip(places, case, strict=True)]
+        return -counts.count(0), sum(counts)
+
+    while len(uses) < sum(map(len, places.values())):
+        fast.append(min(cases, key=seen))
+        uses.update(zip(places, fast[-1], strict=True))
     params = []
-    for case in itertools.product(*places.values()):
+    for case in cases:
         values = [dimensions[name][int(i)] for name, i in zip(places, case, strict=True)]
         params.append(pytest.param(*values, marks=[pytest.mark.slow] * (case not in fast)))
     return pytest.mark.parametrize(tuple(dimensions), params)

@@ -6,7 +6,7 @@ import signal
 from typing import Any
 
 from support.toys import VOCAB, random_ids
-from verbatim import Result, SamplingParams
+from verbatim import LLM, Result, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9)
 
@@ -83,6 +83,12 @@ def _bits(tensor: Any) -> Any:
 
 def all_facts(results: list[Result]) -> list[Any]:
     return [facts(result) for result in results]
+
+
+def generated(llm: LLM, prompts: Any, params: Any) -> list[Any]:
+    """Return the facts of what an engine generates, and close it."""
+    with llm:
+        return all_facts(llm.generate(prompts, params))
 
 
 def press_ctrl_c(patch: Any, rng: Any, chance: float, owner: Any, *names: str) -> None:

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_layers import MtpModel
 
+from support.pairwise import slow_but
 from verbatim import storyteller
 
 TOOLS = Path(__file__).parents[2] / "tools" / "storyteller"
@@ -191,7 +192,10 @@ def lapses(tools: Tools, text: str) -> list[str]:
     return [p for p in found if "named" not in p and "story about" not in p and " is [" not in p]
 
 
-@pytest.mark.parametrize("prompt", ["Once upon a time", "One day", "In a small village"])
+@pytest.mark.parametrize(
+    "prompt",
+    slow_but(["Once upon a time"], ["Once upon a time", "One day", "In a small village"]),
+)
 def test_a_greedy_story_is_coherent_and_ends(
     tools: Tools, model: Any, tokenizer: Any, prompt: str
 ) -> None:
