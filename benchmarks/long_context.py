@@ -41,7 +41,7 @@ def main() -> None:
         with LLM(folder, max_length=64, kv_memory="300MB") as llm:
             info = llm.info()
         EngineOptions.num_states = lambda self, state_bytes: NUM_STATES  # type: ignore[method-assign]
-        needed = (options.tokens + BLOCK) * info["kv_bytes_per_token"]
+        needed = (-(-options.tokens // BLOCK) + 1) * BLOCK * info["kv_bytes_per_token"]
         needed += NUM_STATES * info["state_bytes"]
         with LLM(folder, kv_memory=needed, block_size=BLOCK) as llm:
             params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
