@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from support import checkpoints
 from support.checkpoints import check_other_placements, save
-from support.requests_mixed import all_facts, mixed_requests
+from support.requests_mixed import all_facts, generated, mixed_requests
 from support.toys import make_toy, random_ids
 from verbatim import (
     LLM,
@@ -158,8 +158,7 @@ def test_the_numbers_are_those_of_the_file(name: str, tmp_path: Path) -> None:
             found, expected_scores(module, ids), atol=2e-4 if exact else 0.3, rtol=0
         )
     assert told["format"].startswith(kind)
-    with LLM(tmp_path / "plain") as llm:
-        assert (all_facts(llm.generate(*requests)) == outputs) is exact
+    assert (generated(LLM(tmp_path / "plain"), *requests) == outputs) is exact
     with LLM(tmp_path / "quantized", placement=Offload(weights=(0, 0, 100))) as llm:
         assert all_facts(llm.generate(*requests)) == outputs
 
@@ -202,8 +201,7 @@ def test_an_adapter_folder_opens_through_its_base(tmp_path: Path) -> None:
         llm.wake()
         assert all_facts(llm.generate(*requests)) == outputs
     for placement in (Offload(cpu="64MB"), Cluster(stages=2)):
-        with LLM(adapter, placement=placement) as llm:
-            assert all_facts(llm.generate(*requests)) == outputs
+        assert generated(LLM(adapter, placement=placement), *requests) == outputs
     with LLM(adapter, quantization="int8") as llm:
         llm.score(PROMPTS)
 
@@ -303,11 +301,9 @@ def test_new_weights_are_rounded_to_the_format_that_is_held(tmp_path: Path) -> N
 def test_ranks_hold_their_share_as_it_is_stored(name: str, tmp_path: Path) -> None:
     written(name, tmp_path)
     requests = mixed_requests(4)
-    with LLM(tmp_path) as llm:
-        outputs = all_facts(llm.generate(*requests))
+    outputs = generated(LLM(tmp_path), *requests)
     for placement in (TensorParallel(2), PipelineParallel(2)):
-        with LLM(tmp_path, placement=placement) as llm:
-            assert all_facts(llm.generate(*requests)) == outputs
+        assert generated(LLM(tmp_path, placement=placement), *requests) == outputs
 
 
 @pytest.mark.parametrize(

@@ -313,7 +313,8 @@ def test_fused_and_plain_layers_agree_in_bits_and_routing(case: str, dtype: torc
 @needs_kernels
 @pytest.mark.parametrize("case", [*ROUTED, "dbrx", "jetmoe", "longcat_flash"])
 def test_no_supported_mixture_needs_the_override(case: str) -> None:
-    assert not opened(build(case)).decoder.spec.needs_override
+    called = {"exp"} if case == "beam" else set()  # by its own code
+    assert opened(build(case)).decoder.spec.needs_override == called
 
 
 @needs_kernels

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from support import sweep, toys
-from support.requests_mixed import all_facts
+from support.pairwise import slow_but
+from support.requests_mixed import all_facts, generated
 from support.stages import ThreadHosts
 from verbatim import LLM, Cluster, InvalidRequest, NotSupported, Offload, SamplingParams, rl
 
@@ -144,13 +145,12 @@ PLACEMENTS = {
 }
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", slow_but(("cluster", "disk"), PLACEMENTS))
 def test_other_placements_record_and_replay_the_same_bits(
     placement: str, name: str, folder: Path, recorded: list[Any]
 ) -> None:
     changed = [other_keys(len(r.outputs[0].indices), LAYERS[name]) for r in recorded]
-    with LLM(folder, kv_memory="1MB") as llm:
-        expected = all_facts(llm.generate(PROMPTS, replays(changed)))
+    expected = generated(LLM(folder, kv_memory="1MB"), PROMPTS, replays(changed))
     with LLM(folder, max_length=60, placement=PLACEMENTS[placement]()) as llm:
         assert all_facts(llm.generate(PROMPTS, RECORD)) == all_facts(recorded)
         assert all_facts(llm.generate(PROMPTS, replays(changed))) == expected

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from support.checkpoints import check_other_placements
-from support.requests_mixed import all_facts, mixed_requests
+from support.requests_mixed import all_facts, generated, mixed_requests
 from support.toys import make_toy
 from verbatim import LLM, ModelError, NotSupported, Offload
 
@@ -86,8 +86,7 @@ def test_the_numbers_are_those_of_torchao(kind: str, tmp_path: Path) -> None:
     module = write(tmp_path / "quantized", kind)
     module.save_pretrained(tmp_path / "plain")
     requests = mixed_requests(4)
-    with LLM(tmp_path / "plain") as llm:
-        expected = all_facts(llm.generate(*requests))
+    expected = generated(LLM(tmp_path / "plain"), *requests)
     with LLM(tmp_path / "quantized") as llm:
         assert llm.info()["quantization"]["format"] == KINDS[kind]
         assert all_facts(llm.generate(*requests)) == expected

@@ -9,7 +9,7 @@ import pytest
 
 from support import toys
 from support.pairwise import slow_but
-from support.requests_mixed import all_facts, mixed_requests
+from support.requests_mixed import all_facts, generated, mixed_requests
 from support.sweep_forward import assert_equal_in_every_schedule
 from support.toy_tokenizers import byte_level
 from support.wrappers import PLACEHOLDER, REFUSED, SUPPORTED, make_wrapper
@@ -45,8 +45,7 @@ def test_others_are_refused_by_name(name: str) -> None:
 def test_offloaded_tokens_are_the_same(name: str, wrapper_folders: Callable[[str], Path]) -> None:
     prompts, params = mixed_requests(6)
     prompts = [[i for i in ids if i != PLACEHOLDER] for ids in prompts]
-    with LLM(wrapper_folders(name)) as llm:
-        expected = all_facts(llm.generate(prompts, params))
+    expected = generated(LLM(wrapper_folders(name)), prompts, params)
     with LLM(wrapper_folders(name), placement=Offload(gpu="200MB")) as llm:
         assert all_facts(llm.generate(prompts, params)) == expected
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from support import toys
 from support.mtp_toys import save_with_mtp, toy
 from support.pairwise import slow_but
-from support.requests_mixed import all_facts, facts, mixed_requests
+from support.requests_mixed import all_facts, facts, generated, mixed_requests
 from support.stages import ThreadHost, ThreadHosts, num_threads, serving
 from verbatim import (
     LLM,
@@ -68,8 +68,7 @@ def clustered(folder: Path, hosts: ThreadHosts | None = None, **settings: Any) -
 
 @cache
 def resident(folder: Path, count: int = 17, **options: Any) -> list[Any]:
-    with LLM(folder, max_length=200, **options) as llm:
-        return all_facts(llm.generate(*mixed_requests(count)))
+    return generated(LLM(folder, max_length=200, **options), *mixed_requests(count))
 
 
 @pytest.mark.parametrize(
@@ -228,8 +227,7 @@ def test_without_a_replacement_the_request_fails_and_the_others_go_on_later(
     saved: Callable[[str], Path],
 ) -> None:
     prompt, params = toys.random_ids(20, 1), SamplingParams(max_tokens=8, seed=3)
-    with LLM(saved("gpt2")) as llm:
-        (expected,) = all_facts(llm.generate([prompt], params))
+    (expected,) = generated(LLM(saved("gpt2")), [prompt], params)
     hosts = ThreadHosts()
     with clustered(saved("gpt2"), hosts) as llm, llm.session(max_length=100, seed=3) as session:
         assert facts(session.generate(prompt, params.replace(max_tokens=5)))
@@ -335,8 +333,7 @@ def test_a_copy_of_a_block_that_was_not_kept(saved: Callable[[str], Path]) -> No
         SamplingParams(max_tokens=9, seed=2, n=2, ignore_eos=True),
     ]
     options = dict(block_size=4, max_batch_tokens=4, prefix_cache=False)
-    with LLM(saved("gpt2")) as llm:
-        expected = all_facts(llm.generate(prompts, params))
+    expected = generated(LLM(saved("gpt2")), prompts, params)
     with clustered(saved("gpt2"), keep=3200, **options) as llm:
         assert llm.engine.runner.group.members[1].kept_blocks == 3  # 0, 1 and 2
         at_batch(serving(llm)[2], 4, kill)
@@ -347,8 +344,7 @@ def test_a_copy_of_a_block_that_was_not_kept(saved: Callable[[str], Path]) -> No
 def test_two_losses_in_the_step_that_copies_a_block(saved: Callable[[str], Path]) -> None:
     """After the first, what is copied from is nobody's any more, and was not computed again."""
     prompt, params = toys.random_ids(3, 2), SamplingParams(max_tokens=6, seed=2, n=2)
-    with LLM(saved("gpt2")) as llm:
-        expected = all_facts(llm.generate([prompt], params))
+    expected = generated(LLM(saved("gpt2")), [prompt], params)
     with clustered(saved("gpt2"), block_size=4, prefix_cache=False) as llm:
         llm.engine.scheduler.max_sequences = 1  # the other sample holds the block, and waits
         at_batch(serving(llm)[1], 1, kill)
@@ -360,8 +356,7 @@ def test_two_losses_in_the_step_that_copies_a_block(saved: Callable[[str], Path]
 def test_a_sample_that_ends_while_it_waits_for_a_seat(saved: Callable[[str], Path]) -> None:
     prompt = toys.random_ids(6, 2)
     params = SamplingParams(max_tokens=1, seed=2, n=3, record_routing=True)
-    with LLM(saved("qwen3_moe")) as llm:
-        expected = all_facts(llm.generate([prompt], params))
+    expected = generated(LLM(saved("qwen3_moe")), [prompt], params)
     with clustered(saved("qwen3_moe"), block_size=4, prefix_cache=False) as llm:
         llm.engine.scheduler.max_sequences = 1
         runner, plain, calls = llm.engine.runner, llm.engine.runner.record, []
@@ -490,8 +485,7 @@ def test_a_stage_lost_after_two_have_come_to_share_a_block(saved: Callable[[str]
     greedy = SamplingParams(max_tokens=30, temperature=0, seed=3, ignore_eos=True)
     ends = SamplingParams(max_tokens=10, seed=3, ignore_eos=True, record_routing=True)
     params = [greedy, greedy, ends]
-    with LLM(saved("qwen3_moe")) as llm:
-        expected = all_facts(llm.generate(prompts, params))
+    expected = generated(LLM(saved("qwen3_moe")), prompts, params)
     placement = Cluster(stages=3, hosts=ThreadHosts(), keep=0)
     with LLM(saved("qwen3_moe"), placement=placement, block_size=2, draft="ngram") as llm:
         runner, plain = llm.engine.runner, llm.engine.runner.record
@@ -638,8 +632,7 @@ def test_what_cannot_be_clustered_is_refused_by_name(saved: Callable[[str], Path
 def test_updated_weights_are_lost_with_their_stage(saved: Callable[[str], Path]) -> None:
     """And a stage that is lost during the update is replaced, since its weights are sent again."""
     new = toys.make_toy("llama", seed=7, **MODELS["llama"])
-    with LLM(new, max_length=200) as live:
-        right = all_facts(live.generate(*mixed_requests(5)))
+    right = generated(LLM(new, max_length=200), *mixed_requests(5))
     with clustered(saved("llama")) as llm:
         layers: Any = serving(llm)[1].stage._layers
         write = layers.write_weights
@@ -847,8 +840,7 @@ def test_a_stage_lost_while_a_step_is_committed(saved: Callable[[str], Path]) ->
     params = [
         SamplingParams(max_tokens=5 + 3 * (i > 1), seed=i, record_routing=True) for i in range(4)
     ]
-    with LLM(saved("qwen3_moe")) as llm:
-        expected = all_facts(llm.generate(prompts, params))
+    expected = generated(LLM(saved("qwen3_moe")), prompts, params)
     for place in range(3):
         with clustered(saved("qwen3_moe"), block_size=4) as llm:
             runner, plain, killed = llm.engine.runner, llm.engine.runner.record, 0

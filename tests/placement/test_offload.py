@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from support import sweep, toys
 from support.mtp_toys import save_with_mtp, toy
 from support.pairwise import parametrize_combinations
-from support.requests_mixed import all_facts, facts, mixed_requests
+from support.requests_mixed import all_facts, facts, generated, mixed_requests
 from verbatim import (
     LLM,
     EngineClosed,
@@ -382,8 +382,7 @@ def test_mtp_layers_draft_for_an_offloaded_model_within_its_budget(
     settings: dict[str, Any] = dict(weights=(0, 0, 100), kv=(0, 50, 50))
     if tiers == "budget":
         settings = dict(gpu="2MB")
-    with LLM(tmp_path) as llm:
-        expected = all_facts(llm.generate(*mixed_requests(12)))
+    expected = generated(LLM(tmp_path), *mixed_requests(12))
     draft: dict[str, Any] = dict(draft="mtp", num_draft_tokens=3)
     with LLM(tmp_path, placement=Offload(**settings), **draft) as llm:
         assert all_facts(llm.generate(*mixed_requests(12))) == expected

@@ -18,6 +18,7 @@ import torch
 
 from support import toys
 from support.kv_life import GROUPS, HEADS, OPTIONS, SHAPES, Life
+from support.pairwise import slow_but
 from support.requests_mixed import facts, finish_despite_ctrl_c, mixed_requests, press_ctrl_c
 from verbatim import LLM, Offload, SamplingParams, TierFailed
 from verbatim.batch import AttentionBatch
@@ -252,11 +253,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("seed", "overlap"),
-    [
-        pytest.param(seed, overlap, marks=[pytest.mark.slow] * (seed > 1 and not overlap))
-        for seed in range(4)
-        for overlap in (True, False)
-    ],
+    slow_but([(0, True), (1, False), (2, True)], itertools.product(range(4), (True, False))),
 )
 def test_a_random_life_equals_that_of_a_plain_store(
     seed: int, overlap: bool, tmp_path: Path, slow_disk: None, no_thread_left: None

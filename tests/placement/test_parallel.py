@@ -23,7 +23,7 @@ from support import toys
 from support.lora import save_adapter
 from support.parallel_rank import GREEDY, QUANTIZED, ROLLOUT, fingerprint, ids_of
 from support.programs import run_ranks, run_without_kernels
-from support.requests_mixed import all_facts, mixed_requests
+from support.requests_mixed import all_facts, generated, mixed_requests
 from verbatim import (
     LLM,
     InvalidRequest,
@@ -241,8 +241,7 @@ def check_experts(told: list[dict[str, Any]], folder: Path, folders: Folders) ->
 
 def test_started_ranks_serve_all_there_is_and_are_gone_afterwards(folders: Folders) -> None:
     prompts, params = mixed_requests(12)
-    with LLM(folders("mixtral")) as llm:
-        expected = all_facts(llm.generate(prompts, params))
+    expected = generated(LLM(folders("mixtral")), prompts, params)
     with LLM(folders("mixtral"), placement=TensorParallel(2), max_batch_tokens=32) as llm:
         assert all_facts(llm.generate(prompts, params)) == expected
         assert [d.token_ids for d in llm.stream([5, 6], GREEDY)]
@@ -320,8 +319,7 @@ def test_a_rank_that_fails_alone_is_named() -> None:
 @pytest.mark.slow
 def test_ctrl_c_leaves_the_ranks_in_step(folders: Folders) -> None:
     prompts, params = mixed_requests(6)
-    with LLM(folders("llama")) as llm:
-        expected = all_facts(llm.generate(prompts, params))
+    expected = generated(LLM(folders("llama")), prompts, params)
     with LLM(folders("llama"), placement=TensorParallel(2)) as llm:
         decoder = llm.engine.runner.decoder
         run, calls = decoder.run, iter(range(100))

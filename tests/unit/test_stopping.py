@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support import toy_tokenizers as toys
+from support.pairwise import slow_but
 from verbatim.core import FinishReason
 from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams
@@ -340,7 +341,9 @@ STOPS = ["a", "ab", "aab", "abab", "bb", "b ", " a", "🙂", "a🙂b", "é", "é
 STOPS += ["n", "n't", "'", "'s", " n", ". ", "'t the", "n'", "aaaab", "he", "t"]
 
 
-@pytest.mark.parametrize("kind", [toys.byte_level, toys.byte_fallback, toys.word_piece])
+@pytest.mark.parametrize(
+    "kind", slow_but([toys.byte_level], [toys.byte_level, toys.byte_fallback, toys.word_piece])
+)
 @settings(max_examples=300)
 @given(data=st.data())
 def test_watching_token_by_token_equals_brute_force(kind, data):
