@@ -377,3 +377,15 @@ def test_a_variant_that_is_not_read_is_refused_by_name(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(NotSupported, match=words):
         LLM(tmp_path)
+
+
+def test_a_lost_quantization_config_is_named(tmp_path: Path) -> None:
+    written("awq", tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(
+        ModelError, match=r"qweight .*does config\.json lack its quantization_config"
+    ):
+        LLM(tmp_path)

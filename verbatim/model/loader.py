@@ -490,7 +490,14 @@ def built_module(
         names = sorted(str(name) for name in report[kind])
         if names:
             what = kind.replace("_keys", "")
-            raise ModelError(f"{source}: {len(names)} weights are {what}, such as {names[0]}")
+            unused = sorted(str(name) for name in report["unexpected_keys"])
+            hint = ""
+            if unused and not hasattr(config, "quantization_config"):
+                hint = (
+                    f"; the files have {unused[0]} and others that are not used: does config.json lack its "
+                    "quantization_config?"
+                )
+            raise ModelError(f"{source}: {len(names)} weights are {what}, such as {names[0]}{hint}")
     if unused_weights == "error":
         refuse_unused(source, module, config, report["unexpected_keys"])
     begin_at_lines(module)
