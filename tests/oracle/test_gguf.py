@@ -299,5 +299,5 @@ def test_what_can_not_be_read_is_refused_by_name(
         LLM(tmp_path / "other.gguf")
     plain = importlib.util.find_spec
     monkeypatch.setattr(reading, "find_spec", lambda name: None if name == "gguf" else plain(name))
-    with pytest.raises(NotSupported, match=r"needs gguf: pip install 'verbatim\[gguf\]'"):
+    with pytest.raises(NotSupported, match=r"needs gguf: pip install '\.\[gguf\]'"):
         LLM(path)
