@@ -57,6 +57,10 @@ def test_bfloat16_is_as_close_to_the_exact_log_probs_as_transformers_is(tmp_path
             logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
         return logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
+    try:
+        scores(theirs, [1, 2])
+    except RuntimeError:
+        pytest.skip("this version of transformers can't run its own DeepSeek V4 in bfloat16")
     with LLM(tmp_path, dtype="bfloat16") as llm:
         ours = [torch.tensor(score[1:]) for score in llm.score(rows)]
     truth, plain = (torch.cat([scores(m, ids) for ids in rows]) for m in (exact, theirs))
