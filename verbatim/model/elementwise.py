@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,16 +29,23 @@ def activation_of(module: nn.Module) -> Activation | None:
     return Activation.GELU_TANH if tanh or name in ("GELUTanh", "PytorchGELUTanh") else None
 
 
-@functools.cache
-def _function(library: ctypes.CDLL | None, name: str, dtype: torch.dtype) -> Callable[..., None]:
+def declared(
+    library: ctypes.CDLL | None, name: str, dtype: torch.dtype, arguments: list[Any]
+) -> Callable[..., None]:
+    """Return the kernel of this name for a dtype, with the types of its arguments."""
     assert library is not None
     function = getattr(library, f"{name}_{_SUFFIX[dtype]}")
-    function.restype = None
-    function.argtypes = {
+    function.restype, function.argtypes = None, arguments
+    return function  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _function(library: ctypes.CDLL | None, name: str, dtype: torch.dtype) -> Callable[..., None]:
+    arguments = {
         "vb_rms_norm": [*[_POINTER] * 3, _LONG, _LONG, ctypes.c_float, _INT, _INT],
         "vb_activate": [*[_POINTER] * 3, _LONG, _INT, _INT],
     }[name]
-    return function  # type: ignore[no-any-return]
+    return declared(library, name, dtype, arguments)
 
 
 def served(x: Tensor) -> bool:

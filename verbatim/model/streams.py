@@ -22,20 +22,16 @@ from verbatim.model import elementwise, products
 from verbatim.model.invariant import GateTensor, exp, sigmoid
 
 _MOST = 8  # streams in the kernels
-_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 
 @functools.cache
 def _function(library: ctypes.CDLL | None, name: str, dtype: torch.dtype) -> Callable[..., None]:
-    assert library is not None
-    function = getattr(library, f"{name}_{_SUFFIX[dtype]}")
-    function.restype = None
-    function.argtypes = {
+    arguments = {
         "vb_collapse_streams": [*[_POINTER] * 7, *[_LONG] * 4, _FLOAT, _INT],
         "vb_expand_streams": [*[_POINTER] * 5, *[_LONG] * 3, _INT],
     }[name]
-    return function  # type: ignore[no-any-return]
+    return elementwise.declared(library, name, dtype, arguments)
 
 
 @kernels.without_overrides

@@ -23,7 +23,7 @@ Body = TypeVar("Body", Completions, ChatCompletions)
 
 
 class ApiRequest(Generic[Body]):
-    """What requests for completions and for chats share: their model, id, options of streams and envelope.
+    """The model, id, stream options and envelope of a request for completions or for a chat.
 
     Raises:
         Refusal: an unknown model, or stream options without a stream.

@@ -70,7 +70,7 @@ class Translation:
 
     @property
     def records_routing(self) -> bool:
-        """Whether the model's config has `moe_enable_routing_replay`, which records experts."""
+        """True if the model's config has `moe_enable_routing_replay`, which records experts."""
         return bool(getattr(self.llm.engine.config, "moe_enable_routing_replay", False))
 
     def need_tokenizer(self, purpose: str) -> Any:
