@@ -374,22 +374,25 @@ def test_a_full_disk_keeps_weights_that_are_in_no_file_awake(
         assert said(llm) == expected
 
 
-@pytest.mark.parametrize("tiers", ["budget", "disk"])
+@pytest.mark.parametrize("tiers", ["budget", "budget, K and V on disk", "disk"])
 def test_mtp_layers_draft_for_an_offloaded_model_within_its_budget(
     tiers: str, tmp_path: Path
 ) -> None:
     save_with_mtp(toy("qwen3", 2), tmp_path)
     settings: dict[str, Any] = dict(weights=(0, 0, 100), kv=(0, 50, 50))
-    if tiers == "budget":
-        settings = dict(gpu="2MB")
+    if tiers != "disk":
+        settings = dict(gpu="2MB", kv=(0, 0, 100) if "disk" in tiers else None)
     expected = generated(LLM(tmp_path), *mixed_requests(12))
     draft: dict[str, Any] = dict(draft="mtp", num_draft_tokens=3)
     with LLM(tmp_path, placement=Offload(**settings), **draft) as llm:
         assert all_facts(llm.generate(*mixed_requests(12))) == expected
         info, stats = llm.info(), llm.stats()["draft"]
         assert stats["errors"] == 0 and info["mtp_layers"] == 2
-        if tiers == "budget":
-            assert info["kv_bytes"] + info["mtp_weight_bytes"] < 2_000_000
+        if tiers != "disk":
+            # K and V of the MTP layers stay in memory, wherever the plan places those of the model.
+            in_memory = info["kv_bytes"] - info["kv_tiers"]["disk"]
+            assert in_memory <= info["plan"]["memory"]["K and V"]
+            assert info["plan"]["memory_bytes"] + info["mtp_weight_bytes"] <= 2_000_000
     with pytest.raises(OutOfBlocks, match=r"bytes are needed .*, beside MTP layers of \d+ bytes"):
         LLM(tmp_path, placement=Offload(gpu=500_000), draft="mtp")
 

@@ -113,12 +113,11 @@ def compute_s(shape: ModelShape, unit: UnitShape, plan: Plan, load: Load, m: Mac
             one += routed / experts * busy * m.product(sent / busy) + busy * m.unit_s / 8
         seconds += times * one
     if unit.attends:
-        a_layer = shape.kv_bytes_per_token / shape.layers
         if load.rows > load.sequences:
             pairs = load.rows * load.context * shape.attention
             seconds += pairs * m.attention_s
         else:
-            seconds += load.rows * load.context * a_layer / m.kv_rate
+            seconds += load.rows * load.context * shape.layer_kv_bytes / m.kv_rate
     return seconds
 
 
@@ -131,7 +130,7 @@ def predict_step(shape: ModelShape, plan: Plan, machine: Machine, load: Load) ->
     """
     tiers, away = plan.tiers, plan.kv[2] / 100
     attending = sum(unit.attends for unit in shape.units) or 1
-    a_layer = shape.kv_bytes_per_token * away / attending
+    a_layer = shape.layer_kv_bytes * shape.layers * away / attending
     block = min(plan.kv_block, load.context)
     read = a_layer * load.sequences * load.context
     written = a_layer * max(load.rows, load.sequences * block)

@@ -65,7 +65,7 @@ def forecast(
 
     Args:
         limit: maximal tokens of a sequence; None: unlimited.
-        draft_token_bytes: what draft layers keep of a token, which counts as K and V.
+        draft_token_bytes: what draft layers keep of a token, in memory.
 
     Raises:
         OutOfBlocks, InvalidRequest: as `make_plan`.
@@ -76,7 +76,11 @@ def forecast(
         torch.float32,
     )
     shape = shape_of(units, inner_model(loaded.module), dtype, options.kv_dtype)
-    shape = replace(shape, kv_bytes_per_token=shape.kv_bytes_per_token + draft_token_bytes)
+    shape = replace(
+        shape,
+        kv_bytes_per_token=shape.kv_bytes_per_token + draft_token_bytes,
+        resident_bytes_per_token=shape.resident_bytes_per_token + draft_token_bytes,
+    )
     machine = NOMINAL
     if offload.policy is not None:
         folder = None

@@ -146,8 +146,9 @@ def buffer_bytes(
         roomy: as of `ring_bytes`.
     """
     away = bool(shape.held_experts(tiers))
-    a_layer = ceil(shape.kv_bytes_per_token / shape.layers)
-    staged = int(NUM_BUFFERS * _ROOM_TO_GROW * plan.batch_size * context * a_layer)
+    staged = int(
+        NUM_BUFFERS * _ROOM_TO_GROW * plan.batch_size * context * ceil(shape.layer_kv_bytes)
+    )
     buffers = READERS * max(unit.expert_buffer for unit in shape.units)
     return {
         "ring": ring_bytes(shape, tiers, roomy=roomy),

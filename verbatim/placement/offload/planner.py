@@ -438,6 +438,8 @@ def _assign(
     if kv is None:
         share = 100 * kv_layers / shape.layers
         kv = (share, 0.0, 100 - share)
+    resident = base.kv_bytes * shape.resident_bytes_per_token // max(1, shape.kv_bytes_per_token)
+    a_layer = -(-(base.kv_bytes - resident) // shape.layers)
     fixed = buffer_bytes(shape, replace(base, kv=kv), tuple(tiers), inputs.context, roomy=roomy)
     fixed["recurrent states"] = inputs.state_bytes(base.block_size)
     waiting = waiting_bytes(shape, base.max_batch_tokens)
@@ -447,18 +449,17 @@ def _assign(
     if given.kv is not None:
         kept = assign_tiers([1] * shape.layers, kv)
         for tier in TIERS:
-            room.take(tier, -(-base.kv_bytes * kept.count(tier) // shape.layers))
+            room.take(tier, a_layer * kept.count(tier))
     if given.activations is not None:
         for tier, share in zip(TIERS, given.activations, strict=True):
             room.take(tier, int(waiting * share / 100))
-    buffers = sum(fixed.values())  # of gpu as far as it goes
+    buffers = resident + sum(fixed.values())  # of gpu as far as it goes
     near = buffers if room.pooled else max(0, min(buffers, room.left["gpu"]))
     room.take("gpu", near)
     room.take("cpu", buffers - near)
     for i in in_memory:
         tiers[i] = room.place(shape.slots[i].nbytes)
     if given.kv is None:
-        a_layer = -(-base.kv_bytes // shape.layers)
         kept = [room.place(a_layer) for _ in range(kv_layers)]
         room.take("disk", a_layer * (shape.layers - kv_layers))
         gpu, cpu = (100 * kept.count(tier) / shape.layers for tier in ("gpu", "cpu"))
@@ -472,7 +473,7 @@ def _assign(
     assigned = tuple(tiers)
     taken = {
         "weights": 0,
-        "K and V": -(-base.kv_bytes * (len(kept) - kept.count("disk")) // shape.layers),
+        "K and V": resident + a_layer * (len(kept) - kept.count("disk")),
         "activations": int(waiting * (activations[0] + activations[1]) / 100),
         **fixed,
         **weight_bytes(shape, assigned),

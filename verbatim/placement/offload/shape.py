@@ -73,6 +73,8 @@ class ModelShape:
         held: slots outside of all units, which stay in memory.
         itemsize: bytes of a number of its activations.
         kv_bytes_per_token: over all layers.
+        resident_bytes_per_token: the part of them that stays in memory in every plan: K and V of draft
+            layers, and records of routing.
         state_bytes: of a sequence's recurrent states.
         layers: that attend, at least 1.
         hidden, intermediate, attention, vocab: widths: of hidden states; of the MLP, over all experts of a
@@ -93,6 +95,12 @@ class ModelShape:
     experts: int = 0
     experts_per_token: int = 0
     state_bytes: int = 0
+    resident_bytes_per_token: int = 0
+
+    @property
+    def layer_kv_bytes(self) -> float:
+        """Bytes of a token's K and V in a layer that may be on the disk."""
+        return (self.kv_bytes_per_token - self.resident_bytes_per_token) / self.layers
 
     @property
     def nbytes(self) -> int:
@@ -206,6 +214,7 @@ def shape_of(
     indexed = [LayerShape(1, width, 0) for m in model.modules() if (width := index_width(m))]
     inner = _first(text, "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size") or 4 * hidden
     routed = _first(text, "moe_intermediate_size") or inner
+    routing = 2 * top_k * layers * bool(experts)
     return ModelShape(
         slots=tuple(_slot(slot, experts) for slot in slots),
         units=tuple(
@@ -223,7 +232,7 @@ def shape_of(
         held=tuple(number[id(slot)] for slot in units.held),
         itemsize=dtype.itemsize,
         kv_bytes_per_token=bytes_per_token([stored] * attending + indexed, kv_dtype or dtype)
-        + 2 * top_k * layers * bool(experts),  # its routing is recorded beside
+        + routing,
         layers=max(1, attending),
         hidden=hidden,
         intermediate=max(inner, routed * top_k),
@@ -232,6 +241,7 @@ def shape_of(
         experts=experts,
         experts_per_token=top_k if experts else 0,
         state_bytes=states,
+        resident_bytes_per_token=routing,
     )
 
 
