@@ -25,8 +25,8 @@ from verbatim import kernels
 from verbatim.model import elementwise
 from verbatim.model.context import route
 from verbatim.model.elementwise import activation_of
+from verbatim.model.fingerprint import Fingerprint, Place
 from verbatim.model.norms import Norm, norm_parts
-from verbatim.model.places import Place, TensorLayout, layouts_of
 from verbatim.model.products import Matrix, Packed, linear, packed_linear
 from verbatim.model.structs import NormStruct, NotFusable, matrix_at, norm_of
 from verbatim.model.weight_packing import WeightPacking
@@ -161,7 +161,8 @@ class ExpertsParts:
         if self.norm is not None and self.norm.parts.weight is not None:
             self.tensors.append((self.norm.module._parameters, self.norm.parts.weight))
         self._struct = ExpertsStruct()
-        self._prepared: tuple[list[TensorLayout], torch.dtype] | None = None
+        self._fingerprint = Fingerprint(self.tensors)
+        self._dtype: torch.dtype | None = None  # of the activations that the struct is for
 
     @property
     def module(self) -> Any:
@@ -179,10 +180,9 @@ class ExpertsParts:
         Raises:
             NotFusable: the kernels can't read the weights in place.
         """
-        found = layouts_of(self.tensors)
-        if self._prepared == (found, dtype):
+        if self._dtype is dtype and self._fingerprint.same_layouts():
             return self._struct
-        self._prepared = None
+        self._dtype = None
         struct = self._struct
         if self.glu not in _CLAMPED and self.activation is None:
             raise NotFusable("the activation of its experts is no SiLU and no tanh GELU")
@@ -202,7 +202,8 @@ class ExpertsParts:
             raise NotFusable("the matrices of its experts do not fit together")
         if self.down.cols != self.hidden or any(s.depth != self.hidden for s in self.inputs):
             raise NotFusable("the matrices of its experts do not fit together")
-        self._prepared = found, dtype
+        self._fingerprint.record_layouts()
+        self._dtype = dtype
         return struct
 
     def served(self, rows: Tensor) -> ExpertsStruct | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable
 from contextlib import nullcontext
-from operator import attrgetter, getitem
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from verbatim.errors import first_line
 from verbatim.kernels.options import Activation
 from verbatim.model.context import activate
 from verbatim.model.elementwise import activation_of
+from verbatim.model.fingerprint import Fingerprint
 from verbatim.model.gpu_layer import GpuTrial, fits
 from verbatim.model.invariant import InvariantMode
 from verbatim.model.layer import FusedLayer, Trust
@@ -34,7 +34,6 @@ from verbatim.model.structs import NotFusable
 from verbatim.model.whole import ModelPart, WholeModel
 
 _ROWS = 5  # of a trial
-_dtype = attrgetter("dtype")
 
 _MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward", "moe", "shared_mlp")
 _GATE_NAMES = ("gate_proj", "up_proj"), ("gate_up_proj",), ("w1", "w3"), ("input_linear",)
@@ -98,7 +97,7 @@ class FusedLayers:
         self._plain: collections.Counter[str] = collections.Counter()
         self._trust = Trust()
         self._layers: list[FusedLayer] = []
-        self._snapshot: _Snapshot | None = None
+        self._snapshot: Fingerprint | None = None
         if kernels.triton_serves(next(module.parameters()).device):
             self._on_gpu(module, spec, forwards, configs)
             return
@@ -208,7 +207,7 @@ class FusedLayers:
             fit = [layer.fits() for layer in self._layers]  # each of them, so that all are prepared
             if not all(fit):
                 return
-            self._snapshot = _Snapshot(self._layers)
+            self._snapshot = Fingerprint.joined(layer.fingerprint for layer in self._layers)
         self._trust.given = True
         self._whole_fits = self.whole is not None and self.whole.fits()
 
@@ -241,57 +240,6 @@ class FusedLayers:
             "reasons": dict(self._plain),
             "whole": "no: " + self._why_not_whole if self.whole is None else "yes",
         }
-
-
-class _Snapshot:
-    """A snapshot of everything that fused layers depend on, compared in one go: a fifth of the time."""
-
-    def __init__(self, layers: list[FusedLayer]) -> None:
-        self._dicts: list[dict[str, Any]] = []
-        self._names: list[str] = []
-        self._missing: list[tuple[dict[str, Any], str]] = []
-        found = []
-        for layer in layers:
-            assert layer.found is not None
-            for place, layout in zip(layer.places, layer.found, strict=True):
-                if layout is None:
-                    self._missing.append(place)
-                else:
-                    self._dicts.append(place[0])
-                    self._names.append(place[1])
-                    found.append(layout)
-        self._pointers, self._numels, self._strides, self._dtypes = map(
-            list, zip(*found, strict=True)
-        )
-        numbers = {  # once each: layers share a config
-            (id(fields), name): (fields, name, value)
-            for layer in layers
-            for (fields, name), value in zip(layer.numbers, layer.values, strict=True)
-        }
-        self._fields = [fields for fields, _, _ in numbers.values()]
-        self._keys = [name for _, name, _ in numbers.values()]
-        self._values = [value for _, _, value in numbers.values()]
-        codes = dict(c for layer in layers for c in zip(layer.classes, layer.codes, strict=True))
-        self._classes, self._codes = list(codes), list(codes.values())
-
-    def unchanged(self) -> bool:
-        try:
-            tensors = [*map(getitem, self._dicts, self._names)]
-            return (
-                [*map(Tensor.data_ptr, tensors)] == self._pointers
-                and [*map(Tensor.numel, tensors)] == self._numels
-                and [*map(Tensor.stride, tensors)] == self._strides
-                and [*map(_dtype, tensors)] == self._dtypes
-                and [*map(dict.get, self._fields, self._keys)] == self._values
-                and all(fields.get(name) is None for fields, name in self._missing)
-                and self.same_code()
-            )
-        except (KeyError, TypeError):  # a parameter is gone
-            return False
-
-    def same_code(self) -> bool:
-        """Return whether the classes have the forwards that they had."""
-        return [cls.forward for cls in self._classes] == self._codes
 
 
 def _layers_of(module: nn.Module, spec: ModelSpec) -> list[tuple[nn.Module | None, nn.Module]]:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from verbatim.errors import first_line
 from verbatim.kernels.options import AttentionOptions
 from verbatim.model.context import active_context
+from verbatim.model.fingerprint import Fingerprint, numbers_of
 from verbatim.model.layer_parts import LayerParts
 from verbatim.model.layer_trial import watched
 from verbatim.model.norms import Norm
-from verbatim.model.places import numbers_of
 from verbatim.model.structs import NotFusable
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -43,13 +43,9 @@ def forward_of(parts: LayerParts, options: AttentionOptions, turns: bool) -> Cal
     fields = [m.__dict__ for m in skipped]
     role = parts.norms.get
     # What the layer's own forward would read each time: an owner may change it.
-    numbers = numbers_of([layer, *skipped])
-    classes = [type(m) for m in (layer, *skipped)]
-
-    def now() -> tuple[list[Any], list[Any]]:
-        return [values.get(name) for values, name in numbers], [cls.forward for cls in classes]
-
-    before = now()
+    owners = [layer, *skipped]
+    fingerprint = Fingerprint([], numbers_of(owners), map(type, owners))
+    fingerprint.record_layouts()
 
     def normed(
         norm: Norm | None, x: Tensor, residual: Tensor | None = None
@@ -65,7 +61,7 @@ def forward_of(parts: LayerParts, options: AttentionOptions, turns: bool) -> Cal
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         context = active_context()
         hooked = any(values[name] for values in fields for name in _HOOKS)
-        if context is None or args or hooked or now() != before:
+        if context is None or args or hooked or not fingerprint.unchanged():
             return plain(layer, hidden_states, *args, **kwargs)
         x, _ = normed(role("before_attention"), hidden_states)
         made = [module(x) for module in parts.inputs]

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from verbatim import kernels
 from verbatim.kernels.options import AttentionOptions
 from verbatim.model.context import active_context
+from verbatim.model.fingerprint import Fingerprint, Place, numbers_of, places_of
 from verbatim.model.layer_parts import LayerParts, Rotation, Shape
 from verbatim.model.mixers import MIXER_STRUCTS
 from verbatim.model.mixture import MixtureStruct
 from verbatim.model.norms import Norm
 from verbatim.model.packed import PackedLinear
-from verbatim.model.places import Place, TensorLayout, layouts_of, numbers_of, places_of
 from verbatim.model.structs import ROLES, LayerStruct, NotFusable, address_of, matrix_of, norm_of
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
@@ -86,17 +86,17 @@ class FusedLayer:
             linears.append(parts.down)
         self.dtype = _dtype_of(parts.output)
         # Each place where a tensor hangs that the kernels get a pointer to.
-        self.places: list[Place] = [p for m in linears for p in places_of(m)]
-        self.places += [
+        places: list[Place] = [p for m in linears for p in places_of(m)]
+        places += [
             (n.module._parameters, n.parts.weight)
             for n in parts.norms.values()
             if n.parts.weight is not None
         ]
         if shape.sinks:
-            self.places.append((parts.attention._parameters, "sinks"))
+            places.append((parts.attention._parameters, "sinks"))
         for part in (parts.mixture, parts.mixer):
             if part is not None:
-                self.places += part.places()
+                places += part.places()
         modules = parts.modules()
         self._fields = [m.__dict__ for m in modules]
         owners = [parts.layer, parts.attention, parts.mlp]
@@ -105,11 +105,8 @@ class FusedLayer:
             owners += parts.mixer.norms
         if parts.mixture is not None:
             owners += parts.mlp.children()
-        self.numbers = numbers_of(owners)
-        self.values = self._values_now()
-        self.classes = list({type(m) for m in (*owners, *modules)})
-        self.codes = [cls.forward for cls in self.classes]
-        self.found: list[TensorLayout] | None = None
+        classes = map(type, (*owners, *modules))
+        self.fingerprint = Fingerprint(places, numbers_of(owners), classes)
         self._struct, self._mixture = LayerStruct(), MixtureStruct()
         self._mixer = None if parts.mixer is None else parts.mixer.struct()
         self._prepare()
@@ -162,9 +159,6 @@ class FusedLayer:
         """The address of its `Layer` of kernels/layer.cpp, which does not move."""
         return ctypes.addressof(self._struct)
 
-    def _values_now(self) -> list[Any]:
-        return [fields.get(name) for fields, name in self.numbers]
-
     def ready(self) -> bool:
         """Return whether nothing changed but perhaps the values of weights.
 
@@ -175,21 +169,16 @@ class FusedLayer:
             return False
         if _everywhere._global_forward_hooks or _everywhere._global_forward_pre_hooks:
             return False
-        if [cls.forward for cls in self.classes] != self.codes:
+        if not (self.fingerprint.same_code() and self.fingerprint.same_numbers()):
             return False
-        if self._values_now() != self.values:
-            return False
-        if self.found != self._found_now():
+        if not self.fingerprint.same_layouts():
             self._prepare()
         return True
-
-    def _found_now(self) -> list[TensorLayout]:
-        return layouts_of(self.places)
 
     def _prepare(self) -> None:
         """Fill in the struct."""
         parts, shape, struct, dtype = self.parts, self._shape, self._struct, self.dtype
-        self.found = None  # until all of it is checked
+        self.fingerprint.forget_layouts()  # until all of it is checked
         struct.heads, struct.kv_heads = shape.heads, shape.kv_heads
         struct.head_dim, struct.value_dim = shape.head_dim, shape.value_dim
         struct.rotation, struct.activation = shape.rotation, parts.activation
@@ -238,7 +227,7 @@ class FusedLayer:
             setattr(struct, parts.mixer.field, ctypes.addressof(self._mixer))
         if not fits:
             raise NotFusable("its matrices do not fit together")
-        self.found = self._found_now()
+        self.fingerprint.record_layouts()
 
     def forward(self, plain: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """Return the replacement of the layer's forward while the engine runs.

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
+from verbatim.model.fingerprint import Place
 from verbatim.model.norms import Gate, Norm, group_width, norm_parts
-from verbatim.model.places import Place
 from verbatim.model.structs import NormStruct, NotFusable, address_of, norm_of
 
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float

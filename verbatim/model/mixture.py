@@ -11,7 +11,7 @@ from torch import nn
 
 from verbatim.model.elementwise import activation_of
 from verbatim.model.experts import ExpertsParts, ExpertsStruct, parts_of
-from verbatim.model.places import Place, places_of
+from verbatim.model.fingerprint import Place, places_of
 from verbatim.model.products import Matrix
 from verbatim.model.router import CORRECTIONS, RouterParts, RouterStruct, fill_form, router_parts
 from verbatim.model.structs import NotFusable, matrix_at, matrix_of

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from verbatim import kernels
 from verbatim.model import products
 from verbatim.model.context import active_context
-from verbatim.model.places import Place
+from verbatim.model.fingerprint import Place
 from verbatim.model.products import Matrix
 
 # As `Score` of kernels/experts.h.

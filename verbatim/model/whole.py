@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from verbatim import kernels
 from verbatim.model.angles import Angles
 from verbatim.model.direct import DirectRows
+from verbatim.model.fingerprint import Fingerprint, Place, numbers_of, places_of
 from verbatim.model.hidden import head_of
 from verbatim.model.invariant import forward_for
 from verbatim.model.layer import FusedLayer
 from verbatim.model.layer_trial import bit_equal, noise
 from verbatim.model.norms import Norm, norm_parts
 from verbatim.model.packed import PackedLinear
-from verbatim.model.places import Place, TensorLayout, layouts_of, numbers_of, places_of
 from verbatim.model.products import Matrix
 from verbatim.model.routing import Routing
 from verbatim.model.spec import ModelSpec, inner_model
@@ -171,44 +171,38 @@ class WholeModel:
             self._angles = Angles(rotary, _forward_of(rotary), self.dtype)
         self._structs = (_POINTER * len(layers))(*(layer.address for layer in layers))
         # The embedding and the angles say themselves what they do at the moment.
-        self._classes = [type(m) for m in (inner, body, norm, head, rotary) if m is not None]
-        self._codes = [cls.forward for cls in self._classes]
-        self._numbers = numbers_of([inner, body, norm])
-        self._values = self._values_now()
-        self._places: list[Place] = places_of(head) if ends else []
+        classes = [type(m) for m in (inner, body, norm, head, rotary) if m is not None]
+        places: list[Place] = places_of(head) if ends else []
         if ends and parts.weight is not None:
-            self._places.append((norm._parameters, parts.weight))
+            places.append((norm._parameters, parts.weight))
+        self._fingerprint = Fingerprint(places, numbers_of([inner, body, norm]), classes)
         numbers = sum(p.numel() for p in inner.parameters() if p.ndim < 3)
         numbers += sum(layer.parts.mixture.numbers for layer in layers if layer.parts.mixture)
         packed = [m for m in inner.modules() if isinstance(m, PackedLinear)]
         numbers += sum(m.in_features * m.out_features for m in packed)
         self._most_rows = max(1, _MOST_WORK // max(1, numbers))
-        self._found: list[TensorLayout] | None = None
         self._struct = _Model()
         self._prepare()
 
-    def _values_now(self) -> list[Any]:
-        return [fields.get(name) for fields, name in self._numbers]
-
     def _prepare(self) -> None:
         struct, layers = self._struct, self._structs
-        self._found = None  # until all of it is checked
+        self._fingerprint.forget_layouts()  # until all of it is checked
         struct.layers, struct.count = ctypes.addressof(layers), len(layers)
         if self._ends:
             struct.head = matrix_of(self._head, self.dtype)
             struct.norm = norm_of(self._norm, self.dtype, struct.head.depth, None)
-        self._found = layouts_of(self._places)
+        self._fingerprint.record_layouts()
 
     def same_code(self) -> bool:
         """Return whether the classes around the layers have the forwards that they had."""
-        return [cls.forward for cls in self._classes] == self._codes
+        return self._fingerprint.same_code()
 
     def fits(self) -> bool:
         """Return whether nothing around the layers changed but perhaps the values of weights."""
-        if not self.same_code() or self._values_now() != self._values:
+        if not (self.same_code() and self._fingerprint.same_numbers()):
             return False
         try:
-            if layouts_of(self._places) != self._found:
+            if not self._fingerprint.same_layouts():
                 self._prepare()
         except NotFusable:
             return False
