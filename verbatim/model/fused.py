@@ -21,11 +21,11 @@ from verbatim.kernels.options import Activation
 from verbatim.model.context import activate
 from verbatim.model.elementwise import activation_of
 from verbatim.model.fingerprint import Fingerprint
-from verbatim.model.gpu_layer import GpuTrial, fits
+from verbatim.model.gpu_layer import GpuTrial
 from verbatim.model.invariant import InvariantMode
 from verbatim.model.layer import FusedLayer, Trust
 from verbatim.model.layer_parts import LayerParts
-from verbatim.model.layer_trial import LayerTrial, Watch
+from verbatim.model.layer_trial import LayerTrial, Trial, Watch
 from verbatim.model.mixers import mixer_of, recurs
 from verbatim.model.norms import Norm, norm_parts
 from verbatim.model.patching import Forwards, patched
@@ -98,14 +98,12 @@ class FusedLayers:
         self._trust = Trust()
         self._layers: list[FusedLayer] = []
         self._snapshot: Fingerprint | None = None
-        if kernels.triton_serves(next(module.parameters()).device):
-            self._on_gpu(module, spec, forwards, configs)
-            return
-        if kernels.library() is None:
+        on_gpu = kernels.triton_serves(next(module.parameters()).device)
+        if not on_gpu and kernels.library() is None:
             self._plain["there are no compiled kernels"] = len({i for i, _ in spec.slots})
             return
-        trials: list[LayerTrial] = []
-        called: list[LayerTrial] = []
+        trials: list[Trial] = []
+        called: list[Trial] = []
         for layer, attention in _layers_of(module, spec):
             try:
                 if layer is None:
@@ -113,18 +111,17 @@ class FusedLayers:
                 place = spec.slots.get((id(attention), 0))
                 slot = None if place is None else spec.layers[place]
                 parts = take_apart(layer, attention)
-                trials.append(LayerTrial(parts, slot, self._trust, called))
+                if on_gpu:
+                    trials.append(GpuTrial(parts, called))
+                else:
+                    trials.append(LayerTrial(parts, called, slot, self._trust))
             except NotFusable as reason:
                 self._plain[str(reason)] += 1
         if not trials:
             return
+        places: Forwards = [(trial.parts.layer.__dict__, trial) for trial in trials]
         try:
-            _run(
-                module,
-                spec,
-                [*forwards, *((t.parts.layer.__dict__, t) for t in trials)],
-                configs,
-            )
+            _run(module, spec, [*forwards, *places], configs)
         except Exception as error:  # any error of a foreign model
             failure = f"the trial failed: {type(error).__name__}: {first_line(error)}"
             for trial in trials:
@@ -134,10 +131,11 @@ class FusedLayers:
         for trial in sorted(trials, key=lambda trial: order.get(id(trial), len(called))):
             if trial.fused is None:
                 self._plain[trial.reason or "it was not called in the trial"] += 1
-            else:
-                self._layers.append(trial.fused)
-                self.forwards.append((trial.parts.layer.__dict__, trial.fused.forward()))
-        if not self._plain:
+                continue
+            self.forwards.append((trial.parts.layer.__dict__, trial.fused))
+            if isinstance(trial, LayerTrial) and trial.layer is not None:
+                self._layers.append(trial.layer)
+        if self._layers and not self._plain:
             self._try_whole(module, spec, forwards, configs)
 
     def _try_whole(
@@ -161,32 +159,6 @@ class FusedLayers:
             self._why_not_whole = str(reason)
         except Exception as error:  # any error of a foreign model
             self._why_not_whole = f"{type(error).__name__}: {first_line(error)}"
-
-    def _on_gpu(
-        self, module: nn.Module, spec: ModelSpec, forwards: Forwards, configs: list[Any]
-    ) -> None:
-        """Fuse layers on a GPU, which need no check before each forward."""
-        trials = []
-        for layer, attention in _layers_of(module, spec):
-            try:
-                if recurs(attention):
-                    raise NotFusable("it is recurrent")
-                trials.append(GpuTrial(take_apart(fits(layer), attention)))
-            except NotFusable as reason:
-                self._plain[str(reason)] += 1
-        if not trials:
-            return
-        places = [(t.parts.layer.__dict__, t) for t in trials]
-        try:
-            _run(module, spec, [*forwards, *places], configs)
-        except Exception as error:  # any error of a foreign model
-            self._plain[f"the trial failed: {type(error).__name__}: {first_line(error)}"] += 1
-            return
-        for trial in trials:
-            if trial.fused is None:
-                self._plain[trial.reason or "it was not called in the trial"] += 1
-            else:
-                self.forwards.append((trial.parts.layer.__dict__, trial.fused))
 
     def check(self, *, hooks: bool, watched: bool = True) -> None:
         """Check before a forward whether the layers are unchanged.

@@ -13,14 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from verbatim.errors import first_line
 from verbatim.kernels.options import AttentionOptions
 from verbatim.model.context import active_context
 from verbatim.model.fingerprint import Fingerprint, numbers_of
 from verbatim.model.layer_parts import LayerParts
-from verbatim.model.layer_trial import watched
+from verbatim.model.layer_trial import Trial, noise, watched
 from verbatim.model.norms import Norm
 from verbatim.model.structs import NotFusable
 
@@ -95,43 +94,20 @@ def forward_of(parts: LayerParts, options: AttentionOptions, turns: bool) -> Cal
     return forward
 
 
-class GpuTrial:
-    """Replaces a layer for one forward, to test whether `forward_of` is bit-equal to its own.
+class GpuTrial(Trial):
+    """A trial of a layer on a GPU."""
 
-    Attributes:
-        parts: of the layer.
-        fused: its new forward, if it may.
-        reason: why it may not.
-    """
-
-    def __init__(self, parts: LayerParts) -> None:
-        self.parts = parts
-        self.fused: Callable[..., Any] | None = None
-        self.reason: str | None = None
-
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        layer = self.parts.layer
-        if self.fused is None and self.reason is None:
-            try:
-                self.fused = self._fuse(hidden_states, args, kwargs)
-            except NotFusable as reason:
-                self.reason = str(reason)
-            except Exception as error:  # of a layer of another shape
-                self.reason = f"in the trial: {type(error).__name__}: {first_line(error)}"
-        return type(layer).forward(layer, hidden_states, *args, **kwargs)
-
-    def _fuse(self, hidden: Tensor, args: tuple[Any, ...], kwargs: Any) -> Callable[..., Any]:
+    def _fuse(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Callable[..., Any]:
         parts, layer = self.parts, self.parts.layer
         known = [*parts.inputs, parts.output, parts.mlp, *(n.module for n in parts.norms.values())]
         counted = {id(p) for module in known for p in module.parameters()}
+        if parts.mixer is not None:
+            raise NotFusable("it is recurrent")
         if any(id(p) not in counted for p in layer.parameters()):
             raise NotFusable("it has a weight beside those of its norms and linear layers")
-        if args or parts.residual_scale != 1.0:
-            raise NotFusable(
-                "it scales what it adds, or is handed more than hidden states by position"
-            )
-        noise = torch.Generator().manual_seed(0)
-        x = torch.randn(hidden.shape, generator=noise).to(hidden)
+        if parts.residual_scale != 1.0:
+            raise NotFusable("it scales what it adds")
+        x = noise(tuple(hidden_states.shape), hidden_states.dtype).to(hidden_states.device)
         expected, seen = watched(lambda: type(layer).forward(layer, x, **kwargs))
         options: AttentionOptions = seen[3]
         if options.alibi is not None or options.sinks is not None:
@@ -149,14 +125,3 @@ class GpuTrial:
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a, b))
-
-
-def fits(layer: nn.Module | None) -> nn.Module:
-    """Return `layer` unless it is None.
-
-    Raises:
-        NotFusable: the attention has none around it.
-    """
-    if layer is None:
-        raise NotFusable("its attention is not in a layer with an MLP")
-    return layer

@@ -113,33 +113,22 @@ def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-class LayerTrial:
+class Trial:
     """Replaces a layer for one forward, to find out whether it can be fused.
 
     Attributes:
         parts: of the layer.
-        fused: it, if it can.
+        fused: its new forward, if it can.
         reason: why it can't.
 
     Args:
-        slot: what the layer stores for a token; None: it keeps states.
-        trust: for `FusedLayer`.
         called: where the trials put themselves as their layers are called.
     """
 
-    def __init__(
-        self, parts: LayerParts, slot: LayerShape | None, trust: Trust, called: list[LayerTrial]
-    ) -> None:
-        self.parts = parts
-        self._slot, self._trust, self._called = slot, trust, called
-        self._mixtures = [*self._mixtures_of(parts), None]
-        self.fused: FusedLayer | None = None
+    def __init__(self, parts: LayerParts, called: list[Trial]) -> None:
+        self.parts, self._called = parts, called
+        self.fused: Callable[..., Any] | None = None
         self.reason: str | None = None
-
-    @staticmethod
-    def _mixtures_of(parts: LayerParts) -> list[MixtureParts]:
-        """Return the form of its MLP; its own forward must be in place."""
-        return [] if parts.gates else [*mixtures_of(parts.mlp)]
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         layer = self.parts.layer
@@ -149,7 +138,6 @@ class LayerTrial:
                 if args:
                     raise NotFusable("it is handed more than hidden states by position")
                 self.fused = self._fuse(hidden_states, kwargs)
-                self.parts = self.fused.parts
             except NotFusable as reason:
                 self.reason = str(reason)
             except Exception as error:  # of its own forward on random rows, say
@@ -158,7 +146,40 @@ class LayerTrial:
             return hidden_states  # the next layer's trial has rows of its own
         return type(layer).forward(layer, hidden_states, *args, **kwargs)
 
-    def _fuse(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> FusedLayer:
+    def _fuse(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Callable[..., Any]:
+        """Return a forward with the bits of the layer's own; raise NotFusable if there is none."""
+        raise NotImplementedError
+
+
+class LayerTrial(Trial):
+    """A trial of a layer of the compiled kernels.
+
+    Attributes:
+        layer: the fused layer.
+
+    Args:
+        slot: what the layer stores for a token; None: it keeps states.
+        trust: for `FusedLayer`.
+    """
+
+    def __init__(
+        self, parts: LayerParts, called: list[Trial], slot: LayerShape | None, trust: Trust
+    ) -> None:
+        super().__init__(parts, called)
+        self._slot, self._trust = slot, trust
+        self._mixtures = [*self._mixtures_of(parts), None]
+        self.layer: FusedLayer | None = None
+
+    @staticmethod
+    def _mixtures_of(parts: LayerParts) -> list[MixtureParts]:
+        """Return the form of its MLP; its own forward must be in place."""
+        return [] if parts.gates else [*mixtures_of(parts.mlp)]
+
+    def _fuse(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Callable[..., Any]:
+        self.layer = self._layer(hidden_states, kwargs)
+        return self.layer.forward()
+
+    def _layer(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> FusedLayer:
         parts, arguments = self.parts, frozenset(kwargs)
         twin, twins = _twin_of(parts.layer)
         own = _in_twin(parts, twins)
