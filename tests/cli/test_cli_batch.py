@@ -23,7 +23,7 @@ from verbatim.cli.commands import app
 from verbatim.errors import InvalidRequest, StageFailed, VerbatimError
 from verbatim.files import lines_of
 from verbatim.serve.batch import BatchRun
-from verbatim.serve.metrics import Metrics
+from verbatim.serve.metrics import ServerMetrics
 from verbatim.serve.records import Records
 
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -386,7 +386,10 @@ def test_metrics_tell_of_drafts():
         stats = llm.stats()
         drafted = stats["draft"]["drafted"]
         assert drafted > 0
-        assert f"verbatim_drafted_tokens_total {float(drafted)}" in Metrics().text(stats).decode()
+        assert (
+            f"verbatim_drafted_tokens_total {float(drafted)}"
+            in ServerMetrics().text(stats).decode()
+        )
 
 
 def mixed(count):

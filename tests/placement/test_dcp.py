@@ -44,7 +44,7 @@ from verbatim import (
 from verbatim.cli.commands import app
 from verbatim.draft import Mtp
 from verbatim.errors import ModelChanged
-from verbatim.model.dcp.filling import Piece, checked_pieces
+from verbatim.model.dcp.filling import Destination, checked_pieces
 from verbatim.model.dcp.folder import DcpCheckpoint, find_dcp
 from verbatim.model.dcp.metadata import Metadata, Place
 from verbatim.model.dcp.payload import find_numbers
@@ -518,7 +518,7 @@ class Odd(torch.nn.Module):
 def test_parameters_that_lie_otherwise_are_made_as_they_lie(tmp_path: Path) -> None:
     right, module = Odd(), Odd()
     checkpoint = DcpCheckpoint(save(tmp_path / "x", dict(right.state_dict())))
-    pieces = [Piece(name, into) for name, into in module.state_dict().items()]
+    pieces = [Destination(name, into) for name, into in module.state_dict().items()]
     lazy_weights = leave_there(checkpoint, module, checked_pieces(checkpoint, pieces))
     for (name, parameter), expected in zip(
         module.named_parameters(), right.parameters(), strict=True

@@ -78,7 +78,7 @@ class Line:
         return max(mean_y + self._slope * (x - mean_x), 0.1 * mean_y)
 
 
-class Record:
+class DraftHistory:
     """Statistics of a sequence's drafts: moving averages, and when the next trial is due.
 
     Attributes:
@@ -120,8 +120,10 @@ class AdaptiveLengths:
     fixed = None
 
     def __init__(self) -> None:
-        self._all = Record([_INITIAL_ACCEPTANCE] * MAX_ADAPTIVE, 1.0)
-        self._records: weakref.WeakKeyDictionary[Sequence, Record] = weakref.WeakKeyDictionary()
+        self._all = DraftHistory([_INITIAL_ACCEPTANCE] * MAX_ADAPTIVE, 1.0)
+        self._records: weakref.WeakKeyDictionary[Sequence, DraftHistory] = (
+            weakref.WeakKeyDictionary()
+        )
         self._step_s = Line()  # by rows
         self._draft_s = Line()  # of one more token of the longest draft, by number of sequences
         self._step = self._last_plain = self._sleeps_until = 0
@@ -163,7 +165,7 @@ class AdaptiveLengths:
             self._sleeps_until = min(self._record(s).paused_until for s in limits)
         return lengths
 
-    def _may_try(self, record: Record, num_trials: int, num_rows: int) -> bool:
+    def _may_try(self, record: DraftHistory, num_trials: int, num_rows: int) -> bool:
         """Return whether there is time for one more trial, and charge its expected loss."""
         draft_s = 0.0
         if self._draft_s.known:
@@ -214,9 +216,9 @@ class AdaptiveLengths:
         if accepted:
             record.next_pause = _FIRST_PAUSE
 
-    def _record(self, sequence: Sequence) -> Record:
+    def _record(self, sequence: Sequence) -> DraftHistory:
         record = self._records.get(sequence)
         if record is None:
-            record = Record([*self._all.acceptance], self._all.proposed)
+            record = DraftHistory([*self._all.acceptance], self._all.proposed)
             self._records[sequence] = record
         return record

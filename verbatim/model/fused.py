@@ -25,7 +25,7 @@ from verbatim.model.gpu_layer import GpuTrial
 from verbatim.model.invariant import InvariantMode
 from verbatim.model.layer import FusedLayer, Trust
 from verbatim.model.layer_parts import LayerParts
-from verbatim.model.layer_trial import LayerTrial, Trial, Watch
+from verbatim.model.layer_trial import AttentionRecorder, FusionTrial, LayerTrial
 from verbatim.model.mixers import mixer_of, recurs
 from verbatim.model.norms import Norm, norm_parts
 from verbatim.model.patching import Forwards, patched
@@ -102,8 +102,8 @@ class FusedLayers:
         if not on_gpu and kernels.library() is None:
             self._plain["there are no compiled kernels"] = len({i for i, _ in spec.slots})
             return
-        trials: list[Trial] = []
-        called: list[Trial] = []
+        trials: list[FusionTrial] = []
+        called: list[FusionTrial] = []
         for layer, attention in _layers_of(module, spec):
             try:
                 if layer is None:
@@ -315,7 +315,7 @@ def _run(
     positions = torch.tensor([[0, 1, last // 3, 2 * last // 3, last]], device=device)
     if spec.takes_positions:
         inputs["position_ids"] = positions
-    watch = Watch()
+    watch = AttentionRecorder()
     watch.positions = positions
     rows = torch.tensor([0, _ROWS - 1], device=device)
     if spec.takes_logit_rows:

@@ -19,7 +19,7 @@ from verbatim.kernels.options import AttentionOptions
 from verbatim.model.context import active_context
 from verbatim.model.fingerprint import Fingerprint, numbers_of
 from verbatim.model.layer_parts import LayerParts
-from verbatim.model.layer_trial import Trial, noise, watched
+from verbatim.model.layer_trial import FusionTrial, noise, watched
 from verbatim.model.norms import Norm
 from verbatim.model.structs import NotFusable
 
@@ -94,7 +94,7 @@ def forward_of(parts: LayerParts, options: AttentionOptions, turns: bool) -> Cal
     return forward
 
 
-class GpuTrial(Trial):
+class GpuTrial(FusionTrial):
     """A trial of a layer on a GPU."""
 
     def _fuse(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Callable[..., Any]:

@@ -34,7 +34,7 @@ _MODEST = 64  # rows of a matrix that are looked at
 _ROTATIONS = (Rotation.HALVES, Rotation.ONCE, Rotation.NEIGHBOURS, Rotation.UNTURNED)
 
 
-class Watch:
+class AttentionRecorder:
     """A forward context that records a layer's calls of attention and returns noise."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Watch:
         return rowwise()
 
 
-class _StateWatch(Watch):
+class _StateRecorder(AttentionRecorder):
     """A forward context with states, for the recurrent operations of one layer over two sequences.
 
     Args:
@@ -113,7 +113,7 @@ def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-class Trial:
+class FusionTrial:
     """Replaces a layer for one forward, to find out whether it can be fused.
 
     Attributes:
@@ -125,7 +125,7 @@ class Trial:
         called: where the trials put themselves as their layers are called.
     """
 
-    def __init__(self, parts: LayerParts, called: list[Trial]) -> None:
+    def __init__(self, parts: LayerParts, called: list[FusionTrial]) -> None:
         self.parts, self._called = parts, called
         self.fused: Callable[..., Any] | None = None
         self.reason: str | None = None
@@ -151,7 +151,7 @@ class Trial:
         raise NotImplementedError
 
 
-class LayerTrial(Trial):
+class LayerTrial(FusionTrial):
     """A trial of a layer of the compiled kernels.
 
     Attributes:
@@ -163,7 +163,7 @@ class LayerTrial(Trial):
     """
 
     def __init__(
-        self, parts: LayerParts, called: list[Trial], slot: LayerShape | None, trust: Trust
+        self, parts: LayerParts, called: list[FusionTrial], slot: LayerShape | None, trust: Trust
     ) -> None:
         super().__init__(parts, called)
         self._slot, self._trust = slot, trust
@@ -243,14 +243,14 @@ class LayerTrial(Trial):
         arguments = frozenset(kwargs)
         assert own.mixer is not None
         shape = Shape(*own.mixer.sizes, Rotation.UNTURNED, AttentionOptions(scale=1.0), sinks=False)
-        theirs = _StateWatch(x.shape[1], x.dtype)
+        theirs = _StateRecorder(x.shape[1], x.dtype)
         theirs.direct = None
         with activate(theirs):
             expected = call()
         if not isinstance(expected, Tensor):
             raise NotFusable("it returns more than hidden states")
         for number, mixture in enumerate(mixtures):
-            ours = _StateWatch(x.shape[1], x.dtype)
+            ours = _StateRecorder(x.shape[1], x.dtype)
             ours.prepare(theirs.shapes)
             try:
                 layer = FusedLayer(replace(own, mixture=mixture), shape, arguments, Trust())
@@ -295,7 +295,7 @@ def _has_sinks(attention: nn.Module, options: AttentionOptions) -> bool:
 
 def watched(call: Callable[[], Any]) -> tuple[Any, Any]:
     """Return the result of `call`, and its one call of attention."""
-    watch = Watch()
+    watch = AttentionRecorder()
     with activate(watch):
         returned = call()
     if len(watch.seen) != 1:

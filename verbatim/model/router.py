@@ -345,7 +345,7 @@ def router_parts(module: nn.Module) -> RouterParts | None:
         for name, value in sorted(fields.items())
         if name != "training" and type(value) in (int, float, bool, str)
     )
-    case = _Case(
+    case = _RouterCase(
         type(module),
         type(module).forward,
         numbers,
@@ -371,7 +371,7 @@ def router_parts(module: nn.Module) -> RouterParts | None:
 
 
 @dataclass(frozen=True)
-class _Case:
+class _RouterCase:
     """The properties that determine a router's form."""
 
     cls: type[nn.Module]
@@ -385,10 +385,10 @@ class _Case:
 
 
 _Found = tuple[RouterForm, tuple[str, ...]]  # the form, and the outputs of its forward
-_forms: dict[_Case, _Found | None] = {}
+_forms: dict[_RouterCase, _Found | None] = {}
 
 
-def _form_of(case: _Case, module: nn.Module) -> _Found | None:
+def _form_of(case: _RouterCase, module: nn.Module) -> _Found | None:
     if case not in _forms:
         # Torch function modes must not see the experiment.
         with torch._C.DisableTorchFunction(), torch.no_grad(), torch.inference_mode(False):
@@ -399,7 +399,7 @@ def _form_of(case: _Case, module: nn.Module) -> _Found | None:
     return _forms[case]
 
 
-def _find_form(case: _Case, module: nn.Module) -> _Found | None:
+def _find_form(case: _RouterCase, module: nn.Module) -> _Found | None:
     experts, depth = case.shape
     twin, tensors = _random_twin(module, torch.float32)
     noise = torch.Generator().manual_seed(1)
@@ -458,7 +458,7 @@ def _agree(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bo
 
 
 def _with_roundings(
-    case: _Case, module: nn.Module, x: Tensor, form: RouterForm, extra: Tensor | None
+    case: _RouterCase, module: nn.Module, x: Tensor, form: RouterForm, extra: Tensor | None
 ) -> RouterForm:
     """Return the form with `wide` and `rounded`, from a forward with bfloat16 activations."""
     twin, tensors = _random_twin(module, None)
@@ -477,7 +477,7 @@ def _with_roundings(
 
 
 def _run_original(
-    case: _Case, twin: nn.Module, x: Tensor, extra: Tensor | None
+    case: _RouterCase, twin: nn.Module, x: Tensor, extra: Tensor | None
 ) -> dict[str, Tensor]:
     """Run a router's own forward; return its outputs by name, in order."""
     arguments = () if extra is None else (extra,)

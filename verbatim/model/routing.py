@@ -42,7 +42,7 @@ class RoutedLayers:
         return Choices(self.count, self.experts_per_token, self.num_experts)
 
 
-class Call(NamedTuple):
+class RouterCall(NamedTuple):
     """One call of a routed layer."""
 
     module: int
@@ -89,7 +89,9 @@ def joined(name: str, parts: Sequence[Choices]) -> Choices:
 NO_INDEXER = "no layer of it chooses its keys by an indexer"
 
 
-def routed_layers_of(calls: list[Call], num_rows: int) -> tuple[RoutedLayers | None, str | None]:
+def routed_layers_of(
+    calls: list[RouterCall], num_rows: int
+) -> tuple[RoutedLayers | None, str | None]:
     """Return the routed layers of a forward of `num_rows` tokens; or None, and why nothing is recorded."""
     if not calls:
         return None, NOT_ROUTED

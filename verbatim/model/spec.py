@@ -30,8 +30,8 @@ from verbatim.model.recurrent import patch
 from verbatim.model.refusals import reason_to_refuse
 from verbatim.model.routing import (
     UNKNOWN_ROUTER,
-    Call,
     RoutedLayers,
+    RouterCall,
     indexed_layers_of,
     routed_layers_of,
 )
@@ -105,7 +105,7 @@ class InspectionContext:
         self.query_heads: list[int] = []
         self.states: list[StateShape] = []
         self.calls: dict[int, int] = {}
-        self.routed: list[Call] = []
+        self.routed: list[RouterCall] = []
         self.choices = 0  # of routers of a known form
         self.indexed: list[int] = []  # keys that each indexer chooses
         self.dtype: torch.dtype | None = None
@@ -150,7 +150,7 @@ class InspectionContext:
 
     def route(self, experts: Any, index: Tensor) -> None:
         count: int = getattr(experts, "total_experts", None) or experts.num_experts
-        self.routed.append(Call(id(experts), index.shape[0], index.shape[1], count))
+        self.routed.append(RouterCall(id(experts), index.shape[0], index.shape[1], count))
 
     def forced_experts(self) -> None:
         """Count a router that asks whether its choice is forced."""

@@ -29,7 +29,7 @@ _PLAIN = (
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RecordedCall:
     """A function that a forward called.
 
     Attributes:
@@ -52,9 +52,9 @@ class Steps:
     """
 
     def __init__(
-        self, positions: range | None = None, expected: Sequence[Step] | None = None
+        self, positions: range | None = None, expected: Sequence[RecordedCall] | None = None
     ) -> None:
-        self.taken: list[Step] = []
+        self.taken: list[RecordedCall] = []
         self.positions = positions
         self._expected = expected
 
@@ -66,7 +66,7 @@ class Steps:
         if expected is not None and same_func and expected[at].given == leaves:
             self.taken.append(expected[at])
             return True
-        step = Step(func, leaves, _leaves(given, self.positions))
+        step = RecordedCall(func, leaves, _leaves(given, self.positions))
         self.taken.append(step)
         return expected is None or (same_func and expected[at].by_position == step.by_position)
 

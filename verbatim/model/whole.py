@@ -53,7 +53,7 @@ class Note(NamedTuple):
     made: Tensor
 
 
-class Made(NamedTuple):
+class WholeOutput(NamedTuple):
     """The output of a whole forward."""
 
     logits: Tensor  # [R, V]
@@ -71,7 +71,7 @@ class ModelPart(Protocol):
         ...
 
 
-class Rows(Protocol):
+class WholeInput(Protocol):
     """The inputs of a whole forward."""
 
     batch: Any
@@ -213,7 +213,7 @@ class WholeModel:
         if self._angles is not None:
             self._angles.forget()
 
-    def run(self, context: Rows, *, watched: bool) -> Made | None:
+    def run(self, context: WholeInput, *, watched: bool) -> WholeOutput | None:
         """Run the rows of `context`; None where they are many, or K, V or dtypes are not the kernels'.
 
         Args:
@@ -257,8 +257,8 @@ class WholeModel:
             torch.get_num_threads(),
         )
         if not self._ends:  # the rows leave, in the place of logits
-            return Made(hidden[0][batch.logit_rows], seen)
-        return Made(logits, seen)
+            return WholeOutput(hidden[0][batch.logit_rows], seen)
+        return WholeOutput(logits, seen)
 
     def check(self, forward: Forward) -> None:
         """Compare with what the model's own forward does around its layers.

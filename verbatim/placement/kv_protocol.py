@@ -15,7 +15,7 @@ from verbatim.errors import UnsupportedModel, VerbatimError
 from verbatim.kv.store import KVStore, LayerShape
 from verbatim.model.patching import patched, threads
 from verbatim.model.rowwise import NotRowwise, Rowwise
-from verbatim.model.steps import Step, Steps, Unseen
+from verbatim.model.steps import RecordedCall, Steps, Unseen
 from verbatim.placement.external import Piece
 
 _FIELDS = ("n_layers", "n_kv_heads", "head_dim", "max_seq_len")
@@ -159,10 +159,10 @@ def call_together(
     ids: Tensor,
     slots: Tensor,
     start: int,
-    expected: Sequence[Step] | None,
+    expected: Sequence[RecordedCall] | None,
     *,
     watched: bool,
-) -> tuple[Tensor, tuple[Step, ...]]:
+) -> tuple[Tensor, tuple[RecordedCall, ...]]:
     """Run `call` for rows that must be independent; return the logits and the steps.
 
     Args:

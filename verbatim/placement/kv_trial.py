@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from verbatim.errors import UnsupportedModel
 from verbatim.model.rowwise import NotRowwise
-from verbatim.model.steps import Step
+from verbatim.model.steps import RecordedCall
 from verbatim.placement.external import Piece
 from verbatim.placement.kv_protocol import CacheShape, call, call_together, run_alone, taken
 
@@ -33,7 +33,7 @@ class Findings:
 
     vocab_size: int  # width of the logits
     rowwise_reason: str | None  # why rows can't run together; None: they can
-    steps: tuple[Step, ...]  # that every forward takes, where they can
+    steps: tuple[RecordedCall, ...]  # that every forward takes, where they can
 
 
 def try_out(module: nn.Module, shape: CacheShape) -> Findings:
@@ -67,7 +67,7 @@ class _Trial:
         config: Any = module.config
         size = getattr(config, "vocab_size", None)
         size = size if isinstance(size, int) and size > 0 else 2  # ids 0 and 1 are there anyway
-        self.steps: tuple[Step, ...] = ()
+        self.steps: tuple[RecordedCall, ...] = ()
         self._length = length = min(_LONG, shape.max_seq_len)
         self._short = short = min(_SHORT, length)
         at = torch.arange(length)

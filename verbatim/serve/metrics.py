@@ -1,4 +1,4 @@
-"""`Metrics`: counters of a server, in Prometheus' text format."""
+"""`ServerMetrics`: counters of a server, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _COUNTS = {
 }
 
 
-class Metrics:
+class ServerMetrics:
     """Counters of requests, and the engine's current statistics."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Metrics:
 class Counted:
     """Middleware that counts responses by path and status, and answers unexpected errors."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         self._app = app
         self._metrics = metrics
 

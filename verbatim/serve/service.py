@@ -23,7 +23,7 @@ from verbatim.llm import LLM
 from verbatim.params import MAX_PRIORITY, SamplingParams
 from verbatim.serve.errors import Refusal, too_many
 from verbatim.serve.marks import Marks
-from verbatim.serve.metrics import Metrics
+from verbatim.serve.metrics import ServerMetrics
 from verbatim.serve.settings import ServeSettings
 from verbatim.serve.tokens import TokenTexts
 
@@ -83,7 +83,7 @@ class Service:
         self.texts = TokenTexts(llm.tokenizer)
         self.id_texts = TokenTexts(None)
         self.marks = Marks(llm.tokenizer)
-        self.metrics = Metrics()
+        self.metrics = ServerMetrics()
         self.draining = self._trims = False
         self._under_way = self._bytes_under_way = 0
         self._choices: Counter[Client] = Counter()  # in progress

@@ -44,8 +44,8 @@ class ServeSettings:
         chat_defaults: sample chats with the defaults of the model's generation_config.json.
         logprobs_mode: the log-probs of drawn tokens in OpenAI's endpoints. "raw_logprobs": of the model at
             temperature 1. "processed_logprobs": of the distribution that was drawn from.
-        training: serve the routes by which a trainer pauses the engine and replaces its weights. Whoever may
-            send requests may then do so.
+        training: serve the routes by which a trainer pauses the engine and replaces its weights; every
+            client with access may use them.
         update_timeout_s: seconds after which a silent trainer loses its update, so that others can begin one.
         max_update_bytes: maximum size of an update of the weights. None: 8 bytes for each parameter of the
             model (float32, tied ones twice).

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.errors import NotSupported
-from verbatim.model.dcp.filling import Piece, unequal
+from verbatim.model.dcp.filling import Destination, unequal
 from verbatim.model.dcp.folder import DcpCheckpoint, TensorLayout
 from verbatim.model.packed import placeholder
 from verbatim.weights.lazy import Computed, Held, LazyWeight, Stamp, Stored, materialize, stamp_of
@@ -25,7 +25,7 @@ _aten = torch.ops.aten
 
 
 def leave_there(
-    checkpoint: DcpCheckpoint, module: nn.Module, pieces: list[tuple[str, Piece]]
+    checkpoint: DcpCheckpoint, module: nn.Module, pieces: list[tuple[str, Destination]]
 ) -> Mapping[nn.Parameter, LazyWeight]:
     """Replace the weights of a module by placeholders, and return their lazy weights; buffers, which are
     small, are read.
@@ -83,7 +83,7 @@ class _Part:
 
 
 def _parts(
-    checkpoint: DcpCheckpoint, name: str, piece: Piece, stamps: dict[Path, Stamp]
+    checkpoint: DcpCheckpoint, name: str, piece: Destination, stamps: dict[Path, Stamp]
 ) -> list[_Part]:
     """Return the places of the chunks of a tensor."""
     dtype, into = checkpoint.dtype(name), piece.into

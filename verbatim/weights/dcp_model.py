@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from verbatim.errors import InvalidRequest, ModelError, NotSupported, first_line
-from verbatim.model.dcp.filling import Piece, checked_pieces, pieces_by_name, stored_dtype
+from verbatim.model.dcp.filling import Destination, checked_pieces, pieces_by_name, stored_dtype
 from verbatim.model.dcp.folder import DcpCheckpoint
 from verbatim.model.kempner.config import KempnerConfig
 from verbatim.model.kempner.config import ModelConfig as KempnerModel
@@ -219,7 +219,7 @@ class _ModuleBuilder:
             adjust(module, self.kempner.model)
         return module.eval()
 
-    def _pieces(self, module: Any) -> list[Piece]:
+    def _pieces(self, module: Any) -> list[Destination]:
         if self.kempner is None:
             return pieces_by_name(module)
         from verbatim.model.kempner.layout import pieces

@@ -21,7 +21,7 @@ _OPTIMIZERS = ("optimizer.", "optim.")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Destination:
     """One tensor of a checkpoint and its target.
 
     Attributes:
@@ -37,9 +37,9 @@ class Piece:
     spare: bool = False
 
 
-def pieces_by_name(module: nn.Module) -> list[Piece]:
+def pieces_by_name(module: nn.Module) -> list[Destination]:
     """Return the pieces of a checkpoint with the names of the module's state dict."""
-    return [Piece(name, tensor) for name, tensor in tensors_of(module).items()]
+    return [Destination(name, tensor) for name, tensor in tensors_of(module).items()]
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -48,8 +48,8 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def checked_pieces(
-    checkpoint: DcpCheckpoint, pieces: Sequence[Piece], ignored: Iterable[str] = ()
-) -> list[tuple[str, Piece]]:
+    checkpoint: DcpCheckpoint, pieces: Sequence[Destination], ignored: Iterable[str] = ()
+) -> list[tuple[str, Destination]]:
     """Return the pieces to read, in order, with their names in the checkpoint, all checked.
 
     Args:
@@ -65,7 +65,7 @@ def checked_pieces(
     return [(names[piece.key], piece) for piece in wanted]
 
 
-def stored_dtype(checkpoint: DcpCheckpoint, pieces: Sequence[Piece]) -> torch.dtype:
+def stored_dtype(checkpoint: DcpCheckpoint, pieces: Sequence[Destination]) -> torch.dtype:
     """Return the floating dtype of most of the stored weights; float32 if there is none."""
     names = names_in(checkpoint, [piece.key for piece in pieces])
     amount: dict[torch.dtype, int] = {}
@@ -114,8 +114,8 @@ def _prefix(folder: Path, plain: dict[str, str], keys: Sequence[str]) -> str:
 
 
 def _checked(
-    checkpoint: DcpCheckpoint, names: dict[str, str], pieces: Sequence[Piece]
-) -> list[Piece]:
+    checkpoint: DcpCheckpoint, names: dict[str, str], pieces: Sequence[Destination]
+) -> list[Destination]:
     """Return the present pieces, in order; the first of a shared tensor fills it."""
     filled: set[tuple[int, ...]] = set()
     wanted, missing = [], []
@@ -135,7 +135,7 @@ def _checked(
                     "numbers"
                 )
             spare = place in filled and piece.into.numel() > 0
-            wanted.append(Piece(piece.key, piece.into, piece.arrange, spare))
+            wanted.append(Destination(piece.key, piece.into, piece.arrange, spare))
             filled.add(place)
         elif place not in filled:
             missing.append(piece.key)

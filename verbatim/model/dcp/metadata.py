@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from verbatim.errors import ModelError
-from verbatim.model.dcp.records import MOST_DIMENSIONS, Record, read_records
+from verbatim.model.dcp.records import MOST_DIMENSIONS, PickledObject, read_records
 
 _LONGEST_NAME = 10_000  # characters
 _MOST_CELLS = 4_000_000  # cells of the grid of one tensor's chunks
@@ -32,7 +32,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class StoredChunk:
     """A box of a tensor."""
 
     offsets: Size
@@ -46,7 +46,7 @@ class StoredTensor:
 
     dtype: torch.dtype
     size: Size
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[StoredChunk, ...]
 
 
 class Metadata:
@@ -70,7 +70,7 @@ class Metadata:
         for key, entry in entries.items():
             if not isinstance(key, str) or len(key) > _LONGEST_NAME:
                 raise self._wrong(f"an entry is named {shown(key)}")
-            if not isinstance(entry, Record):
+            if not isinstance(entry, PickledObject):
                 raise self._wrong(f"{key} is {shown(entry)}")
             if type(entry).__name__ == "TensorStorageMetadata":
                 self._tensors[key] = self._fields(entry, "TensorStorageMetadata")
@@ -84,7 +84,7 @@ class Metadata:
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype of one tensor."""
         properties = self._tensors[key].get("properties")
-        state = properties.state if isinstance(properties, Record) else None
+        state = properties.state if isinstance(properties, PickledObject) else None
         if not isinstance(state, tuple) or not state or not isinstance(state[0], torch.dtype):
             raise self._wrong(f"{key} has no dtype")
         return state[0]
@@ -121,11 +121,11 @@ class Metadata:
                 raise self._wrong(
                     f"{key} takes {place.length} bytes for a chunk of {list(sizes)}: at most {most}"
                 )
-            chunks.append(Chunk(offsets, sizes, place))
+            chunks.append(StoredChunk(offsets, sizes, place))
         self._check_cover(key, size, chunks)
         return StoredTensor(dtype, size, tuple(chunks))
 
-    def _check_cover(self, key: str, size: Size, chunks: list[Chunk]) -> None:
+    def _check_cover(self, key: str, size: Size, chunks: list[StoredChunk]) -> None:
         """Check that every element is in exactly one chunk, by a grid of the chunks' edges."""
         filled = [chunk for chunk in chunks if chunk.place is not None]
         if len(filled) == 1 and filled[0].sizes == size:
@@ -174,7 +174,7 @@ class Metadata:
             yield (key, self._size(offset or (), key)), Place(path, start, length)
 
     def _fields(self, record: Any, name: str) -> dict[str, Any]:
-        if not isinstance(record, Record) or type(record).__name__ != name:
+        if not isinstance(record, PickledObject) or type(record).__name__ != name:
             raise self._wrong(f"a {name} is missing")
         # An object without fields is pickled without a state.
         state = record.state or {}

@@ -17,7 +17,7 @@ import torch
 
 from verbatim.errors import ModelError
 from verbatim.model.dcp.metadata import Place, Size
-from verbatim.model.dcp.records import Record, Unpickler, record
+from verbatim.model.dcp.records import PickledObject, Unpickler, record
 
 _SMALL = 64  # bytes of a short text entry
 
@@ -38,7 +38,7 @@ _STORED_AS = {
 }
 
 
-class _Called(Record):
+class _Called(PickledObject):
     """The arguments of a function call in the pickle."""
 
     __slots__ = ("args",)

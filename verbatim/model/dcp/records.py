@@ -20,13 +20,13 @@ MOST_DIMENSIONS = 64  # of a tensor; also numpy's limit
 _MOST_ARGUMENTS = 64
 
 
-class Record:
+class PickledObject:
     """The replacement of a class in the pickle. Its state is unchecked."""
 
     __slots__ = ("state",)
     state: Any
 
-    def __new__(cls, *args: Any) -> Record:
+    def __new__(cls, *args: Any) -> PickledObject:
         if len(args) > _MOST_ARGUMENTS:  # copied for each call, so a small file could take hours
             raise ModelError(f"it makes a {cls.__name__} of {len(args)} arguments")
         made = super().__new__(cls)
@@ -45,7 +45,7 @@ class _Size(tuple[Any, ...]):
         return super().__new__(cls, dimensions)
 
 
-class _Member(Record):
+class _Member(PickledObject):
     """A member of an enum, which some Pythons (3.11.2) pickle as a getattr; no other getattr is allowed."""
 
     __slots__ = ()
@@ -62,9 +62,9 @@ class _Member(Record):
         return made
 
 
-def record(name: str) -> type[Record]:
+def record(name: str) -> type[PickledObject]:
     """Return a record class, the replacement of the class of this name."""
-    return type(name, (Record,), {"__slots__": ()})
+    return type(name, (PickledObject,), {"__slots__": ()})
 
 
 _ALLOWED: dict[tuple[str, str], Any] = {
@@ -124,7 +124,7 @@ class Unpickler(pickle._Unpickler):
 
     def load_build(self) -> None:
         state, record = self.stack.pop(), self.stack[-1]
-        if not isinstance(record, Record):
+        if not isinstance(record, PickledObject):
             raise ModelError(f"it gives a state to a {type(record).__name__}")
         record.state = state
 
@@ -140,7 +140,7 @@ class Unpickler(pickle._Unpickler):
         if type(mapping) is not dict:
             raise ModelError(f"it sets an item of a {type(mapping).__name__}")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            if type(key) is not str and not isinstance(key, Record):
+            if type(key) is not str and not isinstance(key, PickledObject):
                 raise ModelError("the key of a dictionary is neither a string nor a record")
             mapping[key] = value
 

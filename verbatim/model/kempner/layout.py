@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from verbatim.errors import UnsupportedModel
-from verbatim.model.dcp.filling import Piece, tensors_of
+from verbatim.model.dcp.filling import Destination, tensors_of
 from verbatim.model.kempner.config import ModelConfig
 from verbatim.model.kempner.router import SigmoidRouter
 
@@ -164,13 +164,13 @@ def adjust(module: Any, model: ModelConfig) -> None:
             )
 
 
-def pieces(module: Any, model: ModelConfig) -> list[Piece]:
+def pieces(module: Any, model: ModelConfig) -> list[Destination]:
     """Return the target of each tensor of the checkpoint.
 
     `adjust` must have been called on the module. ERNIE's correction bias, which KempnerForge does not have,
     is set to zero.
     """
-    found: list[Piece] = []
+    found: list[Destination] = []
     for name, tensor in tensors_of(module).items():
         experts = _EXPERTS.match(name)
         if experts is not None:
@@ -178,7 +178,7 @@ def pieces(module: Any, model: ModelConfig) -> list[Piece]:
         elif name.endswith(".moe_statics.e_score_correction_bias"):
             tensor.zero_()
         else:
-            found.append(Piece(_key(name), tensor, _arrangement(module, model, name)))
+            found.append(Destination(_key(name), tensor, _arrangement(module, model, name)))
     return found
 
 
@@ -202,7 +202,9 @@ def _arrangement(module: Any, model: ModelConfig, name: str) -> Callable[[Tensor
     return interleave
 
 
-def _expert_pieces(model: ModelConfig, layer: str, name: str, stacked: Tensor) -> Iterator[Piece]:
+def _expert_pieces(
+    model: ModelConfig, layer: str, name: str, stacked: Tensor
+) -> Iterator[Destination]:
     """Yield the experts of a layer, separate or packed.
 
     Args:
@@ -214,7 +216,7 @@ def _expert_pieces(model: ModelConfig, layer: str, name: str, stacked: Tensor) -
         parts = {"gate": stacked[:, :width], "up": stacked[:, width:]}
     for part, weights in parts.items():
         if model.moe_packed_experts:  # [E, in, out]
-            yield Piece(f"{layer}.{part}_w", weights.transpose(1, 2))
+            yield Destination(f"{layer}.{part}_w", weights.transpose(1, 2))
         else:
             for expert in range(model.num_experts):
-                yield Piece(f"{layer}.experts.{expert}.{part}_proj.weight", weights[expert])
+                yield Destination(f"{layer}.experts.{expert}.{part}_proj.weight", weights[expert])
