@@ -89,6 +89,28 @@ def test_no_import_from_a_higher_room(imports: dict[str, set[str]]) -> None:
     assert not upward, "\n".join(upward)
 
 
+def test_the_drawings_of_placement_show_its_imports(imports: dict[str, set[str]]) -> None:
+    """An import that follows from others is not drawn."""
+    inside = "verbatim.placement."
+    files = {a: {b for b in imports[a] if b.startswith(inside)} for a in imports if inside in a}
+
+    def below(name: str) -> set[str]:
+        return files[name].union(*map(below, files[name]))
+
+    expected = {
+        (a.removeprefix(inside).replace(".", "/"), b.removeprefix(inside).replace(".", "/"))
+        for a, direct in files.items()
+        for b in direct - set().union(*map(below, direct))
+    }
+    text = (Path(__file__).parents[2] / "docs/structure.md").read_text(encoding="utf-8")
+    drawn = {
+        (a, b)
+        for a, targets in re.findall(r"^    (\S+) --> (.+)$", text, re.MULTILINE)
+        for b in targets.split(" & ")
+    }
+    assert drawn == expected
+
+
 def test_no_test_imports_another() -> None:
     """What tests share lies in `tests/support`, so that a file of tests can be read, moved and run by itself.
 
