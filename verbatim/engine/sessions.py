@@ -30,7 +30,6 @@ class Sessions:
         self.pool = pool
         self.states = states
         self.block_size = block_size
-        self.num_dropped = 0  # blocks reclaimed from idle sessions
         self._idle: dict[SessionCache, None] = {}  # with blocks, least recently used first
         self._open: dict[SessionCache, None] = {}  # with a reservation
         self._closing: deque[SessionCache] = deque()  # with blocks to free
@@ -210,7 +209,6 @@ class Sessions:
             return False
         kept = (len(cache.blocks) - 1) * self.block_size
         self._cut(cache, kept)
-        self.num_dropped += 1
         if not cache.blocks:
             self._clear(cache)
         return True

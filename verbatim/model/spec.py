@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.batch import Choices
-from verbatim.errors import NotSupported, TierFailed, UnsupportedModel
+from verbatim.errors import TierFailed, UnsupportedModel
 from verbatim.kernels.options import AnyOptions, AttentionOptions, IndexOptions
 from verbatim.kv.states import StateShape
 from verbatim.kv.store import LayerShape
@@ -89,11 +89,6 @@ class ModelSpec:
         routed = self.routed
         routing = Choices(reason=self.routing_reason) if routed is None else routed.choices
         return {"routing": routing, "indices": self.indexed}
-
-    def refuse_states(self, what: str) -> None:
-        """Raise NotSupported if the model has recurrent layers, which `what` does not support."""
-        if self.states:
-            raise NotSupported(f"{what}: not supported for models with recurrent layers")
 
 
 class InspectionContext:
