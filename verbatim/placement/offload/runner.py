@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from time import perf_counter
 from typing import Any, NamedTuple
-
-from torch import Tensor, nn
 
 from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.errors import TierFailed, VerbatimError
@@ -26,11 +23,10 @@ from verbatim.placement.offload.schedule import BlockSchedule, HiddenStates
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import Slot
+from verbatim.placement.offload.update import TierWriter
 from verbatim.placement.offload.weights import Weights
 from verbatim.placement.resident import Resident
 from verbatim.protocols import Forward
-from verbatim.shield import Shield
-from verbatim.weights.update import NewWeights, overwrite
 
 _DRAWING = 28  # bytes a logit where much is asked for: copies in float32 and what sorting takes
 
@@ -72,18 +68,16 @@ class Offloaded(Resident):
         self._measured = Measured()
         self.weights, self.schedule, self.trace = weights, schedule, trace
         self.scratch = scratch
-        self._shield = Shield()  # Ctrl-C waits until all weights are written
-        self.compression = compression
+        self.packed = None if compression is None else compression.report()
         # Runs if it is never closed; its arguments must not refer to this object.
         self._let_go = weakref.finalize(self, _let_go, os.getpid(), weights, store, scratch)
 
     def info(self) -> dict[str, Any]:
-        packed = None if self.compression is None else self.compression.info()
         top_k = self.store.top_k
         return {
             **super().info(),
             "placement": "offload",
-            "quantization": packed,
+            "quantization": None if self.packed is None else self.packed.info(),
             "unit_tiers": {unit.name: _tiers_of(unit.slots) for unit in self.weights.units.order}
             | {layer.name: _tiers_of(layer.slots) for layer in self.weights.units.experts},
             "kv_tiers": self.store.bytes_by_tier(),
@@ -157,53 +151,18 @@ class Offloaded(Resident):
             store_s=kv.store_s + hidden.store_s,
         )
 
-    def new_weights(
-        self, tensors: Mapping[str, Tensor], *, check_finite: bool
-    ) -> Callable[[], None]:
+    def writer(self, *, whole: bool = True) -> TierWriter:
         if self.weights.is_asleep:
             raise VerbatimError("the weights are asleep; call wake() before they are updated")
         assert self.original is not None
-        new = NewWeights(self.original, tensors, check_finite=check_finite)
-        overlay = self._overlay()
-        try:
-            parameters = {
-                target: new.tensors[name]
-                for name, target in self.original.items()
-                if isinstance(target, nn.Parameter)
-            }
-            write_weights, squares = self.weights.prepare(parameters, overlay)
-        except BaseException:
-            overlay.close()
-            raise
-        buffers = [
-            (target, new.tensors[name])
-            for name, target in self.original.items()
-            if not isinstance(target, nn.Parameter)
-        ]
-
-        def write() -> None:
-            with self._shield.up():
-                write_weights()
-                overwrite(buffers)
-            self.scratch.reserved_elsewhere = self.weights.disk_bytes
-            if self.compression is not None:
-                self.compression.squares |= squares
-            self.decoder.weights_moved()
-
-        return write
-
-    def _overlay(self) -> Scratch:
-        """Open a file for weights that differ from the checkpoint's."""
-        overlay = Scratch(self.offload.disk, self.offload.disk_limit)
-        overlay.reserved_elsewhere = self.scratch.nbytes + self.weights.disk_bytes
-        return overlay
+        return TierWriter(self.weights, self.original, self.scratch)
 
     def stamp(self) -> object:
         return None  # parameters change all the time, and never their numbers
 
     def sleep(self, weights: bool) -> None:
         if weights:
-            asleep = self._overlay()
+            asleep = self.weights.overlay(self.scratch)
             try:
                 self.weights.release(asleep)
             except BaseException:

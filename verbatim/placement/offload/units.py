@@ -74,13 +74,11 @@ class Slot:
         """Bytes that dequantizing takes while it is installed."""
         return self.nbytes if self.packing is not None and self.is_unpacked else 0
 
-    def values(self, weights: Mapping[nn.Parameter, Tensor]) -> Tensor:
-        """Return its numbers out of those of the model's parameters, contiguous, in its dtype."""
-        if self.cut is None:
-            found = weights[self.parameter]
-        else:
-            found = weights[self.cut[0]][self.cut[1] : self.cut[2]]
-        return found.detach().to(self.parameter.dtype).contiguous()
+    def values(self, weight: Tensor) -> Tensor:
+        """Return its numbers out of those of the model's parameter, contiguous, in its dtype."""
+        if self.cut is not None:
+            weight = weight[self.cut[1] : self.cut[2]]
+        return weight.detach().to(self.parameter.dtype).contiguous()
 
     def lend(self, packed: Tensor | None) -> None:
         """Assign the quantized bytes to the holders; None removes them."""
