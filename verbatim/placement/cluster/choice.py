@@ -10,6 +10,7 @@ from typing import Any
 
 from verbatim.errors import InvalidRequest
 from verbatim.options import budget, positive
+from verbatim.placement.offload.choice import Offload
 
 MAX_STAGES = 512
 
@@ -38,6 +39,8 @@ class Cluster:
         step_timeout_s: seconds of computing one micro-batch after which a stage is lost.
         hosts: another source of processes: an object with the members of
             `verbatim.placement.cluster.hosts.Hosts`.
+        offload: the tiers of each stage, on its own machine: budgets are those of one stage, and without any
+            it takes its part of 60% of its machine's available memory. None: all is in memory.
 
     Raises:
         InvalidRequest: a value out of range; the message names it and what is allowed.
@@ -53,6 +56,7 @@ class Cluster:
     patience_s: float = 3.0
     step_timeout_s: float = 300.0
     hosts: Any = None
+    offload: Offload | None = None
 
     def __post_init__(self) -> None:
         for name in ("stages", "micro_batches"):
@@ -71,6 +75,7 @@ class Cluster:
                 or not 0 < float(value) < math.inf
             ):
                 raise InvalidRequest(f"{name}={value!r}: must be a number of seconds above 0")
+        check_offload(self.offload)
         if self.address is not None and not isinstance(self.address, str):
             raise InvalidRequest(f"address={self.address!r}: must be a string such as 'host:6379'")
         if self.layers is not None:
@@ -91,3 +96,9 @@ class Cluster:
     @property
     def keep_bytes(self) -> int:
         return budget("keep", self.keep)
+
+
+def check_offload(value: Any) -> None:
+    """Raise InvalidRequest unless `value` is an `Offload` or None."""
+    if value is not None and not isinstance(value, Offload):
+        raise InvalidRequest(f"offload={value!r}: must be an Offload, or None")

@@ -27,9 +27,11 @@ from verbatim.placement.cluster.contact import versions
 from verbatim.placement.cluster.drafts import open_part
 from verbatim.placement.cluster.part import Part
 from verbatim.placement.cluster.split import Split
+from verbatim.placement.cluster.tiered import limits_of
+from verbatim.placement.offload.opening import open_tiered
 from verbatim.placement.resident import Resident
 from verbatim.placement.served import Served
-from verbatim.sampling.sampler import sample_rows
+from verbatim.protocols import Forward
 from verbatim.weights.identity import changed, fingerprint
 from verbatim.weights.reopen import reopen
 
@@ -122,6 +124,9 @@ class Layers(Served):
                 part.shape.layers, part.shape.states, dtype, self._drafts.bytes_per_token(dtype)
             ),
             "draft": self._drafts.info(),
+            "limits": None
+            if part.tiers is None
+            else limits_of(part.tiers, part.decoder.spec, self._drafts),
             "numerics_key": numerics_key(
                 dtype_name(part.shape.dtype),
                 name_of(dtype),
@@ -144,11 +149,15 @@ class Layers(Served):
         kv_dtype = shape.kv_dtype if kv is None else resolve_kv_dtype(kv)
         cpu = torch.device("cpu")
         self._allocated_with, self._first_of = message, message["first_of"]
-        store = make_store(shape.layers, blocks, size, kv_dtype, cpu)
-        store.states = open_states(shape.states, message["num_states"])
-        self._drafts.open_stores(blocks, size, kv_dtype)
-        self.runner = Resident(part.decoder, store, self._num_threads, self._drafts)
-        self.runner.packed = part.report
+        states = message["num_states"]
+        if part.tiers is not None:
+            self.runner = open_tiered(part.tiers, part.decoder, self._drafts, blocks, states)
+        else:
+            store = make_store(shape.layers, blocks, size, kv_dtype, cpu)
+            store.states = open_states(shape.states, states)
+            self._drafts.open_stores(blocks, size, kv_dtype)
+            self.runner = Resident(part.decoder, store, self._num_threads, self._drafts)
+            self.runner.packed = part.report
         self._kept = None
         kept = 0
         if not part.is_last:
@@ -156,7 +165,7 @@ class Layers(Served):
             kept = min(blocks, message["keep_bytes"] // (row * size))
             if kept:
                 self._kept = HiddenStore(shape.hidden_size, kept, size, shape.hidden_dtype, cpu)
-        return {"kv_bytes": store.nbytes, "kept_blocks": kept}
+        return {"kv_bytes": self.runner.store.nbytes, "kept_blocks": kept}
 
     def run(self, batch: Batch, hidden: Tensor | None, *, kept: bool = False) -> Made:
         """Run one micro-batch.
@@ -172,9 +181,7 @@ class Layers(Served):
             return Made(self._kept.read(batch.slots(store.block_size)), None, None)
         batch.forced_experts = self._own("routing", batch.forced_experts)
         batch.forced_keys = self._own("indices", batch.forced_keys)
-        self._drafts.copy_blocks(batch.block_copies)
-        with threads(self._num_threads):
-            out = part.run(batch, store, hidden, runner.records, self._drafts.hidden)
+        out = part.run(runner.forward, batch, hidden)
         if out.leaving is not None and self._kept is not None:
             self._keep(batch, store, out.leaving)
         return Made(*out)
@@ -198,8 +205,7 @@ class Layers(Served):
             kept.write(slots[inside], leaving[inside])
 
     def sample(self, logits: Tensor, plan: SamplePlan) -> Draws:
-        with threads(self._num_threads):
-            return sample_rows(logits, plan)
+        return self.running.sample(Forward(logits), plan)
 
     def load_adapter(self, message: Message) -> Message:
         """Hold an adapter's matrices for the layers here, and return their names."""
@@ -258,12 +264,12 @@ class Layers(Served):
 
     def close(self) -> None:
         """Free everything."""
-        if self.runner is not None:
-            self.runner.store.release()
         self._close_part()
         self._kept = None
 
     def _close_part(self) -> None:
+        if self.runner is not None:
+            self.runner.close()
         self._drafts.close()
         if self.part is not None:
             self.part.close()

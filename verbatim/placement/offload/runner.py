@@ -13,15 +13,13 @@ from verbatim.errors import TierFailed, VerbatimError
 from verbatim.heap import give_back_freed
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
-from verbatim.placement.offload.choice import Offload
-from verbatim.placement.offload.compress import Compression
-from verbatim.placement.offload.forecast import Forecast, Measured
+from verbatim.placement.offload.forecast import Measured
 from verbatim.placement.offload.kv import TieredKVStore
 from verbatim.placement.offload.kv_disk import Traffic
 from verbatim.placement.offload.report import plan_line
-from verbatim.placement.offload.schedule import BlockSchedule, HiddenStates
+from verbatim.placement.offload.schedule import HiddenStates
 from verbatim.placement.offload.scratch import Scratch
-from verbatim.placement.offload.trace import Trace
+from verbatim.placement.offload.tiers import Tiers
 from verbatim.placement.offload.units import Slot
 from verbatim.placement.offload.update import TierWriter
 from verbatim.placement.offload.weights import Weights
@@ -43,34 +41,24 @@ class Offloaded(Resident):
     """A `Resident` with parameters, K and V and activations that are read on demand.
 
     Args:
-        decoder: runs in the order of a `BlockSchedule`.
-        weights: provides the parameters of its units.
+        decoder: of `tiers`.
+        tiers: the weights, closed with this.
     """
 
     def __init__(
-        self,
-        decoder: Decoder,
-        store: TieredKVStore,
-        num_threads: int | None,
-        *,
-        offload: Offload,
-        forecast: Forecast,
-        weights: Weights,
-        schedule: BlockSchedule,
-        trace: Trace,
-        scratch: Scratch,
-        compression: Compression | None = None,
-        draft_layers: DraftLayers | None = None,
+        self, decoder: Decoder, store: TieredKVStore, tiers: Tiers, draft_layers: DraftLayers
     ) -> None:
-        super().__init__(decoder, store, num_threads, draft_layers)
+        super().__init__(decoder, store, tiers.options.num_threads, draft_layers)
         self.store: TieredKVStore = store
-        self.offload, self.forecast, self.plan = offload, forecast, forecast.plan
+        self.offload, self.forecast, self.plan = tiers.offload, tiers.forecast, tiers.plan
         self._measured = Measured()
-        self.weights, self.schedule, self.trace = weights, schedule, trace
-        self.scratch = scratch
-        self.packed = None if compression is None else compression.report()
+        self.weights, self.schedule, self.trace = tiers.weights, tiers.schedule, tiers.trace
+        self.scratch = tiers.scratch
+        self.packed, self.original = tiers.report, tiers.original
         # Runs if it is never closed; its arguments must not refer to this object.
-        self._let_go = weakref.finalize(self, _let_go, os.getpid(), weights, store, scratch)
+        self._let_go = weakref.finalize(
+            self, _let_go, os.getpid(), self.weights, store, self.scratch
+        )
 
     def info(self) -> dict[str, Any]:
         top_k = self.store.top_k
