@@ -75,7 +75,8 @@ class Cluster:
                 or not 0 < float(value) < math.inf
             ):
                 raise InvalidRequest(f"{name}={value!r}: must be a number of seconds above 0")
-        check_offload(self.offload)
+        if self.offload is not None and not isinstance(self.offload, Offload):
+            raise InvalidRequest(f"offload={self.offload!r}: must be an Offload, or None")
         if self.address is not None and not isinstance(self.address, str):
             raise InvalidRequest(f"address={self.address!r}: must be a string such as 'host:6379'")
         if self.layers is not None:
@@ -96,9 +97,3 @@ class Cluster:
     @property
     def keep_bytes(self) -> int:
         return budget("keep", self.keep)
-
-
-def check_offload(value: Any) -> None:
-    """Raise InvalidRequest unless `value` is an `Offload` or None."""
-    if value is not None and not isinstance(value, Offload):
-        raise InvalidRequest(f"offload={value!r}: must be an Offload, or None")

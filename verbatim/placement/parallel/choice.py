@@ -8,7 +8,7 @@ from typing import Any
 
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.options import positive
-from verbatim.placement.cluster.choice import check_offload
+from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.offload.choice import Offload
 
 
@@ -70,7 +70,7 @@ class PipelineParallel:
 
     def __post_init__(self) -> None:
         positive("size", self.size)
-        check_offload(self.offload)
+        Cluster(offload=self.offload)  # checks it
         _check_seconds(self.timeout_s)
 
 
