@@ -164,10 +164,9 @@ def test_layers_that_fit_nowhere_are_divided_by_memory(
 
 
 @pytest.mark.slow
-def test_ranks_of_this_machine(saved: Callable[[str], Path], tmp_path: Path) -> None:
+def test_ranks_of_this_machine(saved: Callable[[str], Path]) -> None:
     with LLM(saved("llama"), max_length=200) as llm:
         expected = all_facts(llm.generate(*mixed_requests()))
-    offload = Offload(cpu="30MB", kv=(0, 0, 100), trace=tmp_path / "trace.json")
+    offload = Offload(cpu="30MB", kv=(0, 0, 100))
     with LLM(saved("llama"), placement=PipelineParallel(2, offload=offload), max_length=200) as llm:
         assert all_facts(llm.generate(*mixed_requests())) == expected
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace-0-1.json", "trace-1-3.json"]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verbatim.errors import InvalidRequest
+from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.options import budget, positive
 from verbatim.placement.offload.choice import Offload
 
@@ -44,6 +44,7 @@ class Cluster:
 
     Raises:
         InvalidRequest: a value out of range; the message names it and what is allowed.
+        NotSupported: `offload` with a trace.
     """
 
     stages: int | None = None
@@ -77,6 +78,11 @@ class Cluster:
                 raise InvalidRequest(f"{name}={value!r}: must be a number of seconds above 0")
         if self.offload is not None and not isinstance(self.offload, Offload):
             raise InvalidRequest(f"offload={self.offload!r}: must be an Offload, or None")
+        if self.offload is not None and self.offload.trace is not None:
+            raise NotSupported(
+                "offload=Offload(trace=...): not supported in stages of a Cluster, which may end at any "
+                "time; a trace is written at the end"
+            )
         if self.address is not None and not isinstance(self.address, str):
             raise InvalidRequest(f"address={self.address!r}: must be a string such as 'host:6379'")
         if self.layers is not None:

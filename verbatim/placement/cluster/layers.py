@@ -6,14 +6,14 @@ import os
 import platform
 import threading
 import time
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from verbatim.batch import Adapter, Batch, Draws, SamplePlan
-from verbatim.errors import ModelChanged, VerbatimError
+from verbatim.errors import VerbatimError
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.quantized import resolve_kv_dtype
 from verbatim.kv.states import open_states
@@ -61,15 +61,11 @@ class Layers(Served):
         self._kept: HiddenStore | None = None
         self._drafts = DraftLayers()
         self._num_threads: int | None = None
-        self._opened_with: Message = {}
-        self._allocated_with: Message = {}
-        self._adapters: dict[int, Adapter] = {}  # by number, of the layers here
         self._opening = threading.Lock()  # a spare may still be getting ready
         self._loaded: LoadedModel | None = None
         self._loaded_from: Message = {}
         self._split: Split | None = None
         self._first_of: dict[str, int] = {}
-        self._fingerprint = ""
 
     def facts(self, message: Message) -> Message:
         """Return the versions, cores and memory of this process."""
@@ -103,17 +99,14 @@ class Layers(Served):
             ModelError, NotSupported: it can't be had here.
         """
         self.close()
-        self._opened_with = message
         self._num_threads = message["num_threads"]
         with self._opening, threads(self._num_threads):
             loaded = self._skeleton(message)
             assert self._split is not None
             self.part, self._drafts = open_part(loaded, self._split, message)
             part = self.part
-        self._adapters = {}
         for adapter in message.get("adapters", ()):
             self.load_adapter({"adapter": adapter})
-        self._fingerprint = fingerprint(loaded)
         kv = None if message["kv_dtype"] is None else resolve_kv_dtype(message["kv_dtype"])
         dtype = part.shape.kv_dtype if kv is None else kv
         return {
@@ -132,7 +125,7 @@ class Layers(Served):
                 name_of(dtype),
                 (part.shape.quantization or {}).get("format"),
             ),
-            "fingerprint": self._fingerprint,
+            "fingerprint": fingerprint(loaded),
             "memory": available_memory(),
         }
 
@@ -148,7 +141,7 @@ class Layers(Served):
         kv = message["kv_dtype"]
         kv_dtype = shape.kv_dtype if kv is None else resolve_kv_dtype(kv)
         cpu = torch.device("cpu")
-        self._allocated_with, self._first_of = message, message["first_of"]
+        self._first_of = message["first_of"]
         states = message["num_states"]
         if part.tiers is not None:
             self.runner = open_tiered(part.tiers, part.decoder, self._drafts, blocks, states)
@@ -157,7 +150,7 @@ class Layers(Served):
             store.states = open_states(shape.states, states)
             self._drafts.open_stores(blocks, size, kv_dtype)
             self.runner = Resident(part.decoder, store, self._num_threads, self._drafts)
-            self.runner.packed = part.report
+            self.runner.packed, self.runner.checkpoint = part.report, part.checkpoint
         self._kept = None
         kept = 0
         if not part.is_last:
@@ -211,13 +204,10 @@ class Layers(Served):
         """Hold an adapter's matrices for the layers here, and return their names."""
         adapter: Adapter = message["adapter"]
         names = self._opened().decoder.load_adapter(adapter, partial=True)
-        layers = {name: adapter.layers[name] for name in names}
-        self._adapters[adapter.number] = replace(adapter, layers=layers)
         return {"names": names}
 
     def unload_adapter(self, message: Message) -> None:
         """Drop an adapter, if it is held."""
-        self._adapters.pop(message["number"], None)
         if self.part is not None:
             self.part.decoder.unload_adapter(message["number"])
 
@@ -231,11 +221,9 @@ class Layers(Served):
     def sleep(self, message: Message) -> None:
         """Free the KV memory; with `weights`, also that of the weights."""
         if self.runner is not None:
-            self.runner.sleep(False)
+            self.runner.sleep(message["weights"])
         if self._kept is not None:
             self._kept.release()
-        if message["weights"]:
-            self._close_part()
 
     def wake(self, message: Message) -> None:
         """Allocate the memory again, and read the weights.
@@ -243,20 +231,6 @@ class Layers(Served):
         Raises:
             ModelChanged: the files hold another model by now. It sleeps on.
         """
-        if self.part is None and self._opened_with:
-            before, self._fingerprint = self._fingerprint, ""
-            try:
-                self.open({**self._opened_with, "adapters": list(self._adapters.values())})
-                if self._fingerprint != before:
-                    self.close()
-                    raise ModelChanged(
-                        f"{self._opened_with['model']!r} is not what it was before its weights slept"
-                    )
-            finally:
-                self._fingerprint = before
-            if self._allocated_with:
-                self.allocate(self._allocated_with)
-            return
         if self.runner is not None:
             self.runner.wake()
         if self._kept is not None:
@@ -264,16 +238,13 @@ class Layers(Served):
 
     def close(self) -> None:
         """Free everything."""
-        self._close_part()
-        self._kept = None
-
-    def _close_part(self) -> None:
         if self.runner is not None:
             self.runner.close()
         self._drafts.close()
         if self.part is not None:
             self.part.close()
         self.part, self.runner, self._drafts, self._weights = None, None, DraftLayers(), None
+        self._kept = None
 
     def status(self) -> Message:
         part, runner = self.part, self.runner

@@ -25,8 +25,9 @@ from verbatim.heap import give_back_freed
 from verbatim.model.context import active_context
 from verbatim.model.decoder import Decoder
 from verbatim.model.early_exit import copy_path
-from verbatim.model.loader import LoadedModel
+from verbatim.model.loader import Checkpoint, LoadedModel
 from verbatim.model.packed import drop_weights, weight_bytes
+from verbatim.model.packing import PackingReport
 from verbatim.model.spec import inner_model
 from verbatim.options import dtype_name
 from verbatim.placement.cluster.outline import hidden_of, hollow_copy
@@ -34,7 +35,7 @@ from verbatim.placement.cluster.shape import PartShape
 from verbatim.placement.cluster.split import Split
 from verbatim.placement.offload.tiers import Tiers
 from verbatim.weights.files import read_whole
-from verbatim.weights.load import load_weights
+from verbatim.weights.load import checkpoint_of, load_weights
 
 _ALIGNED = 64  # bytes; what torch's own products may round differently without
 _STAND_INS = 64  # rows of made-up hidden states for trials
@@ -70,6 +71,7 @@ class Part:
         shape: what others must know of it.
         whole: the module with the forwards of the whole model.
         tiers: where its weights are; None: in memory.
+        checkpoint: the files of weights in memory.
 
     Raises:
         InvalidRequest: there are no such layers.
@@ -99,6 +101,7 @@ class Part:
         self._ids = torch.empty(0, dtype=torch.int64)  # of the forward that began last
         self._module: nn.Module | None = None
         self.tiers: Tiers | None = None
+        self.checkpoint: Checkpoint | None = None
         try:
             self._decoder: Decoder | None = self._open(skeleton, embeds, exits, place)
             self.shape = self._shape()
@@ -115,20 +118,33 @@ class Part:
     ) -> Decoder:
         split, first, end = self._split, self.first, self.end
         assert skeleton.lazy_weights is not None
-        module, layers, copies = hollow_copy(
-            skeleton.module, split.layers, split.running[first:end]
-        )
+        lazy_weights, kept = skeleton.lazy_weights, split.running[first:end]
         parameters = split.parameters(first, end, embeds=embeds, exits=exits)
+
+        def copied() -> tuple[nn.Module, nn.ModuleList, LoadedModel]:
+            module, layers, copies = hollow_copy(skeleton.module, split.layers, kept)
+            own = {copies[p]: lazy_weights[p] for p in parameters}
+            return module, layers, replace(skeleton, module=module, lazy_weights=own, layers=kept)
+
+        def read(own: LoadedModel) -> PackingReport | None:
+            assert own.lazy_weights is not None
+            weights = dict(own.lazy_weights)
+            return load_weights(own.module, weights, skeleton.quantization, read=read_whole)
+
+        def read_again() -> nn.Module:
+            module, _, own = copied()
+            read(own)
+            return module
+
+        module, layers, own = copied()
         self._module, self._num_parameters = module, sum(p.numel() for p in parameters)
-        lazy_weights = {copies[p]: skeleton.lazy_weights[p] for p in parameters}
-        if place is None:
-            self.report = load_weights(module, lazy_weights, skeleton.quantization, read=read_whole)
-        else:
-            own = split.running[first:end]
-            self.tiers = place(
-                replace(skeleton, module=module, lazy_weights=lazy_weights, layers=own)
-            )
+        if place is not None:
+            self.tiers = place(own)
             self.report = self.tiers.report
+        else:
+            self.report = read(own)
+            if own.folder is not None:
+                self.checkpoint = checkpoint_of(own, read_again)
         self.whole = copy_path(module, layers)
         for index in split.running[:first]:
             layers[index].__dict__["forward"] = self._pass

@@ -59,9 +59,6 @@ def placing(
                 offload = offload.replace(gpu=int(message["memory"] * BUDGET_SHARE))
             elif kv_bytes is None:
                 kv_bytes = int(message["memory"] * DEFAULT_KV_SHARE)
-        if (path := offload.trace) is not None:
-            name = f"{path.stem}-{message['first']}-{message['end']}{path.suffix}"
-            offload = offload.replace(trace=path.with_name(name))
         options = engine_options(
             kv_dtype=message["kv_dtype"] or "auto",
             kv_memory=kv_bytes,
