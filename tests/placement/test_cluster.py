@@ -310,10 +310,10 @@ def test_only_lost_layers_compute_again_where_hidden_states_were_kept(
             assert part is not None
             plain = part.run
 
-            def counted(batch: Any, *args: Any, plain: Any = plain) -> Any:
+            def counted(forward: Any, batch: Any, received: Any, plain: Any = plain) -> Any:
                 nonlocal computed
                 computed += batch.num_tokens
-                return plain(batch, *args)
+                return plain(forward, batch, received)
 
             part.run = counted  # type: ignore[method-assign]
             llm.generate([prompt], params)
