@@ -60,6 +60,7 @@ class Batch:
     adapters: Tensor | None = (
         None  # [S] int64, `Adapter.number`, 0 for none; None: no sequence has one
     )
+    entering: Tensor | None = None  # [T, H], hidden states of the layers before, on another stage
 
     @property
     def num_tokens(self) -> int:

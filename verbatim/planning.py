@@ -11,7 +11,7 @@ from verbatim.model.spec import inner_model
 from verbatim.opening import resolve_length
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.offload.forecast import Forecast, forecast
-from verbatim.placement.offload.opening import units_of
+from verbatim.placement.offload.tiers import units_of
 from verbatim.placement.options import EngineOptions
 from verbatim.source import open_model
 from verbatim.weights.skeleton import open_skeleton

@@ -20,6 +20,7 @@ from verbatim.cli.placing import CLUSTER, placement_of
 from verbatim.cli.terminal import WrongUsage
 from verbatim.placement.cluster import inspect as cluster_inspect
 from verbatim.placement.cluster.choice import Cluster
+from verbatim.placement.offload.choice import Offload
 
 TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE", "RAY_ADDRESS")
 
@@ -186,16 +187,17 @@ def test_the_options_make_a_cluster() -> None:
     cluster = Cluster(stages=3, address="10.0.0.1:6379", layers=(1, 2, 1), keep=0, spares=0)
     assert placement_of(every_option(**values)) == cluster
     assert placement_of(every_option()) is None
+    offloaded = Cluster(stages=2, offload=Offload(cpu="1GB"))
+    assert placement_of(every_option(stages=2, cpu="1GB")) == offloaded
 
 
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ({"stages": 2, "gpu": "1GB"}, "--stages runs the model in stages"),
         ({"cluster": "h:1", "stats": True}, "--stats is for offloading"),
         ({"layers": "1,x"}, "--layers '1,x'"),
     ],
-    ids=["offloaded", "stats", "layers"],
+    ids=["stats", "layers"],
 )
 def test_options_that_make_no_sense_together(values: dict[str, Any], told: str) -> None:
     with pytest.raises(WrongUsage, match=told):

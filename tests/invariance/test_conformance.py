@@ -49,13 +49,13 @@ WITHOUT_MTP = (
     "deepseek_v4",
 )
 DIMENSIONS = {
-    "placement": ("resident", "offload", "cluster", "tensor", "pipeline"),
+    "placement": ("resident", "offload", "cluster", "tensor", "pipeline", "offloaded stages"),
     "draft": ("none", "ngram", "mtp", "early-exit", "model"),
     "cache": ("plain", "no prefixes", "int8", "int4", "tiny"),
     "quantization": ("none", "int8", "int4", "w8a8", "w4a8"),
     "architecture": ("qwen3", "deepseek_v3", *WITHOUT_MTP),
 }
-SLOW = ("tensor", "pipeline")  # which start processes
+SLOW = ("tensor", "pipeline", "offloaded stages")
 # Compute much in torch's own operations; other cases of theirs are slow.
 FAST = {"deepseek_v4": "resident", "minimax_m3": "offload"}
 NAMES = {
@@ -113,6 +113,9 @@ def open_case(
     placements: dict[str, Callable[[], Any]] = {
         "offload": lambda: Offload(weights=(30, 70, 0)),
         "cluster": lambda: Cluster(stages=2, hosts=ThreadHosts()),
+        "offloaded stages": lambda: Cluster(
+            stages=2, hosts=ThreadHosts(), offload=Offload(weights=(30, 0, 70), policy=None)
+        ),
         "tensor": lambda: TensorParallel(size=2),
         "pipeline": lambda: PipelineParallel(size=2),
     }

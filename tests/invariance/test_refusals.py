@@ -15,6 +15,7 @@ from verbatim import (
     Cluster,
     ExpertParallel,
     NotSupported,
+    Offload,
     SamplingParams,
     UnsupportedModel,
 )
@@ -48,6 +49,10 @@ def generated(name: str, options: dict[str, Any], **params: Any) -> Callable[[Pa
             llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, **params))
 
     return attempt
+
+
+def traced(path: Path) -> None:
+    Cluster(offload=Offload(trace=path / "trace.json"))
 
 
 def asleep(_: Path) -> None:
@@ -90,6 +95,7 @@ CALLS: dict[tuple[str, str], tuple[Callable[[Path], None], str]] = {
         opened("llama", fused=False, placement=Cluster(stages=2)),
         "fused=False.*placement=Cluster",
     ),
+    ("Offload(trace=...)", "Cluster"): (traced, r"Offload\(trace=.*stages of a Cluster"),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -153,7 +154,8 @@ class Chain:
                 rows = slice(first[name], first[name] + count)
                 own[field] = None if forced is None or not count else forced[:, rows]
                 first[name] += count
-            out = part.run(replace(batch, **own), store, received, records)
+            forward = partial(part.decoder.run, store=store, records=records)
+            out = part.run(forward, replace(batch, **own), received)
             if out.leaving is not None:
                 received = out.leaving
                 self.leaving.append(received)
@@ -300,11 +302,12 @@ def test_hidden_states_may_lie_anywhere_in_memory(folders: Callable[[str], Path]
         wide = torch.full((len(rows), 67), torch.nan)
         wide[:, 1:65] = rows
         first, last = moved.parts
-        first.run(batch, moved.stores[0], None)
-        out = last.run(batch, moved.stores[1], wide[:, 1:65])
+        first.run(partial(first.decoder.run, store=moved.stores[0]), batch, None)
+        forward = partial(last.decoder.run, store=moved.stores[1])
+        out = last.run(forward, batch, wide[:, 1:65])
         assert same(expected.logits, out.logits)
         odd = torch.cat([torch.zeros(1), rows.flatten()])[1:].view_as(rows)
-        assert same(expected.logits, last.run(batch, moved.stores[1], odd).logits)
+        assert same(expected.logits, last.run(forward, batch, odd).logits)
 
 
 def test_forced_experts_are_taken_in_every_part(folders: Callable[[str], Path]) -> None:
@@ -377,7 +380,7 @@ def test_a_part_takes_the_memory_of_its_own_weights(
         assert needed == expected or (tied is None and (first, end) == (0, 3))
         part.close()
         with pytest.raises(EngineClosed):
-            part.run(next(batches()), store_for(part.shape, torch.float32), None)
+            part.run(part.decoder.forward, next(batches()), None)
     assert all(p.untyped_storage().nbytes() <= 4 for p in skeleton.module.parameters())
 
 

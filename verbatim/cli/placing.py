@@ -57,16 +57,12 @@ def placement_of(values: Mapping[str, Any]) -> Offload | Cluster | None:
     settings = given(values, CLUSTER)
     if not settings:
         return offload_of(values)
-    if offload_of({**values, "stats": None}) is not None:
-        option = "--" + next(iter(settings)).replace("_", "-")
-        raise WrongUsage(
-            f"{option} runs the model in stages, which can't be combined with offloading"
-        )
     if values.get("stats"):
         raise WrongUsage("--stats is for offloading; `verbatim cluster status` shows stages")
     from verbatim.placement.cluster.choice import Cluster
 
-    return Cluster(address=settings.pop("cluster", None), **settings)
+    offload = offload_of({**values, "stats": None})
+    return Cluster(address=settings.pop("cluster", None), offload=offload, **settings)
 
 
 def report_placement(llm: LLM, placement: Offload | Cluster | None) -> None:
@@ -77,6 +73,7 @@ def report_placement(llm: LLM, placement: Offload | Cluster | None) -> None:
         stages = llm.info()["stages"]
         places = ", ".join(
             f"layers {first} to {end - 1} on {stage['machine']}"
+            + (f" ({stage['plan']})" if "plan" in stage else "")
             for stage in stages
             for first, end in [stage["layers"]]
         )

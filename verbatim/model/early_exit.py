@@ -93,8 +93,7 @@ class EarlyExitLayers(DraftLayers):
             layers = _list_of_layers(module, spec)
             self.num_layers = _resolve_num_layers(self._wanted, len(layers), name)
             if self._module is not None:  # fewer layers draft worse, and change no token
-                here = {owner for owner, _ in spec.slots}
-                held = sum(not here.isdisjoint(map(id, layer.modules())) for layer in layers)
+                held = sum(bool(layer._modules) for layer in layers)  # others are shells
                 self.num_layers = min(self.num_layers, held)
             first = _twin(layers)
             kept = list(layers._modules.items())[: self.num_layers]

@@ -11,7 +11,7 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -76,6 +76,7 @@ class LoadedModel:
     adapter: Path | None = None  # the folder of an adapter that is added to them
     packed: PackingReport | None = None  # the quantized weights; None: none
     quantization: Quantization | None = None  # for lazy weights, when they are read
+    layers: Sequence[int] | None = None  # of the module's list, those that are here; None: all
     # The transformers config of the folder, which may be that of a model of images, too.
     wrapper: Any = None
     # The state dict before quantization, with its parameters.

@@ -67,7 +67,7 @@ class ModelPart(Protocol):
     is_last: bool  # it ends with the norm and the head
 
     def entering(self, token_ids: Tensor) -> Tensor:
-        """Return the hidden states `[1, T, H]` that enter its first layer, in memory of their own."""
+        """Return made-up hidden states `[1, T, H]` for its first layer, in memory of their own."""
         ...
 
 
@@ -222,7 +222,11 @@ class WholeModel:
         direct, batch = context.direct, context.batch
         if direct is None or direct.dtype is not self.dtype or direct.count > self._most_rows:
             return None
-        hidden = self._embed(batch.token_ids[None])  # in memory of its own: the kernel writes to it
+        # In memory of its own: the kernel writes to it.
+        if batch.entering is None:
+            hidden = self._embed(batch.token_ids[None])
+        else:
+            hidden = batch.entering.clone()[None]
         if hidden.dtype is not self.dtype or not hidden.is_contiguous():
             return None
         cos, sin, angle_rows = None, None, None

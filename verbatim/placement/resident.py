@@ -191,9 +191,8 @@ class Resident:
     ) -> Callable[[], None]:
         if self.checkpoint is not None and self.checkpoint.dropped:
             raise VerbatimError("the weights are asleep; call wake() before they are updated")
-        held = self.decoder.held
-        new = NewWeights(self.original or held, tensors, check_finite=check_finite)
-        writer = WeightWriter(held, self.cuts)
+        new = NewWeights(self.original or self.decoder.held, tensors, check_finite=check_finite)
+        writer = self.writer()
         writer.prepare(new.tensors)
 
         def write() -> None:
@@ -203,6 +202,10 @@ class Resident:
             self.decoder.weights_moved()  # buffers may be among them
 
         return write
+
+    def writer(self, *, whole: bool = True) -> WeightWriter:
+        """Return what writes new weights to the module, all of them or those that are here."""
+        return WeightWriter(self.decoder.held, self.cuts, whole=whole)
 
     def load_adapter(self, adapter: Adapter) -> None:
         self.decoder.load_adapter(adapter)

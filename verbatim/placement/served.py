@@ -70,8 +70,7 @@ class Served:
     def weights(self) -> WeightWriter:
         """The writer of new weights, kept from `prepare_weights` to `write_weights`."""
         if self._weights is None:
-            runner = self.running
-            self._weights = WeightWriter(runner.decoder.held, runner.cuts, whole=False)
+            self._weights = self.running.writer(whole=False)
         return self._weights
 
     def weight_names(self, message: Message) -> Message:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verbatim.errors import InvalidRequest
+from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.options import budget, positive
+from verbatim.placement.offload.choice import Offload
 
 MAX_STAGES = 512
 
@@ -38,9 +39,12 @@ class Cluster:
         step_timeout_s: seconds of computing one micro-batch after which a stage is lost.
         hosts: another source of processes: an object with the members of
             `verbatim.placement.cluster.hosts.Hosts`.
+        offload: the tiers of each stage, on its own machine: budgets are those of one stage, and without any
+            it takes its part of 60% of its machine's available memory. None: all is in memory.
 
     Raises:
         InvalidRequest: a value out of range; the message names it and what is allowed.
+        NotSupported: `offload` with a trace.
     """
 
     stages: int | None = None
@@ -53,6 +57,7 @@ class Cluster:
     patience_s: float = 3.0
     step_timeout_s: float = 300.0
     hosts: Any = None
+    offload: Offload | None = None
 
     def __post_init__(self) -> None:
         for name in ("stages", "micro_batches"):
@@ -71,6 +76,13 @@ class Cluster:
                 or not 0 < float(value) < math.inf
             ):
                 raise InvalidRequest(f"{name}={value!r}: must be a number of seconds above 0")
+        if self.offload is not None and not isinstance(self.offload, Offload):
+            raise InvalidRequest(f"offload={self.offload!r}: must be an Offload, or None")
+        if self.offload is not None and self.offload.trace is not None:
+            raise NotSupported(
+                "offload=Offload(trace=...): not supported in stages of a Cluster, which may end at any "
+                "time; a trace is written at the end"
+            )
         if self.address is not None and not isinstance(self.address, str):
             raise InvalidRequest(f"address={self.address!r}: must be a string such as 'host:6379'")
         if self.layers is not None:

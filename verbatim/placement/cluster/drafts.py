@@ -12,6 +12,7 @@ from verbatim.model.mtp_source import Mtp, mtp_size
 from verbatim.model.spec import inner_model
 from verbatim.placement.cluster.part import Part
 from verbatim.placement.cluster.split import Split
+from verbatim.placement.cluster.tiered import placing
 
 Message = dict[str, Any]
 
@@ -67,14 +68,22 @@ def open_part(loaded: LoadedModel, split: Split, message: Message) -> tuple[Part
         NotSupported, InvalidRequest, ModelError: the draft layers can't be opened.
     """
     first, end, draft = message["first"], message["end"], options_of(message["draft"])
-    with_mtp = isinstance(draft, Mtp) and end == split.num_layers
+    mtp = draft if isinstance(draft, Mtp) and end == split.num_layers else None
     exits = isinstance(draft, EarlyExit) and first == 0
-    part = Part(loaded, first, end, split=split, embeds=with_mtp, exits=exits)
+    part = Part(
+        loaded,
+        first,
+        end,
+        split=split,
+        embeds=mtp is not None,
+        exits=exits,
+        place=placing(message, (end - first) / split.num_layers, mtp),
+    )
     try:
         if isinstance(draft, EarlyExit) and exits:
             return part, EarlyExitLayers(part.decoder, draft.layers, part.whole)
-        if with_mtp:
-            return part, open_draft_layers(draft, part.decoder, loaded)
+        if mtp is not None:
+            return part, open_draft_layers(mtp, part.decoder, loaded)
     except BaseException:
         part.close()
         raise

@@ -6,14 +6,14 @@ import os
 import platform
 import threading
 import time
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from verbatim.batch import Adapter, Batch, Draws, SamplePlan
-from verbatim.errors import ModelChanged, VerbatimError
+from verbatim.errors import VerbatimError
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.quantized import resolve_kv_dtype
 from verbatim.kv.states import open_states
@@ -27,9 +27,11 @@ from verbatim.placement.cluster.contact import versions
 from verbatim.placement.cluster.drafts import open_part
 from verbatim.placement.cluster.part import Part
 from verbatim.placement.cluster.split import Split
+from verbatim.placement.cluster.tiered import limits_of
+from verbatim.placement.offload.opening import open_tiered
 from verbatim.placement.resident import Resident
 from verbatim.placement.served import Served
-from verbatim.sampling.sampler import sample_rows
+from verbatim.protocols import Forward
 from verbatim.weights.identity import changed, fingerprint
 from verbatim.weights.reopen import reopen
 
@@ -59,15 +61,11 @@ class Layers(Served):
         self._kept: HiddenStore | None = None
         self._drafts = DraftLayers()
         self._num_threads: int | None = None
-        self._opened_with: Message = {}
-        self._allocated_with: Message = {}
-        self._adapters: dict[int, Adapter] = {}  # by number, of the layers here
         self._opening = threading.Lock()  # a spare may still be getting ready
         self._loaded: LoadedModel | None = None
         self._loaded_from: Message = {}
         self._split: Split | None = None
         self._first_of: dict[str, int] = {}
-        self._fingerprint = ""
 
     def facts(self, message: Message) -> Message:
         """Return the versions, cores and memory of this process."""
@@ -101,17 +99,14 @@ class Layers(Served):
             ModelError, NotSupported: it can't be had here.
         """
         self.close()
-        self._opened_with = message
         self._num_threads = message["num_threads"]
         with self._opening, threads(self._num_threads):
             loaded = self._skeleton(message)
             assert self._split is not None
             self.part, self._drafts = open_part(loaded, self._split, message)
             part = self.part
-        self._adapters = {}
         for adapter in message.get("adapters", ()):
             self.load_adapter({"adapter": adapter})
-        self._fingerprint = fingerprint(loaded)
         kv = None if message["kv_dtype"] is None else resolve_kv_dtype(message["kv_dtype"])
         dtype = part.shape.kv_dtype if kv is None else kv
         return {
@@ -122,12 +117,15 @@ class Layers(Served):
                 part.shape.layers, part.shape.states, dtype, self._drafts.bytes_per_token(dtype)
             ),
             "draft": self._drafts.info(),
+            "limits": None
+            if part.tiers is None
+            else limits_of(part.tiers, part.decoder.spec, self._drafts),
             "numerics_key": numerics_key(
                 dtype_name(part.shape.dtype),
                 name_of(dtype),
                 (part.shape.quantization or {}).get("format"),
             ),
-            "fingerprint": self._fingerprint,
+            "fingerprint": fingerprint(loaded),
             "memory": available_memory(),
         }
 
@@ -143,12 +141,16 @@ class Layers(Served):
         kv = message["kv_dtype"]
         kv_dtype = shape.kv_dtype if kv is None else resolve_kv_dtype(kv)
         cpu = torch.device("cpu")
-        self._allocated_with, self._first_of = message, message["first_of"]
-        store = make_store(shape.layers, blocks, size, kv_dtype, cpu)
-        store.states = open_states(shape.states, message["num_states"])
-        self._drafts.open_stores(blocks, size, kv_dtype)
-        self.runner = Resident(part.decoder, store, self._num_threads, self._drafts)
-        self.runner.packed = part.report
+        self._first_of = message["first_of"]
+        states = message["num_states"]
+        if part.tiers is not None:
+            self.runner = open_tiered(part.tiers, part.decoder, self._drafts, blocks, states)
+        else:
+            store = make_store(shape.layers, blocks, size, kv_dtype, cpu)
+            store.states = open_states(shape.states, states)
+            self._drafts.open_stores(blocks, size, kv_dtype)
+            self.runner = Resident(part.decoder, store, self._num_threads, self._drafts)
+            self.runner.packed, self.runner.checkpoint = part.report, part.checkpoint
         self._kept = None
         kept = 0
         if not part.is_last:
@@ -156,7 +158,7 @@ class Layers(Served):
             kept = min(blocks, message["keep_bytes"] // (row * size))
             if kept:
                 self._kept = HiddenStore(shape.hidden_size, kept, size, shape.hidden_dtype, cpu)
-        return {"kv_bytes": store.nbytes, "kept_blocks": kept}
+        return {"kv_bytes": self.runner.store.nbytes, "kept_blocks": kept}
 
     def run(self, batch: Batch, hidden: Tensor | None, *, kept: bool = False) -> Made:
         """Run one micro-batch.
@@ -172,9 +174,7 @@ class Layers(Served):
             return Made(self._kept.read(batch.slots(store.block_size)), None, None)
         batch.forced_experts = self._own("routing", batch.forced_experts)
         batch.forced_keys = self._own("indices", batch.forced_keys)
-        self._drafts.copy_blocks(batch.block_copies)
-        with threads(self._num_threads):
-            out = part.run(batch, store, hidden, runner.records, self._drafts.hidden)
+        out = part.run(runner.forward, batch, hidden)
         if out.leaving is not None and self._kept is not None:
             self._keep(batch, store, out.leaving)
         return Made(*out)
@@ -198,20 +198,16 @@ class Layers(Served):
             kept.write(slots[inside], leaving[inside])
 
     def sample(self, logits: Tensor, plan: SamplePlan) -> Draws:
-        with threads(self._num_threads):
-            return sample_rows(logits, plan)
+        return self.running.sample(Forward(logits), plan)
 
     def load_adapter(self, message: Message) -> Message:
         """Hold an adapter's matrices for the layers here, and return their names."""
         adapter: Adapter = message["adapter"]
         names = self._opened().decoder.load_adapter(adapter, partial=True)
-        layers = {name: adapter.layers[name] for name in names}
-        self._adapters[adapter.number] = replace(adapter, layers=layers)
         return {"names": names}
 
     def unload_adapter(self, message: Message) -> None:
         """Drop an adapter, if it is held."""
-        self._adapters.pop(message["number"], None)
         if self.part is not None:
             self.part.decoder.unload_adapter(message["number"])
 
@@ -225,11 +221,9 @@ class Layers(Served):
     def sleep(self, message: Message) -> None:
         """Free the KV memory; with `weights`, also that of the weights."""
         if self.runner is not None:
-            self.runner.sleep(False)
+            self.runner.sleep(message["weights"])
         if self._kept is not None:
             self._kept.release()
-        if message["weights"]:
-            self._close_part()
 
     def wake(self, message: Message) -> None:
         """Allocate the memory again, and read the weights.
@@ -237,20 +231,6 @@ class Layers(Served):
         Raises:
             ModelChanged: the files hold another model by now. It sleeps on.
         """
-        if self.part is None and self._opened_with:
-            before, self._fingerprint = self._fingerprint, ""
-            try:
-                self.open({**self._opened_with, "adapters": list(self._adapters.values())})
-                if self._fingerprint != before:
-                    self.close()
-                    raise ModelChanged(
-                        f"{self._opened_with['model']!r} is not what it was before its weights slept"
-                    )
-            finally:
-                self._fingerprint = before
-            if self._allocated_with:
-                self.allocate(self._allocated_with)
-            return
         if self.runner is not None:
             self.runner.wake()
         if self._kept is not None:
@@ -259,15 +239,12 @@ class Layers(Served):
     def close(self) -> None:
         """Free everything."""
         if self.runner is not None:
-            self.runner.store.release()
-        self._close_part()
-        self._kept = None
-
-    def _close_part(self) -> None:
+            self.runner.close()
         self._drafts.close()
         if self.part is not None:
             self.part.close()
         self.part, self.runner, self._drafts, self._weights = None, None, DraftLayers(), None
+        self._kept = None
 
     def status(self) -> Message:
         part, runner = self.part, self.runner

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import secrets
 import sys
@@ -11,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import fields, replace
 from typing import Any
 
-from verbatim.errors import InvalidRequest
+from verbatim.errors import InvalidRequest, OutOfBlocks
 from verbatim.model.early_exit import EarlyExit
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.mtp_source import Mtp
@@ -26,6 +27,8 @@ from verbatim.placement.cluster.runner import Clustered
 from verbatim.placement.cluster.split import Split
 from verbatim.placement.cluster.stage_launcher import StageLauncher
 from verbatim.placement.cluster.supervisor import Supervisor
+from verbatim.placement.cluster.tiered import describe as describe_tiers
+from verbatim.placement.cluster.tiered import joined_limits
 from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions, Placed
 from verbatim.weights.identity import fingerprint
 
@@ -75,7 +78,10 @@ def open_cluster(
             "kv_dtype": None if options.kv_dtype is None else name_of(options.kv_dtype),
             "num_threads": options.num_threads,
             "draft": described,
+            "tiers": None,
         }
+        if cluster.offload is not None:
+            model["tiers"] = describe_tiers(cluster.offload, options, limit)
         launcher = StageLauncher(group, hosts, layout, model, mark)
         supervisor = Supervisor(launcher, cluster)
         undo.pop_all()
@@ -90,11 +96,18 @@ def open_cluster(
         for member, (first, end), index in zip(members, ranges, range(stages), strict=True):
             member.index, member.first, member.end = index, first, end
         launcher.open(members, ranges)
-        options = _with_kv(options, members)
         token_bytes = sum(member.shape["kv_bytes_per_token"] for member in members)
         state_bytes = sum(member.shape["state_bytes"] for member in members)
-        num_states = options.num_states(state_bytes)
-        blocks = options.num_blocks(token_bytes, limit, num_states * state_bytes)
+        if cluster.offload is None:
+            options = _with_kv(options, members)
+            num_states = options.num_states(state_bytes)
+            blocks = options.num_blocks(token_bytes, limit, num_states * state_bytes)
+        else:
+            limits = [member.shape["limits"] for member in members]
+            options, blocks, num_states = joined_limits(options, limits)
+            # A stage that is opened again has the same room.
+            kv_bytes = blocks * options.block_size * token_bytes + num_states * state_bytes
+            model["tiers"]["kv_bytes"] = kv_bytes
         launcher.allocate(
             {
                 "num_blocks": blocks,
@@ -170,7 +183,12 @@ def _ranges(cluster: Cluster, layout: Layout, members: list[StageHandle]) -> lis
     fastest = max(speed.values())
     # Small differences are noise, and the same machine should get the same layers the next time.
     speed = {m: fastest if s > _ALIKE * fastest else s for m, s in speed.items()}
-    return layout.divide(room, [speed[member.host.machine] for member in members])
+    try:
+        return layout.divide(room, [speed[member.host.machine] for member in members])
+    except OutOfBlocks:
+        if cluster.offload is None:
+            raise
+        return layout.divide([math.inf] * len(room), room)  # about as much of each is on disks
 
 
 def _with_kv(options: EngineOptions, members: list[StageHandle]) -> EngineOptions:

@@ -10,9 +10,10 @@ weights of other parts on the way is NaN, and thrown away.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,21 +22,20 @@ from torch import Tensor, nn
 from verbatim.batch import Batch
 from verbatim.errors import EngineClosed, UnsupportedModel
 from verbatim.heap import give_back_freed
-from verbatim.kv.hidden import HiddenStore
-from verbatim.kv.store import KVStore
+from verbatim.model.context import active_context
 from verbatim.model.decoder import Decoder
 from verbatim.model.early_exit import copy_path
-from verbatim.model.loader import LoadedModel
+from verbatim.model.loader import Checkpoint, LoadedModel
 from verbatim.model.packed import drop_weights, weight_bytes
-from verbatim.model.patching import exclusive
-from verbatim.model.routing import Records
+from verbatim.model.packing import PackingReport
 from verbatim.model.spec import inner_model
 from verbatim.options import dtype_name
 from verbatim.placement.cluster.outline import hidden_of, hollow_copy
 from verbatim.placement.cluster.shape import PartShape
 from verbatim.placement.cluster.split import Split
+from verbatim.placement.offload.tiers import Tiers
 from verbatim.weights.files import read_whole
-from verbatim.weights.load import load_weights
+from verbatim.weights.load import checkpoint_of, load_weights
 
 _ALIGNED = 64  # bytes; what torch's own products may round differently without
 _STAND_INS = 64  # rows of made-up hidden states for trials
@@ -64,11 +64,14 @@ class Part:
         split: of this skeleton, where it is there already.
         embeds: it has the embedding in any case, for layers that draft behind its own.
         exits: it has what follows the last layer in any case, so that its own layers can draft.
+        place: reads its weights into the tiers of a plan; None: into memory.
 
     Attributes:
         is_first, is_last: it begins with the embedding; it ends with the head.
         shape: what others must know of it.
         whole: the module with the forwards of the whole model.
+        tiers: where its weights are; None: in memory.
+        checkpoint: the files of weights in memory.
 
     Raises:
         InvalidRequest: there are no such layers.
@@ -85,6 +88,7 @@ class Part:
         split: Split | None = None,
         embeds: bool = False,
         exits: bool = False,
+        place: Callable[[LoadedModel], Tiers] | None = None,
     ) -> None:
         assert skeleton.lazy_weights is not None, (
             "a skeleton has a lazy weight for each of its weights"
@@ -94,30 +98,53 @@ class Part:
         self.first, self.end = first, end
         self.is_first, self.is_last = first == 0, end == split.num_layers
         self._split = split
-        self._received: Tensor | None = None
-        self._ids = torch.empty(0, dtype=torch.int64)  # of the forward in progress
+        self._ids = torch.empty(0, dtype=torch.int64)  # of the forward that began last
         self._module: nn.Module | None = None
+        self.tiers: Tiers | None = None
+        self.checkpoint: Checkpoint | None = None
         try:
-            self._decoder: Decoder | None = self._open(skeleton, embeds, exits)
+            self._decoder: Decoder | None = self._open(skeleton, embeds, exits, place)
             self.shape = self._shape()
         except BaseException:
             self.close()
             raise
 
-    def _open(self, skeleton: LoadedModel, embeds: bool, exits: bool) -> Decoder:
+    def _open(
+        self,
+        skeleton: LoadedModel,
+        embeds: bool,
+        exits: bool,
+        place: Callable[[LoadedModel], Tiers] | None,
+    ) -> Decoder:
         split, first, end = self._split, self.first, self.end
         assert skeleton.lazy_weights is not None
-        module, layers, copies = hollow_copy(
-            skeleton.module, split.layers, split.running[first:end]
-        )
+        lazy_weights, kept = skeleton.lazy_weights, split.running[first:end]
         parameters = split.parameters(first, end, embeds=embeds, exits=exits)
+
+        def copied() -> tuple[nn.Module, nn.ModuleList, LoadedModel]:
+            module, layers, copies = hollow_copy(skeleton.module, split.layers, kept)
+            own = {copies[p]: lazy_weights[p] for p in parameters}
+            return module, layers, replace(skeleton, module=module, lazy_weights=own, layers=kept)
+
+        def read(own: LoadedModel) -> PackingReport | None:
+            assert own.lazy_weights is not None
+            weights = dict(own.lazy_weights)
+            return load_weights(own.module, weights, skeleton.quantization, read=read_whole)
+
+        def read_again() -> nn.Module:
+            module, _, own = copied()
+            read(own)
+            return module
+
+        module, layers, own = copied()
         self._module, self._num_parameters = module, sum(p.numel() for p in parameters)
-        self.report = load_weights(
-            module,
-            {copies[p]: skeleton.lazy_weights[p] for p in parameters},
-            skeleton.quantization,
-            read=read_whole,
-        )
+        if place is not None:
+            self.tiers = place(own)
+            self.report = self.tiers.report
+        else:
+            self.report = read(own)
+            if own.folder is not None:
+                self.checkpoint = checkpoint_of(own, read_again)
         self.whole = copy_path(module, layers)
         for index in split.running[:first]:
             layers[index].__dict__["forward"] = self._pass
@@ -130,7 +157,10 @@ class Part:
             layers[split.running[end]].__dict__["forward"] = self._leave
         inner = inner_model(module)
         inner.__dict__["forward"] = self._forward_of(inner)
-        decoder = Decoder(module, unseen=True, part=self)
+        if self.tiers is None:
+            decoder = Decoder(module, unseen=True, part=self)
+        else:
+            decoder = self.tiers.inspect(part=self)
         if not decoder.spec.finite:
             raise UnsupportedModel(
                 f"{type(inner).__name__}: layers {first} to {end} alone give numbers that are none: their "
@@ -155,7 +185,7 @@ class Part:
             hidden_reason=spec.hidden_reason if self.is_last else None,
             architecture=type(inner_model(self.decoder.held)).__name__,
             parameters=self._num_parameters,
-            weight_bytes=weight_bytes(module),
+            weight_bytes=weight_bytes(module) if self.tiers is None else self.tiers.nbytes,
             quantization=None if self.report is None else self.report.info(),
             override=sorted(spec.needs_override),
         )
@@ -168,48 +198,36 @@ class Part:
         return self._decoder
 
     def run(
-        self,
-        batch: Batch,
-        store: KVStore,
-        received: Tensor | None,
-        records: Records = MappingProxyType({}),
-        body: HiddenStore | None = None,
+        self, forward: Callable[[Batch], Any], batch: Batch, received: Tensor | None
     ) -> PartOutput:
-        """Run one forward; write K and V to `store`, what layers choose to `records`, and, of the
-        last part, what the model's body makes of every row to `body`.
+        """Run one forward.
 
         Args:
+            forward: runs a batch through the decoder, on a store of `shape.layers`.
             batch: as the whole model would get it, but for `forced_experts` and `forced_keys`, which are
                 of this part's layers alone.
-            store: of `shape.layers`.
             received: `[T, hidden_size]` in `hidden_dtype` from the part before; None on the first one.
 
         Raises:
             NotSupported: the batch wants hidden states or forces choices, and the model can't.
         """
-        decoder = self.decoder
         assert (received is None) == self.is_first
+        if received is not None:
+            expected = (batch.num_tokens, self._split.hidden_size)
+            assert received.shape == expected, (received.shape, expected)
+            assert received.dtype == self._split.hidden_dtype, received.dtype
+            batch = replace(batch, entering=received.contiguous())
         if not self.is_last:
             batch = replace(batch, logit_rows=torch.arange(batch.num_tokens), wants_hidden=False)
-        with exclusive:
-            self._received = None if received is None else self._checked(received, batch)
-            try:
-                out = decoder.run(batch, store, records, body)
-            finally:
-                self._received = None
+        out = forward(batch)
         if self.is_last:
             return PartOutput(None, out.logits, out.hidden)
         return PartOutput(out.logits, None, None)
 
-    def _checked(self, received: Tensor, batch: Batch) -> Tensor:
-        expected = (batch.num_tokens, self._split.hidden_size)
-        assert received.shape == expected, (received.shape, expected)
-        assert received.dtype == self._split.hidden_dtype, received.dtype
-        received = received.contiguous()
-        return received.clone() if received.data_ptr() % _ALIGNED else received
-
     def close(self) -> None:
         """Free the weights; a second call does nothing."""
+        if self.tiers is not None:
+            self.tiers.close()
         if self._module is not None:
             drop_weights(self._module)
         self._module = None
@@ -249,13 +267,17 @@ class Part:
         return type(layer).forward(layer, **{**kwargs, "hidden_states": received})
 
     def _received_as(self, hidden: Tensor) -> Tensor:
-        rows = self._stand_in(self._ids) if self._received is None else self._received
+        batch = getattr(active_context(), "batch", None)  # an inspection has none
+        rows = None if batch is None else batch.entering
+        if rows is None:
+            rows = self._stand_in(self._ids)
+        elif rows.data_ptr() % _ALIGNED:
+            rows = rows.clone()
         return _from_rows(rows, hidden.shape, self._split.outer_dims)
 
     def entering(self, token_ids: Tensor) -> Tensor:
         """See `ModelPart`."""
-        rows = self._stand_in(token_ids) if self._received is None else self._received.clone()
-        return rows[None]
+        return self._stand_in(token_ids)[None]
 
     def _leave(self, *args: Any, **kwargs: Any) -> Any:
         """End the forward, in place of the first layer of the next part."""
@@ -265,8 +287,8 @@ class Part:
                 f"layer {self.end} is given {dtype_name(hidden.dtype)}, and others "
                 f"{dtype_name(self._split.hidden_dtype)}"
             )
-        rows = _to_rows(hidden, self._split.outer_dims)
-        raise _Left(rows.view(*self._ids.shape, -1))
+        outer = self._split.outer_dims
+        raise _Left(_to_rows(hidden, outer).view(*hidden.shape[outer : outer + 2], -1))
 
     def _stand_in(self, token_ids: Tensor) -> Tensor:
         """Return hidden states for a trial: the same for the same id at any position."""

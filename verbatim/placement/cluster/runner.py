@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import weakref
@@ -130,7 +131,9 @@ class Clustered:
         rows, stages = batch.num_tokens, len(self.group.members)
         count = self.cluster.micro_batches
         if count is None:
-            count = stages if rows >= _MANY_ROWS * stages else 1
+            # Each micro-batch reads the weights on the disk.
+            many = rows >= _MANY_ROWS * stages and self.cluster.offload is None
+            count = stages if many else 1
         if count == 1:
             return [batch]
         parts = cut(batch, -(-batch.num_sequences // count), -(-rows // count))
@@ -285,7 +288,10 @@ class Clustered:
         status = self._each("status")
         members, layout = list(self.group.members), self.supervisor.launcher.layout
         speed = [_speed(member, told) for member, told in zip(members, status, strict=True)]
+        room: list[float]
         room = [m.facts["memory"] + layout.bytes_of(m.first, m.end) for m in members]
+        if self.cluster.offload is not None:
+            room = [math.inf] * len(members)
         self.supervisor.move(layout.divide(room, speed))
         return [(member.first, member.end) for member in self.group.members]
 
@@ -373,6 +379,7 @@ class Clustered:
     def info(self) -> dict[str, Any]:
         members = self.group.members
         shapes = [member.shape for member in members]
+        top_k = self.cluster.offload and self.cluster.offload.attention_top_k
         return {
             "architecture": shapes[0]["architecture"],
             "placement": "cluster",
@@ -402,9 +409,11 @@ class Clustered:
                     "pid": member.facts["pid"],
                     "weight_bytes": member.shape["weight_bytes"],
                     "restarts": member.restarts,
+                    **({"plan": limits["plan"]} if (limits := member.shape["limits"]) else {}),
                 }
                 for member in members
             ],
+            **({"attention": f"approximate: top {top_k} keys"} if top_k else {}),
         }
 
     def stats(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -94,9 +95,11 @@ class StageLauncher:
             VerbatimError: the layers can't be had there, or the bits would differ.
         """
         orders: list[tuple[StageHandle, Message]] = []
+        on = Counter(member.host.machine for member in members)
         for member, (first, end) in zip(members, ranges, strict=True):
             member.first, member.end = first, end
             order: Message = {"do": "open", **self.model, "first": first, "end": end}
+            order["memory"] = member.facts["memory"] // on[member.host.machine]
             orders.append((member, {**order, "adapters": list(self.adapters.values())}))
         for member, shape in zip(members, self._ask_strangers(orders), strict=True):
             member.shape = shape

@@ -143,7 +143,8 @@ class Supervisor:
         """Open the layers of `old` on `new`, and on a second process if it lacks the memory for all."""
         launcher, filled, ranges = self.launcher, [new], [(old.first, old.end)]
         try:
-            if launcher.layout.bytes_of(*ranges[0]) > new.facts["memory"]:
+            held = launcher.layout.bytes_of(*ranges[0])
+            if held > new.facts["memory"] and self.cluster.offload is None:
                 filled += launcher.launch(1, silent | self._shunned)
                 room = [member.facts["memory"] for member in filled]
                 ranges = launcher.layout.divide(room, [1.0, 1.0], ranges[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,12 +39,11 @@ class Compression:
     exact: list[Slot]
     squares: dict[str, tuple[float, float]] = field(default_factory=dict)
 
-    def info(self) -> dict[str, Any]:
-        """Return plain values, for `LLM.info`."""
+    def report(self) -> PackingReport:
+        """Return what was quantized, after `pack`."""
         packings = {slot.name: slot.packing for slot in self.packed if slot.packing is not None}
         exact, rounded = ([s.name for s in some] for some in (self.exact, self.rounded))
-        report = PackingReport(self.quantization, packings, exact, self.squares, rounded)
-        return report.info()
+        return PackingReport(self.quantization, packings, exact, self.squares, rounded)
 
     def pack(self, units: Units, module: nn.Module, scratch: Scratch) -> None:
         """Quantize the chosen weights, one parameter at a time, into their tiers.

@@ -89,5 +89,6 @@ def _part(
         forced_keys=None if keys is None else keys[first:end],
         records_keys=batch.records_keys,
         adapters=None if batch.adapters is None else batch.adapters[sequences],
+        entering=None if batch.entering is None else batch.entering[first:end],
         **({} if states is None else states.of(pieces)),
     )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from verbatim.batch import Batch
+from verbatim.model.hidden import head_of
 from verbatim.model.loader import LoadedModel
 from verbatim.model.patching import threads
 from verbatim.model.spec import inner_model
@@ -75,9 +76,13 @@ def forecast(
         (slot.parameter.dtype for slot in units.slots if slot.parameter.is_floating_point()),
         torch.float32,
     )
-    shape = shape_of(units, inner_model(loaded.module), dtype, options.kv_dtype)
+    inner, lazy_weights = inner_model(loaded.module), loaded.lazy_weights or {}
+    shape = shape_of(units, inner, dtype, options.kv_dtype, loaded.layers)
+    head = head_of(inner)
+    without_head = head is not None and lazy_weights.keys().isdisjoint(head.parameters())
     shape = replace(
         shape,
+        vocab=1 if without_head else shape.vocab,
         kv_bytes_per_token=shape.kv_bytes_per_token + draft_token_bytes,
         resident_bytes_per_token=shape.resident_bytes_per_token + draft_token_bytes,
     )

@@ -32,7 +32,7 @@ IN_MEMORY: Percents = (100.0, 0.0, 0.0)
 ON_DISK: Percents = (0.0, 0.0, 100.0)
 UNLIMITED = 1 << 60  # bytes
 _KV_SHARE = 0.4  # of the available memory, for K and V, where no budget is given
-_BUDGET_SHARE = 0.6  # of the available memory, where no budget is given
+BUDGET_SHARE = 0.6  # of the available memory, where no budget is given
 _MICRO_TOKENS = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
 _MAX_ROWS = 8192  # of a forward
 # Of the fastest plan: of these, K and V in memory and then the least work per token wins.
@@ -115,7 +115,7 @@ def resolve_inputs(
     if offload.gpu is not None or offload.cpu is not None:
         budget = (offload.gpu or 0) + (offload.cpu or 0)
     elif offload.weights is None:
-        budget = int(available_memory() * _BUDGET_SHARE)
+        budget = int(available_memory() * BUDGET_SHARE)
     disk = UNLIMITED if offload.disk_limit is None else offload.disk_limit
     try:
         stat = os.statvfs(offload.disk or tempfile.gettempdir())

@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from time import perf_counter
 from typing import Any, NamedTuple
-
-from torch import Tensor, nn
 
 from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.errors import TierFailed, VerbatimError
 from verbatim.heap import give_back_freed
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
-from verbatim.placement.offload.choice import Offload
-from verbatim.placement.offload.compress import Compression
-from verbatim.placement.offload.forecast import Forecast, Measured
+from verbatim.placement.offload.forecast import Measured
 from verbatim.placement.offload.kv import TieredKVStore
 from verbatim.placement.offload.kv_disk import Traffic
 from verbatim.placement.offload.report import plan_line
-from verbatim.placement.offload.schedule import BlockSchedule, HiddenStates
+from verbatim.placement.offload.schedule import HiddenStates
 from verbatim.placement.offload.scratch import Scratch
-from verbatim.placement.offload.trace import Trace
+from verbatim.placement.offload.tiers import Tiers
 from verbatim.placement.offload.units import Slot
+from verbatim.placement.offload.update import TierWriter
 from verbatim.placement.offload.weights import Weights
 from verbatim.placement.resident import Resident
 from verbatim.protocols import Forward
-from verbatim.shield import Shield
-from verbatim.weights.update import NewWeights, overwrite
 
 _DRAWING = 28  # bytes a logit where much is asked for: copies in float32 and what sorting takes
 
@@ -47,43 +41,31 @@ class Offloaded(Resident):
     """A `Resident` with parameters, K and V and activations that are read on demand.
 
     Args:
-        decoder: runs in the order of a `BlockSchedule`.
-        weights: provides the parameters of its units.
+        decoder: of `tiers`.
+        tiers: the weights, closed with this.
     """
 
     def __init__(
-        self,
-        decoder: Decoder,
-        store: TieredKVStore,
-        num_threads: int | None,
-        *,
-        offload: Offload,
-        forecast: Forecast,
-        weights: Weights,
-        schedule: BlockSchedule,
-        trace: Trace,
-        scratch: Scratch,
-        compression: Compression | None = None,
-        draft_layers: DraftLayers | None = None,
+        self, decoder: Decoder, store: TieredKVStore, tiers: Tiers, draft_layers: DraftLayers
     ) -> None:
-        super().__init__(decoder, store, num_threads, draft_layers)
+        super().__init__(decoder, store, tiers.options.num_threads, draft_layers)
         self.store: TieredKVStore = store
-        self.offload, self.forecast, self.plan = offload, forecast, forecast.plan
+        self.offload, self.forecast, self.plan = tiers.offload, tiers.forecast, tiers.plan
         self._measured = Measured()
-        self.weights, self.schedule, self.trace = weights, schedule, trace
-        self.scratch = scratch
-        self._shield = Shield()  # Ctrl-C waits until all weights are written
-        self.compression = compression
+        self.weights, self.schedule, self.trace = tiers.weights, tiers.schedule, tiers.trace
+        self.scratch = tiers.scratch
+        self.packed, self.original = tiers.report, tiers.original
         # Runs if it is never closed; its arguments must not refer to this object.
-        self._let_go = weakref.finalize(self, _let_go, os.getpid(), weights, store, scratch)
+        self._let_go = weakref.finalize(
+            self, _let_go, os.getpid(), self.weights, store, self.scratch
+        )
 
     def info(self) -> dict[str, Any]:
-        packed = None if self.compression is None else self.compression.info()
         top_k = self.store.top_k
         return {
             **super().info(),
             "placement": "offload",
-            "quantization": packed,
+            "quantization": None if self.packed is None else self.packed.info(),
             "unit_tiers": {unit.name: _tiers_of(unit.slots) for unit in self.weights.units.order}
             | {layer.name: _tiers_of(layer.slots) for layer in self.weights.units.experts},
             "kv_tiers": self.store.bytes_by_tier(),
@@ -157,53 +139,18 @@ class Offloaded(Resident):
             store_s=kv.store_s + hidden.store_s,
         )
 
-    def new_weights(
-        self, tensors: Mapping[str, Tensor], *, check_finite: bool
-    ) -> Callable[[], None]:
+    def writer(self, *, whole: bool = True) -> TierWriter:
         if self.weights.is_asleep:
             raise VerbatimError("the weights are asleep; call wake() before they are updated")
         assert self.original is not None
-        new = NewWeights(self.original, tensors, check_finite=check_finite)
-        overlay = self._overlay()
-        try:
-            parameters = {
-                target: new.tensors[name]
-                for name, target in self.original.items()
-                if isinstance(target, nn.Parameter)
-            }
-            write_weights, squares = self.weights.prepare(parameters, overlay)
-        except BaseException:
-            overlay.close()
-            raise
-        buffers = [
-            (target, new.tensors[name])
-            for name, target in self.original.items()
-            if not isinstance(target, nn.Parameter)
-        ]
-
-        def write() -> None:
-            with self._shield.up():
-                write_weights()
-                overwrite(buffers)
-            self.scratch.reserved_elsewhere = self.weights.disk_bytes
-            if self.compression is not None:
-                self.compression.squares |= squares
-            self.decoder.weights_moved()
-
-        return write
-
-    def _overlay(self) -> Scratch:
-        """Open a file for weights that differ from the checkpoint's."""
-        overlay = Scratch(self.offload.disk, self.offload.disk_limit)
-        overlay.reserved_elsewhere = self.scratch.nbytes + self.weights.disk_bytes
-        return overlay
+        return TierWriter(self.weights, self.original, self.scratch)
 
     def stamp(self) -> object:
         return None  # parameters change all the time, and never their numbers
 
     def sleep(self, weights: bool) -> None:
         if weights:
-            asleep = self._overlay()
+            asleep = self.weights.overlay(self.scratch)
             try:
                 self.weights.release(asleep)
             except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,6 +183,7 @@ def shape_of(
     model: Any,
     dtype: torch.dtype,
     kv_dtype: KVDtype | None,
+    here: Sequence[int] | None = None,
 ) -> ModelShape:
     """Return the sizes of a model without weights in memory.
 
@@ -192,6 +194,7 @@ def shape_of(
         model: transformers' model.
         dtype: it computes in.
         kv_dtype: None: the same.
+        here: the layers of the model that are here; None: all.
     """
     text = model.config.get_text_config(decoder=True)
     slots, number = units.slots, {id(slot): i for i, slot in enumerate(units.slots)}
@@ -205,8 +208,9 @@ def shape_of(
         (slot.parameter.shape[-1] for slot in slots), default=1
     )
     stored, queries = _attention(text, hidden)
-    layers = _first(text, "num_hidden_layers") or 1
-    kinds = getattr(text, "layer_types", None) or ()
+    here = range(_first(text, "num_hidden_layers") or 1) if here is None else here
+    layers, kinds = len(here), getattr(text, "layer_types", None) or ()
+    kinds = [kinds[i] for i in here if i < len(kinds)]
     states = state_bytes(model)
     attending = layers - sum(kind in _WITHOUT_ATTENTION for kind in kinds)
     if states and not kinds:  # recurrent models that list no kinds have one kind only

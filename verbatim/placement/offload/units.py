@@ -74,13 +74,11 @@ class Slot:
         """Bytes that dequantizing takes while it is installed."""
         return self.nbytes if self.packing is not None and self.is_unpacked else 0
 
-    def values(self, weights: Mapping[nn.Parameter, Tensor]) -> Tensor:
-        """Return its numbers out of those of the model's parameters, contiguous, in its dtype."""
-        if self.cut is None:
-            found = weights[self.parameter]
-        else:
-            found = weights[self.cut[0]][self.cut[1] : self.cut[2]]
-        return found.detach().to(self.parameter.dtype).contiguous()
+    def values(self, weight: Tensor) -> Tensor:
+        """Return its numbers out of those of the model's parameter, contiguous, in its dtype."""
+        if self.cut is not None:
+            weight = weight[self.cut[1] : self.cut[2]]
+        return weight.detach().to(self.parameter.dtype).contiguous()
 
     def lend(self, packed: Tensor | None) -> None:
         """Assign the quantized bytes to the holders; None removes them."""
@@ -219,15 +217,20 @@ class Units:
 
 
 def find_units(module: nn.Module, lazy_weights: Mapping[nn.Parameter, LazyWeight]) -> Units:
-    """Cut a model into units: each entry of its lists of layers, each embedding and each linear outside."""
+    """Cut a model into units: each entry of its lists of layers, each embedding and each linear outside.
+
+    Args:
+        lazy_weights: of all parameters, or of those that are held here.
+    """
     slots: dict[nn.Parameter, Slot] = {}
     for name, parameter in module.named_parameters():  # tied ones come once
-        slots[parameter] = Slot(name, parameter, lazy_weights[parameter])
+        if parameter in lazy_weights:
+            slots[parameter] = Slot(name, parameter, lazy_weights[parameter])
     total = sum(slot.nbytes for slot in slots.values())
     order: list[Unit] = []
 
     def add(name: str, layer: nn.Module) -> None:
-        own = list(dict.fromkeys(slots[p] for p in layer.parameters()))
+        own = list(dict.fromkeys(slots[p] for p in layer.parameters() if p in slots))
         if own:
             gathers = isinstance(layer, nn.Embedding) and rows_can_be_read(own[0].lazy)
             order.append(Unit(name, layer, own, gathers))
@@ -235,7 +238,7 @@ def find_units(module: nn.Module, lazy_weights: Mapping[nn.Parameter, LazyWeight
     def walk(prefix: str, layer: nn.Module) -> None:
         for name, child in layer.named_children():
             path = f"{prefix}{name}"
-            size = sum(slots[p].nbytes for p in dict.fromkeys(child.parameters()))
+            size = sum(slots[p].nbytes for p in set(child.parameters()) & slots.keys())
             if size <= _SMALL * total:
                 continue
             if isinstance(child, nn.ModuleList):
@@ -279,6 +282,8 @@ def _expert_layer(name: str, module: nn.Module, unit: Unit) -> ExpertLayer | Non
 
 
 def forward_of(layer: nn.Module) -> Callable[..., Any]:
-    """Return the forward that the engine runs for `layer`: its batch-invariant one, if any, else its own."""
-    known = forward_for(layer) or adapter_for(layer)
+    """Return the forward that the engine runs for `layer`: one of its instance or its batch-invariant one,
+    if any, else its own.
+    """
+    known = layer.__dict__.get("forward") or forward_for(layer) or adapter_for(layer)
     return type(layer).forward.__get__(layer) if known is None else known

@@ -10,12 +10,12 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from verbatim import kernels
-from verbatim.model.integers import interleaved_rows, pack_as_held
+from verbatim.model.integers import interleaved_rows
 from verbatim.model.packed import placeholder
 from verbatim.model.quantize import unpack, unpack_rows
 from verbatim.placement.offload.compress import rounded_rows
@@ -160,49 +160,41 @@ class Weights:
         """True between `release` and `allocate`."""
         return self._asleep is not None
 
-    def prepare(
-        self, new: Mapping[nn.Parameter, Tensor], scratch: Scratch
-    ) -> tuple[Callable[[], None], dict[str, tuple[float, float]]]:
-        """Quantize new weights, and write those of the disk tier to `scratch`.
+    def overlay(self, beside: Scratch) -> Scratch:
+        """Open a file for weights that differ from the checkpoint's.
 
-        Returns:
-            What puts all of them in place, and `pack_and_measure`'s squares of each quantized weight.
-
-        Raises:
-            TierFailed: the disk tier has no room.
-            ModelError: one can't be quantized.
+        Args:
+            beside: has K and V, in the same folder and within the same limit.
         """
-        copies: list[tuple[Tensor, Tensor]] = []
-        lazies: list[tuple[Slot, LazyWeight, LazyWeight | None]] = []
-        squares: dict[str, tuple[float, float]] = {}
-        for slot in self.units.slots:
-            values = held = slot.values(new)
-            if slot.packing is not None:
-                held, squares[slot.name] = pack_as_held(values, slot.packing, slot.name)
-            if slot.tier == "disk":
-                rows = None if slot.rows is None else scratch.keep(slot.name, values)
-                lazies.append((slot, scratch.keep(slot.name, held), rows))
-            elif slot.packing is not None:
-                assert isinstance(slot.lazy, Held)
-                copies.append((slot.lazy.tensor, held))
-            else:
-                data = slot.parameter.data
-                copies.append((data, rounded_rows(slot, held)))
-                lazies.append((slot, Held(data), None))
+        overlay = Scratch(beside.folder, beside.limit)
+        overlay.reserved_elsewhere = beside.nbytes + self.disk_bytes
+        return overlay
 
-        def write() -> None:
-            self.is_mixed = True
+    def replace(
+        self,
+        copies: list[tuple[Tensor, Tensor]],
+        lazies: Mapping[Slot, tuple[LazyWeight, LazyWeight | None]],
+        scratch: Scratch | None,
+    ) -> None:
+        """Put new weights in place.
+
+        Args:
+            copies: (target, new) in memory.
+            lazies: what `lazy` and `rows` of slots become.
+            scratch: the file of the disk tier from now on; None: the present one.
+        """
+        self.is_mixed = True
+        if scratch is not None:
             self._close_files()
-            overwrite(copies)
-            for slot, lazy, rows in lazies:
-                slot.lazy, slot.rows = lazy, rows
+        overwrite(copies)
+        for slot, (lazy, rows) in lazies.items():
+            slot.lazy, slot.rows = lazy, rows
+        if scratch is not None:
             if self._scratch is not None:
                 self._scratch.close()
             self._scratch = scratch
             self._open_files()
-            self.is_mixed = False
-
-        return write, squares
+        self.is_mixed = False
 
     @property
     def disk_bytes(self) -> int:

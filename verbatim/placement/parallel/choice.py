@@ -8,6 +8,8 @@ from typing import Any
 
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.options import positive
+from verbatim.placement.cluster.choice import Cluster
+from verbatim.placement.offload.choice import Offload
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class PipelineParallel:
     Args:
         size: number of stages.
         timeout_s: seconds of computing one micro-batch, or of silence at opening, after which a rank is lost.
+        offload: as of `Cluster`.
 
     Raises:
         InvalidRequest: a value out of range.
@@ -63,9 +66,11 @@ class PipelineParallel:
 
     size: int
     timeout_s: float = 300.0
+    offload: Offload | None = None
 
     def __post_init__(self) -> None:
         positive("size", self.size)
+        Cluster(offload=self.offload)  # checks it
         _check_seconds(self.timeout_s)
 
 

@@ -105,7 +105,7 @@ def open_pipeline_parallel(
 
     Without ranks that the user started, its processes are started on this machine.
     """
-    cluster = Cluster(stages=choice.size, step_timeout_s=choice.timeout_s)
+    cluster = Cluster(stages=choice.size, step_timeout_s=choice.timeout_s, offload=choice.offload)
     rank, world = launched()
     check_size(choice.size, world)
     if world == 1:

@@ -1,0 +1,92 @@
+"""Offloaded stages: what their plans are made from, and what these have room for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from verbatim.model.draft_layers import DraftLayers
+from verbatim.model.loader import LoadedModel
+from verbatim.model.mtp_source import Mtp
+from verbatim.model.spec import ModelSpec
+from verbatim.placement.offload.choice import Offload
+from verbatim.placement.offload.planner import BUDGET_SHARE
+from verbatim.placement.offload.report import plan_line
+from verbatim.placement.offload.tiers import Tiers
+from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions, engine_options
+
+Message = dict[str, Any]
+
+_LIMITS = ("max_sequences", "max_batch_tokens", "prompt_rows")  # of `EngineOptions`
+
+
+def describe(offload: Offload, options: EngineOptions, limit: int | None) -> Message:
+    """Return what another process needs to plan a stage, as plain data."""
+    given = {field.name: getattr(offload, field.name) for field in fields(offload)}
+    rows = None if options.default_batch_tokens else options.max_batch_tokens
+    return {
+        "offload": {n: str(v.absolute()) if isinstance(v, Path) else v for n, v in given.items()},
+        "limit": limit,
+        "kv_bytes": options.kv_bytes,
+        "block_size": options.block_size,
+        "max_sequences": options.max_sequences,
+        "max_batch_tokens": rows,
+    }
+
+
+def placing(
+    message: Message, share: float, draft: Mtp | None
+) -> Callable[[LoadedModel], Tiers] | None:
+    """Return what reads a stage's weights into the tiers of a plan; None: they stay in memory.
+
+    Args:
+        message: as of `Layers.open`; its `tiers` are as of `describe`, and its `memory` is this stage's.
+        share: the part of the model's layers that the stage has.
+        draft: MTP layers beside them.
+    """
+    told = message["tiers"]
+    if told is None:
+        return None
+
+    def place(own: LoadedModel) -> Tiers:
+        offload, kv_bytes = Offload(**told["offload"]), told["kv_bytes"]
+        if kv_bytes is not None:
+            kv_bytes = int(kv_bytes * share)
+        if offload.gpu is None and offload.cpu is None:
+            if offload.weights is None:
+                offload = offload.replace(gpu=int(message["memory"] * BUDGET_SHARE))
+            elif kv_bytes is None:
+                kv_bytes = int(message["memory"] * DEFAULT_KV_SHARE)
+        options = engine_options(
+            kv_dtype=message["kv_dtype"] or "auto",
+            kv_memory=kv_bytes,
+            num_threads=message["num_threads"],
+            **{n: told[n] for n in ("block_size", "max_sequences", "max_batch_tokens")},
+        )
+        options = replace(options, quantization=own.quantization)
+        return Tiers(own, offload, options, told["limit"], draft)
+
+    return place
+
+
+def limits_of(tiers: Tiers, spec: ModelSpec, drafts: DraftLayers) -> Message:
+    """Return what a stage's plan has room for."""
+    blocks, states = tiers.num_blocks(spec, drafts)
+    return {
+        "num_blocks": blocks,
+        "num_states": states if spec.states else None,
+        **{name: getattr(tiers.options, name) for name in _LIMITS},
+        "plan": plan_line(tiers.plan, tiers.forecast.prediction),
+    }
+
+
+def joined_limits(
+    options: EngineOptions, limits: Sequence[Message]
+) -> tuple[EngineOptions, int, int]:
+    """Return options, blocks and slots of states that all stages have room for."""
+    least: dict[str, int] = {name: min(stage[name] for stage in limits) for name in _LIMITS}
+    states = [stage["num_states"] for stage in limits if stage["num_states"] is not None]
+    blocks = min(stage["num_blocks"] for stage in limits)
+    return replace(options, **least), blocks, min(states, default=0)  # type: ignore[arg-type]
