@@ -22,7 +22,7 @@ from support import toys
 from support.mtp_toys import save_with_mtp, toy
 from support.pairwise import slow_but
 from support.requests_mixed import all_facts, facts, generated, mixed_requests
-from support.stages import ThreadHost, ThreadHosts, num_threads, serving
+from support.stages import ThreadHost, ThreadHosts, check_threads_end, num_threads, serving
 from verbatim import (
     LLM,
     Cluster,
@@ -813,10 +813,7 @@ def test_nothing_is_left_behind(saved: Callable[[str], Path]) -> None:
     with clustered(saved("gpt2"), hosts) as llm:
         llm.generate([[5, 6]], SamplingParams(max_tokens=2, ignore_eos=True))
     assert all(host.killed for host in hosts.hosts)
-    deadline = time.monotonic() + 10
-    while num_threads() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert num_threads() <= before  # those of another test may have ended meanwhile
+    check_threads_end(before)
 
 
 def test_an_error_in_the_model_fails_the_requests_and_not_the_stage(

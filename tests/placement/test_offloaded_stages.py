@@ -13,7 +13,7 @@ from support import toys
 from support.mtp_toys import save_with_mtp, toy
 from support.pairwise import slow_but
 from support.requests_mixed import all_facts, mixed_requests
-from support.stages import ThreadHosts, num_threads, serving
+from support.stages import ThreadHosts, check_threads_end, num_threads, serving
 from verbatim import (
     LLM,
     Cluster,
@@ -98,7 +98,7 @@ def test_lost_moved_asleep_and_updated(draft: Any, tmp_path: Path) -> None:
         llm.sleep()
         llm.wake()
         assert all_facts(llm.generate(*requests)) == updated
-    assert num_threads() == before
+    check_threads_end(before)
 
 
 @pytest.mark.parametrize("tiers", [PARTLY, ON_DISK], ids=["partly", "disk"])

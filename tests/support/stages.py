@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -120,3 +121,11 @@ def serving(llm: Any) -> list[ThreadHost]:
 def num_threads() -> int:
     """Threads of ours that are alive."""
     return sum(thread.name.startswith("verbatim-") for thread in threading.enumerate())
+
+
+def check_threads_end(before: int, timeout_s: float = 5.0) -> None:
+    """Check that there soon are no more threads of ours than there were; those of killed stages end late."""
+    deadline = time.monotonic() + timeout_s
+    while num_threads() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert num_threads() <= before
