@@ -123,7 +123,7 @@ def num_threads() -> int:
     return sum(thread.name.startswith("verbatim-") for thread in threading.enumerate())
 
 
-def check_threads_end(before: int, timeout_s: float = 5.0) -> None:
+def check_threads_end(before: int, timeout_s: float = 10.0) -> None:
     """Check that there soon are no more threads of ours than there were; those of killed stages end late."""
     deadline = time.monotonic() + timeout_s
     while num_threads() > before and time.monotonic() < deadline:
