@@ -101,15 +101,10 @@ def check_schedules(name: str, dtype: str, shift: int, lengths: Any = LENGTHS) -
     ("name", "dtype", "shift"),
     [
         ("llama", "float32", 0),
-        pytest.param("llama", "bfloat16", 1, marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", "float32", 2, marks=pytest.mark.slow),
         ("qwen3_moe", "bfloat16", 3),
-        pytest.param("gemma2", "float32", 4, marks=pytest.mark.slow),  # a sliding window
         ("gpt_oss", "bfloat16", 5),  # a sliding window and sinks
         ("deepseek_v3", "float32", 6),  # latent attention
-        pytest.param("bloom", "float32", 0, marks=pytest.mark.slow),  # no attention interface
         ("falcon_alibi", "bfloat16", 1),  # no attention interface
-        pytest.param("gpt2", "float32", 2, marks=pytest.mark.slow),
         ("kempner", "float32", 3),  # a module with kv_caches of its own
     ],
 )
@@ -118,19 +113,10 @@ def test_no_drafter_length_or_schedule_changes_a_bit(name: str, dtype: str, shif
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("llama", "float32"),
-        ("qwen3_moe", "bfloat16"),
-        ("gemma2", "bfloat16"),
-        ("gpt_oss", "float32"),
-        ("deepseek_v3", "bfloat16"),
-    ],
-)
-def test_every_length_of_a_draft_in_every_schedule_changes_no_bit(name: str, dtype: str) -> None:
-    for shift in range(len(SCHEDULES)):
-        check_schedules(name, dtype, shift)
+def test_every_length_of_a_draft_in_every_schedule_changes_no_bit() -> None:
+    names = ("llama", "qwen3_moe", "gemma2", "bloom", "gpt2", "deepseek_v3", "gpt_oss")
+    for shift, name in enumerate(names):
+        check_schedules(name, "float32" if shift % 2 else "bfloat16", shift)
 
 
 # ---- drafters that are out of their mind

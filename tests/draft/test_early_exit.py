@@ -179,7 +179,7 @@ def test_words_are_those_of_plain_decoding(name: str, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize(
-    "seed", [3, 5, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 60))]
+    "seed", [3, 5, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 16))]
 )
 def test_words_hold_where_samples_copy_blocks_and_memory_is_short(seed: int) -> None:
     """A draft may write to blocks that are still to be copied; seed 5 once had them copied too late."""
@@ -233,20 +233,6 @@ def test_layers_that_add_nothing_make_every_guess_right() -> None:
         with LLM(model, draft=EarlyExit(2), num_draft_tokens=number, block_size=4) as llm:
             assert all_facts(llm.generate(prompts, params)) == expected
             assert llm.stats()["draft"]["acceptance"] == [1.0] * number
-
-
-def test_a_structure_is_kept_in_mind_while_drafting() -> None:
-    prompts = ["Once upon a time"] * 4
-    params = [
-        SamplingParams(regex=r"[A-Z][a-z]{2,6}( [a-z]{1,6}){2}\.", temperature=0.7, seed=1, n=2),
-        SamplingParams(json_schema={"enum": ["x", 4, [1]]}, temperature=1.3, seed=2),
-        SamplingParams(regex=r"[a-z ]*\.", temperature=0.0, seed=3, max_tokens=20),
-        SamplingParams(temperature=0.7, seed=4, max_tokens=20),
-    ]
-    expected = generated(LLM(), prompts, params)
-    with LLM(draft=EarlyExit(3), num_draft_tokens=4) as llm:
-        assert all_facts(llm.generate(prompts, params)) == expected
-        assert llm.stats()["draft"]["drafted"] > 0 == llm.stats()["draft"]["errors"]
 
 
 def test_ctrl_c_and_aborts_in_the_middle_of_a_draft_cost_no_word(

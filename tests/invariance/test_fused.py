@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -438,8 +439,7 @@ def test_what_shows_only_far_into_the_context_shows_in_the_trial() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", sweep.cases())
+@pytest.mark.parametrize(("case", "dtype"), list(zip(sweep.cases(), itertools.cycle(DTYPES))))
 def test_whatever_is_fused_has_the_bits_of_plain_layers(case: str, dtype: str) -> None:
     if case in sweep.UNBUILDABLE or sweep.refusal(case) is not None:
         pytest.skip("it can't be run on flat batches")

@@ -15,9 +15,8 @@ import torch
 from support.odd_toys import DTYPES, MODELS, open_toy
 from support.pairwise import slow_but
 from support.requests_mixed import all_facts, facts, generated, mixed_requests
-from support.stages import ThreadHosts, serving
 from support.toys import make_toy, random_ids
-from verbatim import LLM, Cluster, SamplingParams
+from verbatim import LLM, SamplingParams
 
 # Every model, in the slow suite in the other dtype too.
 each_in_one_dtype = pytest.mark.parametrize(
@@ -144,50 +143,6 @@ def test_priorities_and_interruptions_change_no_bit(name: str) -> None:
             found = [request.result for request in requests]
             assert all(found) and all_facts(found) == expected  # type: ignore[arg-type]
             assert llm.stats()["blocks_used"] == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"), slow_but([("gpt_oss", "bfloat16")], itertools.product(MODELS, DTYPES))
-)
-def test_on_two_stages_and_after_a_kill(name: str, dtype: str, tmp_path: Path) -> None:
-    prompts, params = mixed_requests()
-    make_toy(name, dtype=DTYPES[dtype], **MODELS[name]).save_pretrained(tmp_path)
-    expected = generated(LLM(tmp_path), prompts, params)
-    with LLM(tmp_path, placement=Cluster(stages=2, hosts=ThreadHosts())) as llm:
-        assert all_facts(llm.generate(prompts, params)) == expected, "on two stages"
-        for victim in (0, 1):
-            stage = serving(llm)[victim]
-            deltas = llm.stream(prompts[8], params[8])
-            next(deltas)
-            stage.kill()
-            *_, last = deltas
-            assert last.result is not None and facts(last.result) == expected[8], "after a kill"
-        assert llm.stats()["cluster"]["restarts"] == 2
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_weights_in_few_bits_are_as_invariant(name: str, tmp_path: Path) -> None:
-    prompts, params = mixed_requests(12)
-    make_toy(name, dtype=torch.bfloat16, **MODELS[name]).save_pretrained(tmp_path)
-    with LLM(tmp_path, quantization="int4") as llm:
-        expected = all_facts(llm.generate(prompts, params))
-        alone = [facts(llm.generate(p, q)[0]) for p, q in zip(prompts, params, strict=True)]
-        assert alone == expected, "alone"
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            assert all_facts(llm.generate(prompts, params)) == expected, f"{threads} threads"
-        torch.set_num_threads(2)
-    with LLM(tmp_path, quantization="int4", max_batch_tokens=7, block_size=5) as llm:
-        assert all_facts(llm.generate(prompts, params)) == expected, "chunked"
-
-
-def test_kv_in_another_dtype_is_as_invariant() -> None:
-    prompts, params = mixed_requests(9)
-    with open_toy("llama", "float32", kv_dtype="bfloat16") as llm:
-        expected = all_facts(llm.generate(prompts, params))
-        alone = [facts(llm.generate(p, q)[0]) for p, q in zip(prompts, params, strict=True)]
-        assert alone == expected
-        assert llm.info()["kv_dtype"] == "bfloat16"
 
 
 _RESTART = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -48,22 +47,6 @@ def test_drafts_leave_the_prefix_cache_on(name: str, draft: str) -> None:
     assert again.num_cached_tokens == (len(PROMPTS[0]) - 1) // 4 * 4
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_refused_guesses_leave_the_state_as_it_was(name: str) -> None:
-    """vLLM 39273 and 52942: n-gram drafts corrupted the state."""
-
-    class Guesses:
-        def propose(self, sequences: Sequence[Any], lengths: Sequence[int]) -> list[list[int]]:
-            return [[5] * length for length in lengths]
-
-    model = make_toy(name)
-    expected = plain(model, PROMPTS)
-    with LLM(model, draft=Guesses(), num_draft_tokens=5) as llm:
-        assert [facts(r) for r in llm.generate(PROMPTS, GREEDY)] == expected
-        draft = llm.stats()["draft"]
-        assert draft["drafted"] > draft["accepted"]
-
-
 @pytest.mark.parametrize("tokens", [1, 3, 7])
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_prompt_as_long_as_a_draft_and_one_token_keeps_its_state(name: str, tokens: int) -> None:
@@ -103,14 +86,3 @@ def test_a_replay_in_one_piece_gives_the_log_probs_of_decode(
         (output,) = llm.generate([ids], params)[0].outputs
         (scores,) = llm.score([ids + output.token_ids])
     assert scores[prompt:] == output.logprobs
-
-
-@pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_no_state_leaks_from_one_sequence_of_a_batch_into_the_next(name: str) -> None:
-    """transformers' fallbacks ignore the lengths of sequences in a flat batch."""
-    model = make_toy(name)
-    prompts = [random_ids(n, seed=n) for n in (1, 9, 2, 33)]
-    expected = plain(model, prompts)
-    with LLM(model, prefix_cache=False) as llm:
-        assert [facts(r) for r in llm.generate(prompts, GREEDY)] == expected
-        assert [facts(r) for r in llm.generate(prompts[::-1], GREEDY)] == expected[::-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -31,6 +32,8 @@ from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv import attention
 from verbatim.kv.attention import paged_attention, write_kv
+
+KERNELS = [*itertools.product(BACKENDS, (F32, BF16))]
 
 # ---- Right ----
 
@@ -103,13 +106,11 @@ def test_a_strided_query_is_read_in_place(backend: str) -> None:
 # ---- The same bits in every schedule ----
 
 
-@parametrize_combinations(
-    backend=BACKENDS, kind=["plain", "all"], dtype=[F32, BF16], shape=INVARIANT_SHAPES
-)
+@parametrize_combinations(kind=["plain", "all"], kernel=KERNELS, shape=INVARIANT_SHAPES)
 def test_every_chunking_gives_the_same_bits(
-    backend: str, kind: str, dtype: torch.dtype, shape: Shape
+    kind: str, kernel: tuple[str, torch.dtype], shape: Shape
 ) -> None:
-    length = 141
+    length, (backend, dtype) = 141, kernel
     what = story(shape, length, q_dtype=dtype, kv_dtype=dtype)
     opts = options(kind, shape)
     want = whole(backend, opts, shape, what)
@@ -122,10 +123,11 @@ def test_every_chunking_gives_the_same_bits(
             assert_same_bits(out, want[start:stop])
 
 
-@parametrize_combinations(backend=BACKENDS, dtype=[F32, BF16], shape=INVARIANT_SHAPES)
+@parametrize_combinations(kernel=KERNELS, shape=INVARIANT_SHAPES)
 def test_neighbours_blocks_and_threads_change_nothing(
-    backend: str, dtype: torch.dtype, shape: Shape
+    kernel: tuple[str, torch.dtype], shape: Shape
 ) -> None:
+    backend, dtype = kernel
     lengths = [1, 130, 16, 200, 64, 33]
     stories = [story(shape, n, seed=n, q_dtype=dtype, kv_dtype=dtype) for n in lengths]
     opts = options("all", shape)

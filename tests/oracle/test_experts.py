@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from transformers.integrations.moe import _default_apply_gate
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from support import sweep
-from support.pairwise import parametrize_combinations
 from support.routing_cases import (
     LENGTHS,
     ROUTED,
@@ -292,7 +292,9 @@ def test_a_router_that_does_something_else_has_no_form() -> None:
 
 
 @needs_kernels
-@parametrize_combinations(case=list(ROUTED), dtype=[torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("case", "dtype"), list(zip(ROUTED, itertools.cycle([torch.float32, torch.bfloat16])))
+)
 def test_fused_and_plain_layers_agree_in_bits_and_routing(case: str, dtype: torch.dtype) -> None:
     model = build(case).to(dtype)
     fused, plain = opened(model), opened(model)

@@ -126,6 +126,7 @@ MODELS = [
     for name in ("qwen3", "gpt2", "gpt_oss", "qwen3_moe", "gemma2", "falcon_mqa", "bloom", "phi3")
     for dtype in ("float32", "bfloat16")
 ] + [("deepseek_v3", "float32"), ("llama", "float32")]
+RECURRENT = [(name, "float32") for name in toys.RECURRENT_TOYS]
 
 
 def run_all(
@@ -153,7 +154,7 @@ def run_all(
 def test_many_models_on_ranks(world: int, tmp_path: Path, folders: Folders) -> None:
     # On four ranks each model in one dtype, the one or the other in turn.
     some = [m for i, m in enumerate(MODELS) if i % 4 in (0, 3)]
-    models = MODELS if world == 2 else some + [m for m in MODELS if m[0] == "llama"]
+    models = MODELS + RECURRENT if world == 2 else some + [m for m in MODELS if m[0] == "llama"]
     assert len(models) == len(set(models))
     told = run_all(world, models, tmp_path, folders)
     check_columns(told["share_columns"], models, tmp_path, folders)

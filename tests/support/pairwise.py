@@ -45,6 +45,25 @@ def covering(
     return cases
 
 
+def some_combinations(**dimensions: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return combinations in which every pair of values occurs, those first that have all values."""
+    places = {name: [str(i) for i in range(len(values))] for name, values in dimensions.items()}
+    first: list[Case] = []
+    uses: Counter[Choice] = Counter()
+
+    def seen(case: Case) -> tuple[int, int]:
+        counts = [uses[choice] for choice in zip(places, case, strict=True)]
+        return -counts.count(0), sum(counts)
+
+    while len(uses) < sum(map(len, places.values())):
+        first.append(min(itertools.product(*places.values()), key=seen))
+        uses.update(zip(places, first[-1], strict=True))
+    return [
+        tuple(values[int(i)] for values, i in zip(dimensions.values(), case, strict=True))
+        for case in covering(places, (), first)
+    ]
+
+
 def slow_but(fast: Collection[Any], values: Iterable[Any]) -> list[Any]:
     """Return parameters, for `pytest.mark.parametrize`, of which all but `fast` are in the slow suite.
 
@@ -61,21 +80,10 @@ def slow_but(fast: Collection[Any], values: Iterable[Any]) -> list[Any]:
 
 
 def parametrize_combinations(**dimensions: Sequence[Any]) -> pytest.MarkDecorator:
-    """Run a test with every combination of values, in the slow suite but for a few that have all values."""
-    places = {name: [str(i) for i in range(len(values))] for name, values in dimensions.items()}
-    cases = list(itertools.product(*places.values()))
-    fast: list[Case] = []
-    uses: Counter[Choice] = Counter()
-
-    def seen(case: Case) -> tuple[int, int]:
-        counts = [uses[choice] for choice in zip(places, case, strict=True)]
-        return -counts.count(0), sum(counts)
-
-    while len(uses) < sum(map(len, places.values())):
-        fast.append(min(cases, key=seen))
-        uses.update(zip(places, fast[-1], strict=True))
-    params = []
-    for case in cases:
-        values = [dimensions[name][int(i)] for name, i in zip(places, case, strict=True)]
-        params.append(pytest.param(*values, marks=[pytest.mark.slow] * (case not in fast)))
+    """Run a test with every pair of values, in the fast suite with every value."""
+    cases = some_combinations(**dimensions)
+    fast = max(map(len, dimensions.values()))
+    params = [
+        pytest.param(*case, marks=[pytest.mark.slow] * (i >= fast)) for i, case in enumerate(cases)
+    ]
     return pytest.mark.parametrize(tuple(dimensions), params)

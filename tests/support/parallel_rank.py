@@ -49,6 +49,9 @@ def share_columns(rank: int, world: int, folder: Path) -> dict[str, Any]:
             folder / name, placement=placement, dtype=dtype, max_batch_tokens=32, draft=draft
         ) as llm:
             told[f"{name} {dtype}"] = fingerprint(llm.generate(prompts, params))
+            llm.sleep()
+            llm.wake()
+            assert fingerprint(llm.generate(prompts, params)) == told[f"{name} {dtype}"], name
             if name == "llama":
                 told["scores"] = llm.score([[5, 6, 7], [8, 9]])
                 try:

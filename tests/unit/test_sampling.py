@@ -185,19 +185,19 @@ def test_large_vocabulary_does_not_depend_on_threads(backend: str) -> None:
 
 @needs_kernel
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.7, "top_k": 8, "top_p": 0.9}], ids=str)
-def test_frequencies_of_100_000_draws(params: dict[str, Any]) -> None:
+def test_frequencies_of_20_000_draws(params: dict[str, Any]) -> None:
     logits = torch.randn(37, generator=torch.Generator().manual_seed(2)) * 1.5
     settled = SamplingParams(**params)
     expected = process(logits, SampleRow(settled, 0, 0, 0)).double().softmax(0)
     counts = torch.zeros(37)
-    for start in range(0, 100_000, 5000):
+    for start in range(0, 20_000, 5000):
         rows = [SampleRow(settled, 99, p % 3, start + p) for p in range(5000)]
         ids = sample_rows(logits.expand(5000, 37), SamplePlan(rows), backend="kernel").ids
         counts += torch.bincount(torch.tensor(ids), minlength=37)
     kept = expected > 0
     assert counts[~kept].sum() == 0
     observed = counts[kept].double().numpy()
-    assert stats.chisquare(observed, expected[kept].numpy() * 100_000).pvalue > 1e-4
+    assert stats.chisquare(observed, expected[kept].numpy() * 20_000).pvalue > 1e-4
 
 
 @both_backends

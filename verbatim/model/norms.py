@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -61,7 +62,7 @@ def norm_parts(module: nn.Module, gate: Gate = Gate.NONE) -> NormParts | None:
         return None
     if type(module) is nn.LayerNorm or not _has_kernels(module):
         return None
-    if gate is not Gate.NONE and "gate" not in signature(type(module).forward).parameters:
+    if gate is not Gate.NONE and not _takes_gate(type(module).forward):
         return None
     eps = next((n for n in _EPS_NAMES if type(fields.get(n)) in (float, int)), None)
     names = [name for name, p in module._parameters.items() if p is not None]
@@ -82,6 +83,11 @@ def norm_parts(module: nn.Module, gate: Gate = Gate.NONE) -> NormParts | None:
     case = _Case(type(module), type(module).forward, weight, eps, flags, gate)
     kind = _family(case, module)
     return None if kind is None else NormParts(kind, weight, eps)
+
+
+@cache
+def _takes_gate(forward: Any) -> bool:
+    return "gate" in signature(forward).parameters
 
 
 def group_width(module: Any) -> int:

@@ -9,6 +9,7 @@ bits, and the others on the CPU.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 import torch
@@ -24,6 +25,7 @@ from verbatim.sampling.noise import gumbel_row
 from verbatim.sampling.processors import edit, is_greedy, warp
 from verbatim.sampling.support import support_of
 
+Noise = Callable[[int, int, int, int], Tensor]  # `gumbel_row`
 BACKENDS = ("auto", "kernel", "reference")
 MAX_POSITION = 2**32 - 1
 
@@ -105,7 +107,7 @@ def _on_cpu(
     num_threads: int | None,
 ) -> Draws:
     if backend == "reference" or not fast.available():
-        return _reference(logits, rows, places)
+        return _reference(logits, rows, places, gumbel_row)
     threads = num_threads or torch.get_num_threads()
     if all(fast.supports(row) for row in rows):
         return fast.sample_rows(logits, rows, places, threads)
@@ -114,7 +116,8 @@ def _on_cpu(
     kernel_rows, torch_rows = [rows[i] for i in supported], [rows[i] for i in rest]
     parts = (
         fast.sample_rows(logits, kernel_rows, [places[i] for i in supported], threads),
-        _reference(logits, torch_rows, [places[i] for i in rest]),
+        # The kernel's noise has the bits of the reference's.
+        _reference(logits, torch_rows, [places[i] for i in rest], fast.gumbel_row),
     )
     return merge(parts, (supported, rest))
 
@@ -158,14 +161,14 @@ def merge(parts: SequenceOf[Draws], places: SequenceOf[SequenceOf[int]]) -> Draw
     )
 
 
-def _reference(logits: Tensor, rows: list[SampleRow], places: list[int]) -> Draws:
+def _reference(logits: Tensor, rows: list[SampleRow], places: list[int], noise: Noise) -> Draws:
     draws = Draws([], [], [], [], [])
     for place, row in zip(places, rows, strict=True):
-        _reference_row(logits[place].float().clone(), row, draws)
+        _reference_row(logits[place].float().clone(), row, draws, noise)
     return draws
 
 
-def _reference_row(raw: Tensor, row: SampleRow, draws: Draws) -> None:
+def _reference_row(raw: Tensor, row: SampleRow, draws: Draws, noise: Noise) -> None:
     """Draw one row `[V]`, a tensor that may be modified, and append it to the draws."""
     mass = Mass.of(raw)
     token_id, sampled_logprob = -1, math.nan
@@ -177,7 +180,7 @@ def _reference_row(raw: Tensor, row: SampleRow, draws: Draws) -> None:
     elif mass is not None and row.target is not None:
         token_id = row.target
     elif mass is not None:
-        token_id, sampled_logprob = _draw(edit(raw, row), row)
+        token_id, sampled_logprob = _draw(edit(raw, row), row, noise)
     if mass is None or token_id < 0:
         draws.ids.append(-1)
         draws.logprobs.append(math.nan)
@@ -206,14 +209,14 @@ def _candidates(raw: Tensor, mass: Mass, row: SampleRow) -> Candidates | None:
     return Candidates(ids.tolist(), logprobs[ids].tolist(), scores[ids].tolist())
 
 
-def _draw(edited: Tensor, row: SampleRow) -> tuple[int, float]:
+def _draw(edited: Tensor, row: SampleRow, noise: Noise) -> tuple[int, float]:
     """Draw an id from an edited row `[V]`; return it and its log-prob, or (-1, NaN) if nothing is left."""
     if not torch.isfinite(edited.max()):
         return -1, math.nan
     if is_greedy(edited, row.params.temperature):
         return _first(edited, edited.max()), 0.0
     logits = warp(edited, row.params)
-    scores = logits + gumbel_row(row.seed, row.sample_index, row.position, logits.shape[0])
+    scores = logits + noise(row.seed, row.sample_index, row.position, logits.shape[0])
     token_id = _first(scores, scores.max())
     mass = Mass.of(logits)
     assert mass is not None  # every filter keeps the largest logit
