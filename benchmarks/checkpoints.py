@@ -27,6 +27,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from support.gguf_files import gguf_name, gguf_writer, save_gguf
 from verbatim import LLM, SamplingParams
 from verbatim.model.weight_packing import TABLES, Encoding
 
@@ -151,18 +154,6 @@ _TORCHAO = {  # the kind of tensor, and how many columns share a scale (0: all)
     "torchao-int4": ("Int4Tensor", GROUP),
     "torchao-fp8": ("Float8Tensor", 0),
 }
-_GGUF_NAMES = (  # llama.cpp's names of a Llama's tensors
-    ("model.embed_tokens", "token_embd"),
-    ("model.norm", "output_norm"),
-    ("lm_head", "output"),
-    ("model.layers", "blk"),
-    ("self_attn.o_proj", "attn_output"),
-    ("self_attn.", "attn_"),
-    ("post_attention_layernorm", "ffn_norm"),
-    ("input_layernorm", "attn_norm"),
-    ("mlp.", "ffn_"),
-    ("_proj", ""),
-)
 # Name: config class, sizes, writer of a matrix, quantization_config, bits that are compared in speed.
 FORMATS: dict[str, tuple[str, dict[str, Any], Callable[..., Tensors], dict[str, Any], int]] = {
     "awq": ("Llama", LLAMA, awq, dict(quant_method="awq", version="gemm", **_FOUR), 4),
@@ -234,32 +225,17 @@ def write(folder: Path, name: str, **sizes: Any) -> None:
 
 def write_gguf(path: Path, config: Any, kind: str, tensors: Tensors) -> None:
     """Write the tensors of a Llama as a GGUF file: bytes are blocks of `kind`, numbers bf16 or float32."""
-    from gguf import GGMLQuantizationType, GGUFWriter
+    from gguf import GGMLQuantizationType
 
-    writer = GGUFWriter(str(path), "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_vocab_size(config.vocab_size)
+    writer = gguf_writer(path, config, "llama")
     for name, tensor in tensors.items():
-        for ours, theirs in _GGUF_NAMES:
-            name = name.replace(ours, theirs)
         how = GGMLQuantizationType[kind]
         if tensor.ndim == 1:
             tensor, how = tensor.float(), GGMLQuantizationType.F32
         elif tensor.dtype is torch.bfloat16:
             tensor, how = tensor.view(torch.uint8), GGMLQuantizationType.BF16
-        writer.add_tensor(name, tensor.numpy(), raw_dtype=how)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        writer.add_tensor(gguf_name(name), tensor.numpy(), raw_dtype=how)
+    save_gguf(writer)
 
 
 def write_plain(folder: Path, **sizes: Any) -> None:
