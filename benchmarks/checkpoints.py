@@ -6,8 +6,9 @@
 `memory`: a process for each format opens a toy of it, then the checkpoint: how far the peak of its resident
 memory rises, over the bytes of the file. K and V have 8 MB.
 
-`speed`: all formats and bf16 weights quantized by us take turns in one process: one row decodes, and the
-bytes of the weights are counted once a token. The figures are medians of the rounds.
+`speed`: all formats, and bf16 weights of the same shapes quantized by us, take turns in one process: one row
+decodes, and the bytes of the weights are counted once a token. The figures are medians of the rounds, and
+"of ours" is the median of their ratios.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ LLAMA = dict(
     vocab_size=4096,
     num_hidden_layers=12,
 )
+# A token goes to all experts, so it reads all weights.
 MOE = dict(hidden_size=1024, num_attention_heads=16, num_key_value_heads=4, head_dim=64)
-QWEN = MOE | dict(num_experts=32, moe_intermediate_size=768, vocab_size=4096, num_hidden_layers=8)
-OSS = MOE | dict(num_local_experts=32, intermediate_size=1024, vocab_size=4096, num_hidden_layers=8)
+MOE |= dict(num_experts_per_tok=32, vocab_size=4096, num_hidden_layers=8)
+QWEN = MOE | dict(num_experts=32, moe_intermediate_size=768)
+OSS = MOE | dict(num_local_experts=32, intermediate_size=1024)
 
 
 def words(*shape: int) -> Tensor:
@@ -238,13 +241,15 @@ def write_gguf(path: Path, config: Any, kind: str, tensors: Tensors) -> None:
     save_gguf(writer)
 
 
-def write_plain(folder: Path, **sizes: Any) -> None:
-    """Write a bf16 checkpoint of the shape of the linear formats."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def write_plain(folder: Path, name: str, **sizes: Any) -> None:
+    """Write a bf16 checkpoint of the shape of a format's."""
+    import transformers
 
+    family, base = FORMATS[name][:2]
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
-    LlamaForCausalLM(LlamaConfig(**{**LLAMA, **sizes})).save_pretrained(folder)
+    config = getattr(transformers, f"{family}Config")(**{**base, **sizes})
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
     torch.set_default_dtype(before)
 
 
@@ -286,45 +291,47 @@ def memory(names: list[str]) -> None:
 
 def speed(names: list[str], threads: int, rounds: int, layers: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=25, ignore_eos=True)
-    with tempfile.TemporaryDirectory() as room:
-        write_plain(Path(room, "plain"), num_hidden_layers=layers)
-        settings: dict[str, Any] = dict(kv_memory="64MB", max_length=256, num_threads=threads)
-        models = {
-            kind: LLM(Path(room, "plain"), quantization=kind, **settings)
-            for kind in ("int4", "int8")
-        }
-        for name in names:
+    settings: dict[str, Any] = dict(kv_memory="64MB", max_length=256, num_threads=threads)
+    models: dict[str, LLM] = {}
+    ours = {name: f"int{4 if FORMATS[name][4] == 4 else 8} {FORMATS[name][0]}" for name in names}
+    for name in names:
+        with tempfile.TemporaryDirectory() as room:
+            if ours[name] not in models:
+                write_plain(Path(room, "plain"), name, num_hidden_layers=layers)
+                kind = ours[name].split()[0]
+                models[ours[name]] = LLM(Path(room, "plain"), quantization=kind, **settings)
             write(Path(room, name), name, num_hidden_layers=layers)
             models[name] = LLM(Path(room, name), **settings)
-        times: dict[str, list[float]] = {name: [] for name in models}
-        for turn in range(rounds + 1):
-            for name, llm in models.items():
-                request = llm.engine.admission.admit([1, 2, 3], params)
-                llm.engine.submit(request)
-                while not request.sequences[0].output_ids:
-                    llm.engine.step()
-                start = time.perf_counter()
-                while not request.finished:
-                    llm.engine.step()
-                if turn:  # the first one warms up
-                    times[name].append((time.perf_counter() - start) / 24)
-        print("| weights | bytes a token | ms a token | GB/s | of ours |")
-        print("| --- | --- | --- | --- | --- |")
-        rates: dict[str, float] = {}
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for turn in range(rounds + 1):
         for name, llm in models.items():
-            # Of the embedding one row is read.
-            runner: Any = llm.engine.runner
-            table = runner.decoder.module.get_input_embeddings()
-            held = table.packed if hasattr(table, "packed") else table.weight
-            nbytes = llm.info()["weight_bytes"] - held.nbytes
-            median = statistics.median(times[name])
-            rates[name] = nbytes / median
-            bits = FORMATS[name][4] if name in FORMATS else None
-            of_ours = f"{rates[name] / rates[f'int{4 if bits == 4 else 8}']:.2f}" if bits else ""
-            cells = f"{nbytes / 1e6:.0f} MB | {median * 1e3:.1f} | {rates[name] / 1e9:.1f}"
-            print(f"| {name} | {cells} | {of_ours} |")
-        for llm in models.values():
-            llm.close()
+            request = llm.engine.admission.admit([1, 2, 3], params)
+            llm.engine.submit(request)
+            while not request.sequences[0].output_ids:
+                llm.engine.step()
+            start = time.perf_counter()
+            while not request.finished:
+                llm.engine.step()
+            if turn:  # the first one warms up
+                times[name].append((time.perf_counter() - start) / 24)
+    print("| weights | bytes a token | ms a token | GB/s | of ours |")
+    print("| --- | --- | --- | --- | --- |")
+    rates: dict[str, list[float]] = {}
+    for name, llm in models.items():
+        # Of the embedding one row is read.
+        runner: Any = llm.engine.runner
+        table = runner.decoder.module.get_input_embeddings()
+        held = table.packed if hasattr(table, "packed") else table.weight
+        nbytes = llm.info()["weight_bytes"] - held.nbytes
+        rates[name] = [nbytes / seconds for seconds in times[name]]
+        of_ours = ""
+        if name in ours:
+            pairs = zip(rates[name], rates[ours[name]], strict=True)
+            of_ours = f"{statistics.median(rate / other for rate, other in pairs):.2f}"
+        milliseconds = statistics.median(times[name]) * 1e3
+        cells = f"{nbytes / 1e6:.0f} MB | {milliseconds:.1f} | {nbytes / milliseconds / 1e6:.1f}"
+        print(f"| {name} | {cells} | {of_ours} |")
+        llm.close()
 
 
 def main() -> None:
@@ -342,8 +349,7 @@ def main() -> None:
     elif args.what == "memory":
         memory(args.names or list(FORMATS))
     else:
-        linear = [name for name in FORMATS if not name.endswith("experts")]
-        speed(args.names or linear, args.threads, args.rounds, args.layers)
+        speed(args.names or list(FORMATS), args.threads, args.rounds, args.layers)
 
 
 if __name__ == "__main__":
