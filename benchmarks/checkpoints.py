@@ -6,8 +6,9 @@
 `memory`: a process for each format opens a toy of it, then the checkpoint: how far the peak of its resident
 memory rises, over the bytes of the file. K and V have 8 MB.
 
-`speed`: all formats and bf16 weights quantized by us take turns in one process: one row decodes, and the
-bytes of the weights are counted once a token. The figures are medians of the rounds.
+`speed`: all formats, and bf16 weights of the same shapes quantized by us, take turns in one process: one row
+decodes, and the bytes of the weights are counted once a token. The figures are medians of the rounds, and
+"of ours" is the median of their ratios.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from support.gguf_files import gguf_name, gguf_writer, save_gguf
 from verbatim import LLM, SamplingParams
 from verbatim.model.weight_packing import TABLES, Encoding
 
@@ -40,9 +44,11 @@ LLAMA = dict(
     vocab_size=4096,
     num_hidden_layers=12,
 )
+# A token goes to all experts, so it reads all weights.
 MOE = dict(hidden_size=1024, num_attention_heads=16, num_key_value_heads=4, head_dim=64)
-QWEN = MOE | dict(num_experts=32, moe_intermediate_size=768, vocab_size=4096, num_hidden_layers=8)
-OSS = MOE | dict(num_local_experts=32, intermediate_size=1024, vocab_size=4096, num_hidden_layers=8)
+MOE |= dict(num_experts_per_tok=32, vocab_size=4096, num_hidden_layers=8)
+QWEN = MOE | dict(num_experts=32, moe_intermediate_size=768)
+OSS = MOE | dict(num_local_experts=32, intermediate_size=1024)
 
 
 def words(*shape: int) -> Tensor:
@@ -151,18 +157,6 @@ _TORCHAO = {  # the kind of tensor, and how many columns share a scale (0: all)
     "torchao-int4": ("Int4Tensor", GROUP),
     "torchao-fp8": ("Float8Tensor", 0),
 }
-_GGUF_NAMES = (  # llama.cpp's names of a Llama's tensors
-    ("model.embed_tokens", "token_embd"),
-    ("model.norm", "output_norm"),
-    ("lm_head", "output"),
-    ("model.layers", "blk"),
-    ("self_attn.o_proj", "attn_output"),
-    ("self_attn.", "attn_"),
-    ("post_attention_layernorm", "ffn_norm"),
-    ("input_layernorm", "attn_norm"),
-    ("mlp.", "ffn_"),
-    ("_proj", ""),
-)
 # Name: config class, sizes, writer of a matrix, quantization_config, bits that are compared in speed.
 FORMATS: dict[str, tuple[str, dict[str, Any], Callable[..., Tensors], dict[str, Any], int]] = {
     "awq": ("Llama", LLAMA, awq, dict(quant_method="awq", version="gemm", **_FOUR), 4),
@@ -234,41 +228,28 @@ def write(folder: Path, name: str, **sizes: Any) -> None:
 
 def write_gguf(path: Path, config: Any, kind: str, tensors: Tensors) -> None:
     """Write the tensors of a Llama as a GGUF file: bytes are blocks of `kind`, numbers bf16 or float32."""
-    from gguf import GGMLQuantizationType, GGUFWriter
+    from gguf import GGMLQuantizationType
 
-    writer = GGUFWriter(str(path), "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_vocab_size(config.vocab_size)
+    writer = gguf_writer(path, config, "llama")
     for name, tensor in tensors.items():
-        for ours, theirs in _GGUF_NAMES:
-            name = name.replace(ours, theirs)
         how = GGMLQuantizationType[kind]
         if tensor.ndim == 1:
             tensor, how = tensor.float(), GGMLQuantizationType.F32
         elif tensor.dtype is torch.bfloat16:
             tensor, how = tensor.view(torch.uint8), GGMLQuantizationType.BF16
-        writer.add_tensor(name, tensor.numpy(), raw_dtype=how)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        writer.add_tensor(gguf_name(name), tensor.numpy(), raw_dtype=how)
+    save_gguf(writer)
 
 
-def write_plain(folder: Path, **sizes: Any) -> None:
-    """Write a bf16 checkpoint of the shape of the linear formats."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def write_plain(folder: Path, name: str, **sizes: Any) -> None:
+    """Write a bf16 checkpoint of the shape of a format's."""
+    import transformers
 
+    family, base = FORMATS[name][:2]
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
-    LlamaForCausalLM(LlamaConfig(**{**LLAMA, **sizes})).save_pretrained(folder)
+    config = getattr(transformers, f"{family}Config")(**{**base, **sizes})
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
     torch.set_default_dtype(before)
 
 
@@ -310,45 +291,47 @@ def memory(names: list[str]) -> None:
 
 def speed(names: list[str], threads: int, rounds: int, layers: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=25, ignore_eos=True)
-    with tempfile.TemporaryDirectory() as room:
-        write_plain(Path(room, "plain"), num_hidden_layers=layers)
-        settings: dict[str, Any] = dict(kv_memory="64MB", max_length=256, num_threads=threads)
-        models = {
-            kind: LLM(Path(room, "plain"), quantization=kind, **settings)
-            for kind in ("int4", "int8")
-        }
-        for name in names:
+    settings: dict[str, Any] = dict(kv_memory="64MB", max_length=256, num_threads=threads)
+    models: dict[str, LLM] = {}
+    ours = {name: f"int{4 if FORMATS[name][4] == 4 else 8} {FORMATS[name][0]}" for name in names}
+    for name in names:
+        with tempfile.TemporaryDirectory() as room:
+            if ours[name] not in models:
+                write_plain(Path(room, "plain"), name, num_hidden_layers=layers)
+                kind = ours[name].split()[0]
+                models[ours[name]] = LLM(Path(room, "plain"), quantization=kind, **settings)
             write(Path(room, name), name, num_hidden_layers=layers)
             models[name] = LLM(Path(room, name), **settings)
-        times: dict[str, list[float]] = {name: [] for name in models}
-        for turn in range(rounds + 1):
-            for name, llm in models.items():
-                request = llm.engine.admission.admit([1, 2, 3], params)
-                llm.engine.submit(request)
-                while not request.sequences[0].output_ids:
-                    llm.engine.step()
-                start = time.perf_counter()
-                while not request.finished:
-                    llm.engine.step()
-                if turn:  # the first one warms up
-                    times[name].append((time.perf_counter() - start) / 24)
-        print("| weights | bytes a token | ms a token | GB/s | of ours |")
-        print("| --- | --- | --- | --- | --- |")
-        rates: dict[str, float] = {}
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for turn in range(rounds + 1):
         for name, llm in models.items():
-            # Of the embedding one row is read.
-            runner: Any = llm.engine.runner
-            table = runner.decoder.module.get_input_embeddings()
-            held = table.packed if hasattr(table, "packed") else table.weight
-            nbytes = llm.info()["weight_bytes"] - held.nbytes
-            median = statistics.median(times[name])
-            rates[name] = nbytes / median
-            bits = FORMATS[name][4] if name in FORMATS else None
-            of_ours = f"{rates[name] / rates[f'int{4 if bits == 4 else 8}']:.2f}" if bits else ""
-            cells = f"{nbytes / 1e6:.0f} MB | {median * 1e3:.1f} | {rates[name] / 1e9:.1f}"
-            print(f"| {name} | {cells} | {of_ours} |")
-        for llm in models.values():
-            llm.close()
+            request = llm.engine.admission.admit([1, 2, 3], params)
+            llm.engine.submit(request)
+            while not request.sequences[0].output_ids:
+                llm.engine.step()
+            start = time.perf_counter()
+            while not request.finished:
+                llm.engine.step()
+            if turn:  # the first one warms up
+                times[name].append((time.perf_counter() - start) / 24)
+    print("| weights | bytes a token | ms a token | GB/s | of ours |")
+    print("| --- | --- | --- | --- | --- |")
+    rates: dict[str, list[float]] = {}
+    for name, llm in models.items():
+        # Of the embedding one row is read.
+        runner: Any = llm.engine.runner
+        table = runner.decoder.module.get_input_embeddings()
+        held = table.packed if hasattr(table, "packed") else table.weight
+        nbytes = llm.info()["weight_bytes"] - held.nbytes
+        rates[name] = [nbytes / seconds for seconds in times[name]]
+        of_ours = ""
+        if name in ours:
+            pairs = zip(rates[name], rates[ours[name]], strict=True)
+            of_ours = f"{statistics.median(rate / other for rate, other in pairs):.2f}"
+        milliseconds = statistics.median(times[name]) * 1e3
+        cells = f"{nbytes / 1e6:.0f} MB | {milliseconds:.1f} | {nbytes / milliseconds / 1e6:.1f}"
+        print(f"| {name} | {cells} | {of_ours} |")
+        llm.close()
 
 
 def main() -> None:
@@ -366,8 +349,7 @@ def main() -> None:
     elif args.what == "memory":
         memory(args.names or list(FORMATS))
     else:
-        linear = [name for name in FORMATS if not name.endswith("experts")]
-        speed(args.names or linear, args.threads, args.rounds, args.layers)
+        speed(args.names or list(FORMATS), args.threads, args.rounds, args.layers)
 
 
 if __name__ == "__main__":

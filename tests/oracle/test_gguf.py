@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.gguf_files import gguf_name, gguf_writer, save_gguf
 from support.pairwise import slow_but
 from support.requests_mixed import all_facts, mixed_requests
 from support.toys import make_toy, random_ids
@@ -23,18 +24,6 @@ gguf = pytest.importorskip("gguf")
 # transformers takes the width of a head to be 128, whatever the file says.
 SHAPE: dict[str, Any] = dict(head_dim=128, num_attention_heads=2, num_key_value_heads=1)
 SHAPE |= dict(rms_norm_eps=2.0**-20)  # which a file has in float32
-_NAMES = (
-    (r"model\.embed_tokens\.", "token_embd."),
-    (r"model\.norm\.", "output_norm."),
-    (r"lm_head\.", "output."),
-    (r"model\.layers\.(\d+)\.", r"blk.\1."),
-    (r"self_attn\.([qkv])_proj", r"attn_\1"),
-    (r"self_attn\.([qk])_norm", r"attn_\1_norm"),
-    (r"self_attn\.o_proj", "attn_output"),
-    (r"post_attention_layernorm", "ffn_norm"),
-    (r"input_layernorm", "attn_norm"),
-    (r"mlp\.(gate|up|down)_proj", r"ffn_\1"),
-)
 
 
 def blocks(shape: tuple[int, ...], how: Any) -> Any:
@@ -67,18 +56,7 @@ def write(
         What the file holds, by transformers' names.
     """
     how, config = getattr(gguf.GGMLQuantizationType, kind), module.config
-    writer = gguf.GGUFWriter(str(path), family)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
+    writer = gguf_writer(path, config, family)
     if rope is not None:
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope))
         writer.add_rope_scaling_factor(4.0)
@@ -100,9 +78,7 @@ def write(
         return torch.from_numpy(gguf.dequantize(data, how).copy())
 
     for name, tensor in module.state_dict().items():
-        short = name
-        for pattern, new in _NAMES:
-            short = re.sub(pattern, new, short)
+        short = gguf_name(name)
         if tensor.ndim < 2 or "mlp.gate.weight" in name:
             short = short.replace("mlp.gate.", "ffn_gate_inp.")
             held[name] = add(short, tensor, gguf.GGMLQuantizationType.F32)
@@ -121,10 +97,7 @@ def write(
             held[name] = rows.transpose(1, 2).flatten(0, 2)
         else:
             held[name] = add(short, tensor, how)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    save_gguf(writer)
     return held
 
 

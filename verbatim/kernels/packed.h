@@ -146,6 +146,7 @@ struct Heads {
     // None can come of a scale that is 0 or at least 2^-117 and a low that is 0 or at least 2^-126: no
     // number but zero is smaller than 2^-9, and sums are zero or a multiple of 2^-125. (The products
     // take a denormal weight for zero too, but the numbers just below 2^-126 are rounded up to it.)
+    // Half floats and their products with integers are never that small.
     INLINE inline bool read(const RowLayout &row, const uint8_t *heads, int64_t count) {
         const __mmask16 there = (__mmask16)((1u << std::min<int64_t>(COUNT, count)) - 1);
         __m512i words;
@@ -191,7 +192,8 @@ struct Heads {
             const __m512i one = _mm512_set1_epi32(1);
             return _mm512_cmplt_epu32_mask(_mm512_sub_epi32(size, one), _mm512_set1_epi32(bits - 1));
         };
-        const bool quick = !(below(s, 0x05000000) | below(l, 0x00800000));
+        const bool quick = row.encoding == HALF || row.encoding == SUPER ||
+                           !(below(s, 0x05000000) | below(l, 0x00800000));
         if (row.encoding == E4M3) s = _mm512_mul_ps(s, _mm512_set1_ps(FP8_SCALE));
         _mm512_store_ps(scale, s);
         _mm512_store_ps(low, l);
@@ -313,11 +315,17 @@ template <int CODE, int GROUP> struct Group<8, CODE, GROUP> {
         : codes(codes), scale(_mm512_set1_ps(heads.scale[i])), low(_mm512_set1_ps(heads.low[i])) {}
     INLINE inline __m512bh step(int i) const {
         const uint8_t *at = codes + 32 * i;
-        const auto sixteen = [&](int k) INLINE {
-            const f32x16 numbers = numbers_of<CODE>(load_codes(at + k), nullptr);
-            return _mm512_fmadd_ps(scale, (__m512)numbers, low);
-        };
-        return _mm512_cvtne2ps_pbh(sixteen(16), sixteen(0));
+        __m512 numbers[2];
+        if constexpr (CODE == FP8) {  // as from_fp8, all 32 at once
+            __m512i halves = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)at));
+            halves = _mm512_and_si512(_mm512_slli_epi16(halves, 7), _mm512_set1_epi16((short)0xbf80));
+            numbers[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+            numbers[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
+        } else {
+            for (int k = 0; k < 2; k++) numbers[k] = (__m512)to_floats(load_codes(at + 16 * k));
+        }
+        for (auto &sixteen : numbers) sixteen = _mm512_fmadd_ps(scale, sixteen, low);
+        return _mm512_cvtne2ps_pbh(numbers[1], numbers[0]);
     }
 };
 

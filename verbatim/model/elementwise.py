@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from verbatim import kernels
 from verbatim.kernels.options import Activation, NormKind
 
-_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
+SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
@@ -34,7 +34,7 @@ def declared(
 ) -> Callable[..., None]:
     """Return the kernel of this name for a dtype, with the types of its arguments."""
     assert library is not None
-    function = getattr(library, f"{name}_{_SUFFIX[dtype]}")
+    function = getattr(library, f"{name}_{SUFFIX[dtype]}")
     function.restype, function.argtypes = None, arguments
     return function  # type: ignore[no-any-return]
 
@@ -51,7 +51,7 @@ def _function(library: ctypes.CDLL | None, name: str, dtype: torch.dtype) -> Cal
 def served(x: Tensor) -> bool:
     """Return whether the kernels support `x`: float32 and bfloat16 on the CPU, without gradients."""
     return (
-        x.dtype in _SUFFIX
+        x.dtype in SUFFIX
         and x.is_cpu
         and not (x.requires_grad and torch.is_grad_enabled())
         and kernels.library() is not None

@@ -36,7 +36,6 @@ UNGATED, SPLIT, SPLIT_WIDE, CLAMPED_PAIRS, CLAMPED_HALVES, CLAMPED_SPLIT = range
 _CLAMPED = (CLAMPED_PAIRS, CLAMPED_HALVES, CLAMPED_SPLIT)
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
-_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 class StackStruct(ctypes.Structure):
@@ -208,7 +207,7 @@ class ExpertsParts:
 
     def served(self, rows: Tensor) -> ExpertsStruct | None:
         """Return the struct if the kernels can run `rows`, else None."""
-        if rows.dtype not in _SUFFIX or not rows.is_cpu or kernels.library() is None:
+        if rows.dtype not in elementwise.SUFFIX or not rows.is_cpu or kernels.library() is None:
             return None
         try:
             return self.struct(rows.dtype)
@@ -299,7 +298,7 @@ def how_run(experts: Any, dtype: torch.dtype) -> str | None:
     share: ExpertShare | None = getattr(experts, "expert_share", None)
     where = "" if share is None else f", {share.where}"
     held = experts if share is None or share.held is None else share.held
-    if kernels.library() is None or dtype not in _SUFFIX:
+    if kernels.library() is None or dtype not in elementwise.SUFFIX:
         return f"expert by expert{where}: no compiled kernels for them"
     try:
         parts = parts_of(held)
@@ -423,14 +422,12 @@ def _function(library: ctypes.CDLL | None, name: str, dtype: torch.dtype) -> Cal
     assert library is not None
     library.vb_experts_size.restype = _LONG
     assert library.vb_experts_size() == ctypes.sizeof(ExpertsStruct)
-    function: Any = getattr(library, f"{name}_{_SUFFIX[dtype]}")
-    function.restype = None
-    function.argtypes = {
+    arguments = {
         "vb_experts": [_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _INT],
         "vb_experts_sorted": [*[_POINTER] * 4, _INT],
         "vb_glu": [_POINTER, _POINTER, _LONG, _INT],
     }[name]
-    return function  # type: ignore[no-any-return]
+    return elementwise.declared(library, name, dtype, arguments)
 
 
 # ---- how a gate is applied ----

@@ -26,6 +26,7 @@ from verbatim.batch import Adapter, Batch
 from verbatim.errors import InvalidRequest, ModelError, NotSupported
 from verbatim.model import products
 from verbatim.model.context import active_context
+from verbatim.model.elementwise import SUFFIX, declared
 from verbatim.model.layer import FusedLayer
 from verbatim.model.packed import PackedConv1D, PackedLinear
 from verbatim.model.shard import Columns
@@ -34,7 +35,6 @@ from verbatim.model.spec import inner_model
 _PANEL = 64  # LOW_RANK_PANEL of kernels/lora.h
 _PLACES = 10  # of kernels/layer.cpp
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 Forwards = list[tuple[dict[str, Any], Callable[..., Any]]]
 
 
@@ -352,9 +352,7 @@ def _parents(name: str) -> list[str]:
 
 @functools.cache
 def _function(library: ctypes.CDLL | None, dtype: torch.dtype) -> Callable[..., None] | None:
-    if library is None or dtype not in _SUFFIX:
+    if library is None or dtype not in SUFFIX:
         return None
-    function: Any = getattr(library, f"vb_add_low_rank_{_SUFFIX[dtype]}")
-    function.restype = None
-    function.argtypes = [_POINTER, _LONG, _POINTER, *[_LONG] * 3, _POINTER, _LONG, _INT]
-    return function  # type: ignore[no-any-return]
+    arguments = [_POINTER, _LONG, _POINTER, *[_LONG] * 3, _POINTER, _LONG, _INT]
+    return declared(library, "vb_add_low_rank", dtype, arguments)

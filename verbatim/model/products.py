@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from verbatim import kernels
+from verbatim.model.elementwise import SUFFIX, declared
 from verbatim.model.integers import integer_linear
 from verbatim.model.quantize import unpack
 from verbatim.model.weight_packing import WeightPacking
 
 _Function = Callable[..., None]
-_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 def _name(backend: str) -> str | None:
@@ -52,14 +52,12 @@ def _functions(name: str | None) -> Mapping[tuple[torch.dtype, bool], _Function]
     if name is None:
         return {}
     library = kernels.load(name)
-    found: dict[tuple[torch.dtype, bool], _Function] = {}
-    for dtype, suffix in _SUFFIX.items():
-        for transposed in (False, True):
-            function = getattr(library, f"vb_linear{'_t' if transposed else ''}_{suffix}")
-            function.restype = None
-            function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 6 + [ctypes.c_int] * 2
-            found[dtype, transposed] = function
-    return found
+    arguments = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 6, *[ctypes.c_int] * 2]
+    return {
+        (dtype, transposed): declared(library, kernel, dtype, arguments)
+        for dtype in SUFFIX
+        for kernel, transposed in (("vb_linear", False), ("vb_linear_t", True))
+    }
 
 
 @kernels.without_overrides
@@ -149,22 +147,11 @@ class Matrix(ctypes.Structure):
 @functools.cache
 def _multiply(name: str | None, dtype: torch.dtype) -> _Function | None:
     """Return the kernel that takes several matrices, packed or not; None without one."""
-    if name is None or dtype not in _SUFFIX:
+    if name is None or dtype not in SUFFIX:
         return None
-    function: _Function = getattr(kernels.load(name), f"vb_multiply_{_SUFFIX[dtype]}")
-    function.restype = None  # type: ignore[attr-defined]
-    function.argtypes = [  # type: ignore[attr-defined]
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_int64,
-        ctypes.c_int64,
-        ctypes.c_void_p,
-        ctypes.c_int,
-        ctypes.c_int64,
-        ctypes.c_int,
-        ctypes.c_int,
-    ]
-    return function
+    pointer, length, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    arguments = [*[pointer] * 2, *[length] * 2, pointer, number, length, *[number] * 2]
+    return declared(kernels.load(name), "vb_multiply", dtype, arguments)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from verbatim import kernels
 from verbatim.model import products
 from verbatim.model.context import active_context
+from verbatim.model.elementwise import SUFFIX, declared
 from verbatim.model.fingerprint import Place
 from verbatim.model.products import Matrix
 
@@ -30,7 +31,6 @@ from verbatim.model.products import Matrix
 AS_IS, SOFTMAX, SIGMOID = range(3)
 
 _ROWS = 64  # per experiment
-_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _GROUPS = ("num_group", "n_group")
 _SCALES = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
 CORRECTIONS = ("e_score_correction_bias", "expert_bias")
@@ -132,7 +132,7 @@ def choose(
     Returns:
         The weights `[T, k]` and the experts `[T, k]` int64, best first, ties to the lowest number.
     """
-    if kernels.library() is None or not logits.is_cpu or dtype not in _SUFFIX:
+    if kernels.library() is None or not logits.is_cpu or dtype not in SUFFIX:
         return _choose_in_torch(logits, form, correction, forced, dtype)
     rows, k = len(logits), form.top_k
     struct = RouterStruct()
@@ -165,11 +165,8 @@ def _kernel(library: ctypes.CDLL | None, dtype: torch.dtype) -> Callable[..., No
     assert library is not None
     library.vb_router_size.restype = _LONG
     assert library.vb_router_size() == ctypes.sizeof(RouterStruct)
-    function: Any = getattr(library, f"vb_choose_{_SUFFIX[dtype]}")
-    function.restype = None
-    function.argtypes = [_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG]
-    function.argtypes += [_POINTER, _POINTER, _INT]
-    return function  # type: ignore[no-any-return]
+    arguments = [*[_POINTER] * 2, _LONG, *[_POINTER] * 2, _LONG, *[_POINTER] * 2, _INT]
+    return declared(library, "vb_choose", dtype, arguments)
 
 
 def _choose_in_torch(
