@@ -34,8 +34,8 @@ from verbatim.placement.cluster.runner import Clustered
 from verbatim.placement.kv_caches import open_kv_caches, speaks_kv_caches
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.offload.opening import open_offloaded
-from verbatim.placement.options import EngineOptions, Placed
-from verbatim.placement.parallel.choice import ExpertParallel, PipelineParallel
+from verbatim.placement.options import EngineOptions, Placed, ToOpen
+from verbatim.placement.parallel.choice import ExpertParallel, PipelineParallel, TensorParallel
 from verbatim.placement.parallel.following import Following
 from verbatim.placement.parallel.opening import (
     open_expert_parallel,
@@ -81,7 +81,13 @@ def open_engine(
     named = (config.max_seq_len, "max_seq_len") if with_caches else max_length_of(config)
     limit = resolve_length(options, *named)
     files = None if options.prefix_folder is None else _identify(loaded, options, source)
-    placed = _open_placed(loaded, placement, options, drafts.draft, source, limit[0], weak)
+    layers = drafts.draft if isinstance(drafts.draft, EarlyExit | Mtp) else None
+    to_open = ToOpen(loaded, source, options, limit[0], layers)
+    if placement is None:
+        placed = _open_here(to_open, weak)
+    else:
+        open_ = next(open_ for kind, open_ in _OPENERS.items() if isinstance(placement, kind))
+        placed = open_(to_open, placement)
     runner, options = placed.runner, placed.options
     try:
         handle = open_runner(
@@ -109,33 +115,23 @@ def open_engine(
         raise
 
 
-def _open_placed(
-    loaded: LoadedModel,
-    placement: Any,
-    options: EngineOptions,
-    draft: Any,
-    source: ModelSource | None,
-    limit: int | None,
-    weak: bool,
-) -> Placed:
-    """Open the runner of a placement."""
-    layers = draft if isinstance(draft, EarlyExit | Mtp) else None
-    if isinstance(placement, Offload):
-        return open_offloaded(loaded, placement, options, limit, layers)
-    if placement is not None:
-        assert source is not None
-        if isinstance(placement, ExpertParallel):
-            return open_expert_parallel(loaded, source, placement, options, limit, layers)
-        if isinstance(placement, Cluster):
-            return open_cluster(loaded, source, placement, options, limit, layers)
-        if isinstance(placement, PipelineParallel):
-            return open_pipeline_parallel(loaded, source, placement, options, limit, layers)
-        return open_tensor_parallel(loaded, source, placement, options, limit, layers)
+_OPENERS: dict[type, Callable[[ToOpen, Any], Placed]] = {
+    Offload: open_offloaded,
+    Cluster: open_cluster,
+    TensorParallel: open_tensor_parallel,
+    PipelineParallel: open_pipeline_parallel,
+    ExpertParallel: open_expert_parallel,
+}
+
+
+def _open_here(model: ToOpen, weak: bool) -> Placed:
+    """Open a model in this process's memory."""
+    loaded, _, options, limit, draft = model
     device = options.device
     if speaks_kv_caches(loaded.module):
         if device.is_gpu:
             raise NotSupported(f"device={device.torch}: kv_caches modules run on the CPU")
-        if layers is not None:
+        if draft is not None:
             raise NotSupported(
                 f"draft={draft!r}: the layers of a module with kv_caches can't be run one by one"
             )
@@ -150,7 +146,7 @@ def _open_placed(
             unseen=not loaded.live,
             batch_invariant=device.batch_invariant,
         )
-    drafting = open_draft_layers(layers, decoder, loaded)
+    drafting = open_draft_layers(draft, decoder, loaded)
     return Placed(open_resident(decoder, loaded, options, limit, drafting), options)
 
 

@@ -300,12 +300,12 @@ def test_hidden_states_may_lie_anywhere_in_memory(folders: Callable[[str], Path]
         wide = torch.full((len(rows), 67), torch.nan)
         wide[:, 1:65] = rows
         first, last = moved.parts
-        first.run(partial(first.decoder.run, store=moved.stores[0]), batch, None)
+        first.run(partial(first.decoder.run, store=moved.stores[0]), replace(batch), None)
         forward = partial(last.decoder.run, store=moved.stores[1])
-        out = last.run(forward, batch, wide[:, 1:65])
+        out = last.run(forward, replace(batch), wide[:, 1:65])
         assert same(expected.logits, out.logits)
         odd = torch.cat([torch.zeros(1), rows.flatten()])[1:].view_as(rows)
-        assert same(expected.logits, last.run(forward, batch, odd).logits)
+        assert same(expected.logits, last.run(forward, replace(batch), odd).logits)
 
 
 def test_forced_experts_are_taken_in_every_part(folders: Callable[[str], Path]) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from verbatim.device import CPU, Device
 from verbatim.errors import InvalidRequest, OutOfBlocks
 from verbatim.kv.quantized import KVDtype, resolve_kv_dtype
+from verbatim.model.early_exit import EarlyExit
+from verbatim.model.loader import LoadedModel
+from verbatim.model.mtp_source import Mtp
 from verbatim.model.quantization import Quantization, resolve_quantization
 from verbatim.options import budget, memory_bytes, positive, switch, thread_count
 from verbatim.protocols import Runner
@@ -90,6 +93,23 @@ class EngineOptions:
         elif not bytes_per_token:
             blocks = min(blocks, _MAX_FREE_BLOCKS)
         return blocks + 1
+
+
+class ToOpen(NamedTuple):
+    """A model that a placement opens.
+
+    Attributes:
+        loaded: without its weights, but for one in this process's memory.
+        source: the `ModelSource` for other processes; None for a live module.
+        limit: tokens of one sequence at most.
+        draft: layers of the model that draft.
+    """
+
+    loaded: LoadedModel
+    source: Any
+    options: EngineOptions
+    limit: int | None
+    draft: Mtp | EarlyExit | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,26 @@ class Served:
         """Write the rows of blocks or slots."""
         self.running.write_cache(message["kind"], message["numbers"], message["rows"])
 
+    def load_adapter(self, message: Message) -> Message:
+        """Hold an adapter's matrices for the layers here, and return their names."""
+        return {"names": self.running.decoder.load_adapter(message["adapter"], partial=True)}
+
+    def unload_adapter(self, message: Message) -> None:
+        """Drop an adapter, if it is held."""
+        self.running.unload_adapter(message["number"])
+
+    def sleep(self, message: Message) -> None:
+        """Free the KV memory; with `weights`, also that of the weights."""
+        self.running.sleep(message["weights"])
+
+    def wake(self, message: Message) -> None:
+        """Allocate the memory again, and read the weights.
+
+        Raises:
+            ModelChanged: the files hold another model by now. It sleeps on.
+        """
+        self.running.wake()
+
     @property
     def weights(self) -> WeightWriter:
         """The writer of new weights, kept from `prepare_weights` to `write_weights`."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.batch import Adapter, Batch, Draws, SamplePlan
+from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.errors import VerbatimError
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.quantized import resolve_kv_dtype
@@ -106,7 +106,7 @@ class Layers(Served):
             self.part, self._drafts = open_part(loaded, self._split, message)
             part = self.part
         for adapter in message.get("adapters", ()):
-            self.load_adapter({"adapter": adapter})
+            part.decoder.load_adapter(adapter, partial=True)
         kv = None if message["kv_dtype"] is None else resolve_kv_dtype(message["kv_dtype"])
         dtype = part.shape.kv_dtype if kv is None else kv
         return {
@@ -200,17 +200,6 @@ class Layers(Served):
     def sample(self, logits: Tensor, plan: SamplePlan) -> Draws:
         return self.running.sample(Forward(logits), plan)
 
-    def load_adapter(self, message: Message) -> Message:
-        """Hold an adapter's matrices for the layers here, and return their names."""
-        adapter: Adapter = message["adapter"]
-        names = self._opened().decoder.load_adapter(adapter, partial=True)
-        return {"names": names}
-
-    def unload_adapter(self, message: Message) -> None:
-        """Drop an adapter, if it is held."""
-        if self.part is not None:
-            self.part.decoder.unload_adapter(message["number"])
-
     def record(self, message: Message) -> Message:
         """Return what was chosen for a sequence's tokens, from its blocks; None if no layer here chooses."""
         name, runner = message["name"], self.runner
@@ -219,20 +208,12 @@ class Layers(Served):
         return {"record": runner.record(name, message["block_table"], message["num_tokens"])}
 
     def sleep(self, message: Message) -> None:
-        """Free the KV memory; with `weights`, also that of the weights."""
-        if self.runner is not None:
-            self.runner.sleep(message["weights"])
+        super().sleep(message)
         if self._kept is not None:
             self._kept.release()
 
     def wake(self, message: Message) -> None:
-        """Allocate the memory again, and read the weights.
-
-        Raises:
-            ModelChanged: the files hold another model by now. It sleeps on.
-        """
-        if self.runner is not None:
-            self.runner.wake()
+        super().wake(message)
         if self._kept is not None:
             self._kept.allocate()
 

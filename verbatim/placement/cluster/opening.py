@@ -14,8 +14,6 @@ from typing import Any
 
 from verbatim.errors import InvalidRequest, OutOfBlocks
 from verbatim.model.early_exit import EarlyExit
-from verbatim.model.loader import LoadedModel, ModelSource
-from verbatim.model.mtp_source import Mtp
 from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.drafts import describe, extra_bytes
 from verbatim.placement.cluster.group import Message, StageGroup, StageHandle
@@ -29,28 +27,15 @@ from verbatim.placement.cluster.stage_launcher import StageLauncher
 from verbatim.placement.cluster.supervisor import Supervisor
 from verbatim.placement.cluster.tiered import describe as describe_tiers
 from verbatim.placement.cluster.tiered import joined_limits
-from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions, Placed
+from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions, Placed, ToOpen
 from verbatim.weights.identity import fingerprint
 
 _ALIKE = 0.7  # of a machine's speed
 _FEWEST = 2  # stages by default
 
 
-def open_cluster(
-    loaded: LoadedModel,
-    source: ModelSource,
-    cluster: Cluster,
-    options: EngineOptions,
-    limit: int | None,
-    draft: Mtp | EarlyExit | None = None,
-) -> Placed:
+def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
     """Open a model in stages.
-
-    Args:
-        loaded: without its weights.
-        source: what a stage opens.
-        limit: tokens of one sequence at most.
-        draft: layers of the model that draft, on the first or the last stage.
 
     Raises:
         UnsupportedModel: its layers can't be cut apart.
@@ -58,6 +43,7 @@ def open_cluster(
         NoHost: there are no machines.
         OutOfBlocks: the model or one block has no room.
     """
+    loaded, source, options, limit, draft = model
     with ExitStack() as undo:
         if cluster.hosts is not None:
             undo.callback(cluster.hosts.close)
@@ -73,7 +59,7 @@ def open_cluster(
         group = StageGroup(
             hosts.key, patience_s=cluster.patience_s, step_timeout_s=cluster.step_timeout_s
         )
-        model: Message = {
+        told: Message = {
             **{field.name: getattr(source, field.name) for field in fields(source)},
             "kv_dtype": None if options.kv_dtype is None else name_of(options.kv_dtype),
             "num_threads": options.num_threads,
@@ -81,8 +67,8 @@ def open_cluster(
             "tiers": None,
         }
         if cluster.offload is not None:
-            model["tiers"] = describe_tiers(cluster.offload, options, limit)
-        launcher = StageLauncher(group, hosts, layout, model, mark)
+            told["tiers"] = describe_tiers(cluster.offload, options, limit)
+        launcher = StageLauncher(group, hosts, layout, told, mark)
         supervisor = Supervisor(launcher, cluster)
         undo.pop_all()
         undo.callback(supervisor.close)
@@ -107,13 +93,13 @@ def open_cluster(
             options, blocks, num_states = joined_limits(options, limits)
             # A stage that is opened again has the same room.
             kv_bytes = blocks * options.block_size * token_bytes + num_states * state_bytes
-            model["tiers"]["kv_bytes"] = kv_bytes
+            told["tiers"]["kv_bytes"] = kv_bytes
         launcher.allocate(
             {
                 "num_blocks": blocks,
                 "block_size": options.block_size,
                 "num_states": num_states,
-                "kv_dtype": model["kv_dtype"],
+                "kv_dtype": told["kv_dtype"],
                 "keep_bytes": cluster.keep_bytes,
             }
         )

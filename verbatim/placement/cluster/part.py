@@ -205,7 +205,7 @@ class Part:
         Args:
             forward: runs a batch through the decoder, on a store of `shape.layers`.
             batch: as the whole model would get it, but for `forced_experts` and `forced_keys`, which are
-                of this part's layers alone.
+                of this part's layers alone. It is changed.
             received: `[T, hidden_size]` in `hidden_dtype` from the part before; None on the first one.
 
         Raises:
@@ -216,9 +216,9 @@ class Part:
             expected = (batch.num_tokens, self._split.hidden_size)
             assert received.shape == expected, (received.shape, expected)
             assert received.dtype == self._split.hidden_dtype, received.dtype
-            batch = replace(batch, entering=received.contiguous())
+            batch.entering = received.contiguous()
         if not self.is_last:
-            batch = replace(batch, logit_rows=torch.arange(batch.num_tokens), wants_hidden=False)
+            batch.logit_rows, batch.wants_hidden = torch.arange(batch.num_tokens), False
         out = forward(batch)
         if self.is_last:
             return PartOutput(None, out.logits, out.hidden)

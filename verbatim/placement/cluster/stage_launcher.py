@@ -40,6 +40,7 @@ class StageLauncher:
         self.adapters: dict[int, Adapter] = {}
         self._fingerprint = fingerprint
         self._blocks: Message | None = None  # what K and V were allocated with
+        self._kv_bytes: dict[Range, int] = {}  # by layers
 
     def launch(self, count: int, avoid: Iterable[str] = ()) -> list[StageHandle]:
         """Launch processes without layers, of the same versions as this one.
@@ -95,11 +96,12 @@ class StageLauncher:
             VerbatimError: the layers can't be had there, or the bits would differ.
         """
         orders: list[tuple[StageHandle, Message]] = []
-        on = Counter(member.host.machine for member in members)
+        on = Counter(member.facts["machine"] for member in members)
         for member, (first, end) in zip(members, ranges, strict=True):
             member.first, member.end = first, end
             order: Message = {"do": "open", **self.model, "first": first, "end": end}
-            order["memory"] = member.facts["memory"] // on[member.host.machine]
+            order["memory"] = member.facts["memory"] // on[member.facts["machine"]]
+            order["kv_bytes"] = self._kv_bytes.get((first, end))
             orders.append((member, {**order, "adapters": list(self.adapters.values())}))
         for member, shape in zip(members, self._ask_strangers(orders), strict=True):
             member.shape = shape
@@ -138,6 +140,10 @@ class StageLauncher:
             orders.append((member, {"do": "allocate", **self._blocks, "first_of": first_of}))
         for member, answer in zip(members, self._ask_strangers(orders), strict=True):
             member.kept_blocks = answer["kept_blocks"]
+            blocks, shape = self._blocks, member.shape
+            nbytes = blocks["num_blocks"] * blocks["block_size"] * shape["kv_bytes_per_token"]
+            nbytes += blocks["num_states"] * shape["state_bytes"]
+            self._kv_bytes[member.first, member.end] = nbytes
 
     def connect(self) -> None:
         """Begin a new epoch: every stage closes its connections and gets new ones.

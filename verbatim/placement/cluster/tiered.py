@@ -42,7 +42,8 @@ def placing(
     """Return what reads a stage's weights into the tiers of a plan; None: they stay in memory.
 
     Args:
-        message: as of `Layers.open`; its `tiers` are as of `describe`, and its `memory` is this stage's.
+        message: as of `Layers.open`. Its `tiers` are as of `describe`; `memory` is this stage's, and so are
+            `kv_bytes`, which are None if such a stage was never opened.
         share: the part of the model's layers that the stage has.
         draft: MTP layers beside them.
     """
@@ -51,9 +52,9 @@ def placing(
         return None
 
     def place(own: LoadedModel) -> Tiers:
-        offload, kv_bytes = Offload(**told["offload"]), told["kv_bytes"]
-        if kv_bytes is not None:
-            kv_bytes = int(kv_bytes * share)
+        offload, kv_bytes = Offload(**told["offload"]), message["kv_bytes"]
+        if kv_bytes is None and told["kv_bytes"] is not None:
+            kv_bytes = int(told["kv_bytes"] * share)
         if offload.gpu is None and offload.cpu is None:
             if offload.weights is None:
                 offload = offload.replace(gpu=int(message["memory"] * BUDGET_SHARE))

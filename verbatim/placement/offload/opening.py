@@ -10,37 +10,26 @@ from verbatim.errors import NotSupported
 from verbatim.kv.states import open_states
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
-from verbatim.model.early_exit import EarlyExit, open_draft_layers
-from verbatim.model.loader import LoadedModel
-from verbatim.model.mtp_source import Mtp
+from verbatim.model.early_exit import open_draft_layers
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.offload.kv import TieredKVStore
 from verbatim.placement.offload.runner import Offloaded
 from verbatim.placement.offload.tiers import Tiers, groups_of
-from verbatim.placement.options import EngineOptions, Placed
+from verbatim.placement.options import Placed, ToOpen
 
 
-def open_offloaded(
-    loaded: LoadedModel,
-    offload: Offload,
-    options: EngineOptions,
-    limit: int | None,
-    draft: Mtp | EarlyExit | None,
-) -> Placed:
+def open_offloaded(model: ToOpen, offload: Offload) -> Placed:
     """Open a model with weights, K and V in the tiers of a plan.
-
-    Args:
-        limit: tokens of one sequence at most.
 
     Raises:
         OutOfBlocks, NotSupported: the budgets are too small.
         TierFailed: a file can't be read.
     """
     with ExitStack() as undo:
-        tiers = Tiers(loaded, offload, options, limit, draft)
+        tiers = Tiers(model.loaded, offload, model.options, model.limit, model.draft)
         undo.callback(tiers.close)
         decoder = tiers.inspect()
-        layers = open_draft_layers(draft, decoder, loaded)
+        layers = open_draft_layers(model.draft, decoder, model.loaded)
         runner = open_tiered(tiers, decoder, layers, *tiers.num_blocks(decoder.spec, layers))
         undo.pop_all()
     return Placed(runner, tiers.options)

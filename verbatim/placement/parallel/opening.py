@@ -15,10 +15,8 @@ from verbatim.kv.quantized import KVDtype
 from verbatim.kv.states import open_states
 from verbatim.kv.store import bytes_per_token
 from verbatim.model.decoder import Decoder
-from verbatim.model.early_exit import EarlyExit, open_draft_layers
+from verbatim.model.early_exit import open_draft_layers
 from verbatim.model.experts import is_stacked
-from verbatim.model.loader import LoadedModel, ModelSource
-from verbatim.model.mtp_source import Mtp
 from verbatim.model.spec import inner_model
 from verbatim.numerics import numerics_key
 from verbatim.options import available_memory
@@ -28,7 +26,7 @@ from verbatim.placement.cluster.local import LocalHosts
 from verbatim.placement.cluster.opening import open_cluster
 from verbatim.placement.cluster.stage import Stage
 from verbatim.placement.launcher import HOST
-from verbatim.placement.options import EngineOptions, Placed
+from verbatim.placement.options import EngineOptions, Placed, ToOpen
 from verbatim.placement.parallel.choice import ExpertParallel, PipelineParallel, TensorParallel
 from verbatim.placement.parallel.exchange import ExchangedExperts, Group, differing
 from verbatim.placement.parallel.following import Following, described
@@ -50,21 +48,8 @@ from verbatim.placement.resident import open_resident
 _KV_SHARE = 0.4  # of the memory that is available, for K and V of all ranks together
 
 
-def open_tensor_parallel(
-    loaded: LoadedModel,
-    source: ModelSource,
-    choice: TensorParallel,
-    options: EngineOptions,
-    limit: int | None,
-    draft: Mtp | EarlyExit | None,
-) -> Placed:
+def open_tensor_parallel(model: ToOpen, choice: TensorParallel) -> Placed:
     """Open a model whose weights are split by columns.
-
-    Args:
-        loaded: without its weights.
-        source: what another process opens.
-        limit: tokens of one sequence at most.
-        draft: layers of the model that draft.
 
     Raises:
         InvalidRequest, NotSupported: the ranks are others than `choice` says, or can't work together.
@@ -77,7 +62,7 @@ def open_tensor_parallel(
     key = meet(rank, world) if world > 1 else None
     if rank:
         assert key is not None
-        return _follow(rank, world, key, options, RankShare(loaded))
+        return _follow(rank, world, key, model.options, RankShare(model.loaded))
     with ExitStack() as undo:
         group = RankGroup(choice.size, choice.timeout_s, key)
         undo.callback(group.close)
@@ -85,22 +70,15 @@ def open_tensor_parallel(
             group.connect(_others(world))
         else:
             group.start()
-        leading = _lead(group, loaded, source, choice, options, limit, draft)
+        leading = _lead(group, model, choice)
         followers = Followers(group.members) if world > 1 else None
         if followers is not None:
             followers.tell({"do": "ready", **described(leading)})
         undo.pop_all()
-    return Placed(leading, options, followers)
+    return Placed(leading, model.options, followers)
 
 
-def open_pipeline_parallel(
-    loaded: LoadedModel,
-    source: ModelSource,
-    choice: PipelineParallel,
-    options: EngineOptions,
-    limit: int | None,
-    draft: Mtp | EarlyExit | None,
-) -> Placed:
+def open_pipeline_parallel(model: ToOpen, choice: PipelineParallel) -> Placed:
     """Open a `Cluster` with a stage on each rank; arguments and errors as of `open_cluster`.
 
     Without ranks that the user started, its processes are started on this machine.
@@ -109,13 +87,12 @@ def open_pipeline_parallel(
     rank, world = launched()
     check_size(choice.size, world)
     if world == 1:
-        local = replace(cluster, hosts=LocalHosts(secrets.token_bytes(32)))
-        return open_cluster(loaded, source, local, options, limit, draft)
+        return open_cluster(model, replace(cluster, hosts=LocalHosts(secrets.token_bytes(32))))
     key = meet(rank, world)
     if rank:
-        return _follow(rank, world, key, options, None)
+        return _follow(rank, world, key, model.options, None)
     ranks = replace(cluster, hosts=RankHosts(key, _others(world)), spares=0)
-    placed = open_cluster(loaded, source, ranks, options, limit, draft)
+    placed = open_cluster(model, ranks)
     runner: Any = placed.runner
     followers = Followers(runner.group.members[:-1])
     try:
@@ -147,16 +124,9 @@ def _follow(
         raise
 
 
-def _lead(
-    group: RankGroup,
-    loaded: LoadedModel,
-    source: ModelSource,
-    choice: TensorParallel,
-    options: EngineOptions,
-    limit: int | None,
-    draft: Mtp | EarlyExit | None,
-) -> Leading:
+def _lead(group: RankGroup, model: ToOpen, choice: TensorParallel) -> Leading:
     """Open the share of every rank."""
+    loaded, source, options, limit, draft = model
     timeout_s, size = choice.timeout_s, choice.size
     dtype = str(inner_model(loaded.module).config.dtype).removeprefix("torch.")
     kv_dtype = "auto" if options.kv_dtype is None else _name(options.kv_dtype)
@@ -247,16 +217,10 @@ def _num_blocks(
     return options.num_blocks(token_bytes, limit, state_bytes)
 
 
-def open_expert_parallel(
-    loaded: LoadedModel,
-    source: ModelSource,
-    choice: ExpertParallel,
-    options: EngineOptions,
-    limit: int | None,
-    draft: Mtp | EarlyExit | None,
-) -> Placed:
+def open_expert_parallel(model: ToOpen, choice: ExpertParallel) -> Placed:
     """Open everything but the experts of other ranks; arguments and errors as of `open_tensor_parallel`."""
     group = Group(choice.process_group)
+    loaded, source, options, limit, draft = model
     module = loaded.module
     if not any(map(is_stacked, module.modules())):
         raise InvalidRequest(

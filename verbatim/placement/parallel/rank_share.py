@@ -86,21 +86,10 @@ class RankShare(Served):
         """Write this rank's share of the rows."""
         super().write_cache({**message, "rows": message["shares"][self._told["rank"]]})
 
-    def load_adapter(self, message: Message) -> None:
-        """Hold an adapter."""
+    def load_adapter(self, message: Message) -> Message:
+        """Hold an adapter whole."""
         self.running.load_adapter(message["adapter"])
-
-    def unload_adapter(self, message: Message) -> None:
-        """Drop an adapter, if it is held."""
-        self.running.unload_adapter(message["number"])
-
-    def sleep(self, message: Message) -> None:
-        """Free the memory of K and V; with `weights`, also that of the weights."""
-        self.running.sleep(message["weights"])
-
-    def wake(self, message: Message) -> None:
-        """Allocate it again, and read the weights."""
-        self.running.wake()
+        return {}
 
     def _leave(self) -> None:
         if self._ranks is not None:
