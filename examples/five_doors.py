@@ -1,10 +1,12 @@
 """One model through six doors: each says the same words, in as many steps, with as many bytes of K and V.
 
-    python examples/five_doors.py [--tokens 24]
+    python examples/five_doors.py [--tokens 24] [--stages 2] [--draft ngram] [--quantization int8]
 
 The storyteller continues three beginnings, first the likeliest way and then with one seed: through
 `verbatim.generate`, and through the documented calls of Coati, KempnerForge, Megatron Core, FlexLLMGen and
-Petals. All of them are one engine, so the ids are the same. The exit status is 1 if they are not.
+Petals. All of them are one engine, so the ids are the same, also of a model in stages, with drafts or
+quantized. The exit status is 1 if they are not. Ids of machines can be compared if the numerics key, which is
+printed first, is the same.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import verbatim.compat.flexllmgen
 import verbatim.compat.kempnerforge
 import verbatim.compat.megatron
 import verbatim.compat.petals
-from verbatim import LLM, compat
+from verbatim import LLM, PipelineParallel, compat
 
 OPENINGS = [
     "Once upon a time, in a quiet forest, there lived",
@@ -88,14 +90,22 @@ def petals(engine: LLM, rows: Tensor, new: int, sampled: bool) -> Tensor:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=24, help="new ones of each row (default 24)")
-    new = parser.parse_args().tokens
-    same = True
+    parser.add_argument("--stages", type=int, default=1, help="processes that share the layers")
+    parser.add_argument("--draft", help='how tokens are drafted, such as "ngram"')
+    parser.add_argument("--quantization", help='of the weights, such as "int8"')
+    args = parser.parse_args()
+    new, same = args.tokens, True
+    options = {"draft": args.draft, "quantization": args.quantization}
+    if args.stages > 1:
+        options["placement"] = PipelineParallel(args.stages)
+    with LLM(**options) as engine:
+        print(engine.info()["numerics_key"])
     for sampled in (False, True):
         print("with one seed" if sampled else "the likeliest")
         said = []
         for name, through in DOORS.items():
             # A block of one token, so that those in use can be counted.
-            with LLM(block_size=1, kv_memory="16MB") as engine:
+            with LLM(block_size=1, kv_memory="16MB", **options) as engine:
                 tok = engine.tokenizer.hf
                 ids = [tok(text).input_ids for text in OPENINGS]
                 rows = torch.tensor([row[: min(map(len, ids))] for row in ids])

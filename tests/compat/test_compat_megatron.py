@@ -239,6 +239,20 @@ def test_both_kinds_of_tokenizers_agree(hf):
     assert detokenize(hf, [*ids, EOD]) == "the fox"
 
 
+def test_a_tokenizer_may_get_its_ids_after_the_controller_has_it(model):
+    class Late(MegatronTokenizer):
+        """Its ids are set after the controller is made."""
+
+        bos = eod = object()
+
+    tokenizer = Late()
+    late = TextGenerationController(model, tokenizer)
+    tokenizer.bos, tokenizer.eod = 1, EOD
+    ids = torch.tensor([*late.tokenize_prompt(tokenizer, "fox"), EOD])
+    text, parts = late.detokenize_generations(ids, len(ids), True)
+    assert text == "".join(parts) == "fox"
+
+
 def test_a_tokenizer_without_bos_is_told_of():
     class NoBos(MegatronTokenizer):
         @property
@@ -615,6 +629,10 @@ def test_a_prefix_hit_leaves_log_probs_where_they_belong(controller):
         num_tokens_to_generate=5, seed=1, return_log_probs=True, top_n_logprobs=2,
         skip_prompt_log_probs=True, no_early_termination=True,
     )  # fmt: skip
+    # Of a static batch, only the top-n is skipped.
+    (static,) = run_static(controller, skipping, prompts=[prompt])
+    assert static.prompt_log_probs == first.prompt_log_probs
+    assert first.prompt_top_n_logprobs and static.prompt_top_n_logprobs is None
     # A live module's prefixes are kept while something runs.
     long = SamplingParams(top_k=1, num_tokens_to_generate=20, no_early_termination=True)
     holder = InferenceRequest(request_id=0, prompt_tokens=[5, 6], sampling_params=long)
@@ -739,7 +757,7 @@ def test_text_may_be_left_to_the_caller(controller):
 
 REFUSED = [
     (NotSupported, dict(streaming=True)),
-    (NotSupported, dict(streaming_interval=2)),
+    (InvalidRequest, dict(streaming_interval=0)),
     (NotSupported, dict(do_kv_handoff=True)),
     (InvalidRequest, dict(temperature=-1.0)),
     (InvalidRequest, dict(temperature=float("nan"))),

@@ -119,7 +119,7 @@ def pad_rows(
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class PaddedRows:
     """Rows of ids with padding.
 
     Attributes:
@@ -135,7 +135,7 @@ class Columns:
     @classmethod
     def of(
         cls, ids: Any, attention_mask: Any, pad_id: int | None, name: str = "input_ids"
-    ) -> Columns:
+    ) -> PaddedRows:
         """Return padded rows; without a mask, leading pads are masked, and later ones are tokens.
 
         Args:
@@ -162,7 +162,7 @@ class Columns:
         return cls(ids, mask, (None,) * len(ids))
 
     @classmethod
-    def empty(cls, num_rows: int) -> Columns:
+    def empty(cls, num_rows: int) -> PaddedRows:
         ids = torch.empty(num_rows, 0, dtype=torch.int64)
         return cls(ids, ids.bool(), (None,) * num_rows)
 
@@ -178,17 +178,17 @@ class Columns:
         """Return the ids of each row without its pads."""
         return [i[m].tolist() for i, m in zip(self.ids, self.mask, strict=True)]
 
-    def first(self, width: int) -> Columns:
+    def first(self, width: int) -> PaddedRows:
         """Return the columns before `width`."""
         ends = tuple(None if end is None or end > width else end for end in self.ends)
-        return Columns(self.ids[:, :width], self.mask[:, :width], ends)
+        return PaddedRows(self.ids[:, :width], self.mask[:, :width], ends)
 
-    def followed_by(self, ids: Tensor, mask: Tensor) -> Columns:
+    def followed_by(self, ids: Tensor, mask: Tensor) -> PaddedRows:
         """Return these columns with more appended; all rows become unfinished."""
         both = torch.cat([self.ids, ids], dim=1), torch.cat([self.mask, mask], dim=1)
-        return Columns(*both, (None,) * self.num_rows)
+        return PaddedRows(*both, (None,) * self.num_rows)
 
-    def grown(self, new: list[list[int]], ended: list[bool], fill_id: int) -> Columns:
+    def grown(self, new: list[list[int]], ended: list[bool], fill_id: int) -> PaddedRows:
         """Return these columns with the new ids of each row appended, padded to the longest.
 
         Args:
@@ -200,7 +200,7 @@ class Columns:
                 ends[row] = self.width + len(new_ids) if ended[row] else None
         mask = pad_rows([[1] * len(new_ids) for new_ids in new], 0).bool()
         ids = self.joined(new, fill_id, mask.shape[1])
-        return Columns(ids, torch.cat([self.mask, mask], dim=1), tuple(ends))
+        return PaddedRows(ids, torch.cat([self.mask, mask], dim=1), tuple(ends))
 
     def joined(self, new: Sequence[Sequence[int]], fill_id: int, width: int) -> Tensor:
         """Return the ids with `width` more columns, `[B, L + width]`: `new`, then `fill_id`.
@@ -212,10 +212,10 @@ class Columns:
                 [self.ids, pad_rows(new, fill_id, num_rows=len(self.ids), width=width)], 1
             )
 
-    def repeated(self, copies: int) -> Columns:
+    def repeated(self, copies: int) -> PaddedRows:
         """Return each row `copies` times."""
         ids, mask = (t.repeat_interleave(copies, dim=0) for t in (self.ids, self.mask))
-        return Columns(ids, mask, tuple(end for end in self.ends for _ in range(copies)))
+        return PaddedRows(ids, mask, tuple(end for end in self.ends for _ in range(copies)))
 
 
 def check_complete(row: int, output: Completion | Row) -> None:

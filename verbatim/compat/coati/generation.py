@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from verbatim.compat.batches import (
-    Columns,
+    PaddedRows,
     check_complete,
     check_search,
     draw_seed,
@@ -211,7 +211,7 @@ class GenerateCall:
         checked = [optional_integer(name, i, 0, _LARGEST_ID) for name, i in ids.items()]
         eos_id, pad_id = checked[0], checked[1] if checked[2] is None else checked[2]
         mask = kwargs.pop("attention_mask", None)
-        self._before = Columns.of(input_ids, mask, pad_id)
+        self._before = PaddedRows.of(input_ids, mask, pad_id)
         self._device, self._prompts = input_ids.device, self._before.rows()
         self._beams: int = sampling["num_beams"]
         seed = SamplingParams(seed=kwargs.pop("seed", None)).seed

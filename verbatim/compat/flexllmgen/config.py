@@ -130,7 +130,7 @@ def find_model(config: OptConfig | str | os.PathLike[str], path: Any) -> str:
         )
     if os.path.isdir(name):
         raise InvalidRequest(f"path={path!r} is not used: config={name!r} is a folder itself")
-    if not root.exists() and not _is_hub_id(name):
+    if not root.exists() and "/" not in name and config_by_name(name) is None:
         raise ModelError(f"no model {name!r} in {root}, which doesn't exist")
     return _hub_id(name)
 
@@ -151,17 +151,13 @@ def check_config(config: OptConfig, model_config: Any, *, by_name: bool) -> None
             )
 
 
-def _is_hub_id(name: str) -> bool:
-    return "/" in name or _is_known(name)
-
-
 def _hub_id(name: str) -> str:
-    return f"facebook/{name}" if "/" not in name and _is_known(name) else name
+    return f"facebook/{name}" if "/" not in name and config_by_name(name) else name
 
 
-def _is_known(name: str) -> bool:
+def config_by_name(name: str) -> OptConfig | None:
+    """Return the config of an OPT by its name; None for other models."""
     try:
-        get_opt_config(name)
+        return get_opt_config(name)
     except InvalidRequest:
-        return False
-    return True
+        return None

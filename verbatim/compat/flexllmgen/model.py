@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.compat.batches import (
-    Columns,
+    PaddedRows,
     check_complete,
     draw_seed,
     integer,
@@ -21,7 +21,7 @@ from verbatim.compat.batches import (
     pad_id_of,
     pad_rows,
 )
-from verbatim.compat.flexllmgen.config import OptConfig, check_config, find_model, get_opt_config
+from verbatim.compat.flexllmgen.config import OptConfig, check_config, config_by_name, find_model
 from verbatim.compat.flexllmgen.policy import ExecutionEnv, Policy, offload_of, options_of
 from verbatim.compat.flexllmgen.timings import Clock, Timings
 from verbatim.compat.opened import Opened
@@ -93,7 +93,7 @@ class OptLM(Opened):
 
     def _open(self, config: OptConfig | str | os.PathLike[str]) -> LLM:
         by_name = not isinstance(config, OptConfig)
-        expected = config if isinstance(config, OptConfig) else _config_by_name(config)
+        expected = config if isinstance(config, OptConfig) else config_by_name(os.fspath(config))
         disk = None if self.env is None else self.env.disk.path
         llm = LLM(
             find_model(config, self.path),
@@ -263,14 +263,6 @@ def _log(*lines: str) -> None:
     sys.stderr.flush()
 
 
-def _config_by_name(name: str | os.PathLike[str]) -> OptConfig | None:
-    """Return the config of an OPT by name; None for other models."""
-    try:
-        return get_opt_config(os.fspath(name))
-    except InvalidRequest:
-        return None
-
-
 # ---- the prompts
 
 
@@ -309,12 +301,12 @@ def _row(name: str, row: Any) -> list[int]:
     return ids
 
 
-def _columns(ids: Tensor, attention_mask: Any, pad_id: int) -> Columns:
+def _columns(ids: Tensor, attention_mask: Any, pad_id: int) -> PaddedRows:
     """Return the rows, of which left padding is masked; a row of pads alone keeps its last one."""
     if attention_mask is None:
         mask = (ids != pad_id).cummax(dim=1).values
         mask[:, -1] = True
-        return Columns.of(ids, mask, None)
+        return PaddedRows.of(ids, mask, None)
     try:
         mask = (
             attention_mask
@@ -325,4 +317,4 @@ def _columns(ids: Tensor, attention_mask: Any, pad_id: int) -> Columns:
         raise InvalidRequest(
             f"attention_mask={attention_mask!r}: must be 0 and 1, in the shape of inputs"
         ) from None
-    return Columns.of(ids, mask, None, "inputs")
+    return PaddedRows.of(ids, mask, None, "inputs")

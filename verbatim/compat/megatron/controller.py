@@ -463,14 +463,11 @@ class TextGenerationController(DraftSteps):
         """Clear the buckets: each request carries its own parameters."""
         self._torch_sampling_buckets = []
 
-    def _init_mtp_sampling_tensor(self) -> None:
-        """Do nothing: drafts have no tensor of the controller."""
-
     def _rewind_kv_cache(self) -> None:
-        """Do nothing: each step of the engine counts only accepted tokens, and frees later blocks."""
+        """Do nothing: a step counts only accepted tokens, drafts have no tensors of the controller, and there
+        are no expert-parallel collectives to match."""
 
-    def _dummy_serial_mtp_forward(self) -> None:
-        """Do nothing: there are no expert-parallel collectives to match."""
+    _init_mtp_sampling_tensor = _dummy_serial_mtp_forward = _rewind_kv_cache
 
     def dummy_forward(self) -> None:
         """Run the model once on the scratch block, without effect on any request."""

@@ -18,6 +18,7 @@ _INTEGERS = {
     "top_k": (0, None),
     "top_n_logprobs": (0, None),
     "min_tokens": (0, None),
+    "streaming_interval": (1, None),
     "num_tokens_to_generate": (0, None),
     "num_tokens_total": (0, None),
     "termination_id": (-1, None),
@@ -26,7 +27,6 @@ _INTEGERS = {
 # Fields that only matter between Megatron's processes: the accepted value, and the reason.
 _REFUSED: dict[str, tuple[Any, str]] = {
     "streaming": (False, "there is no reply socket; pass an AsyncStream in active_streams"),
-    "streaming_interval": (1, "there is no reply socket; a stream gets every step's tokens"),
     "do_kv_handoff": (False, "KV blocks are not handed to another engine"),
 }
 
@@ -44,7 +44,7 @@ class SamplingParams:
         top_p: keep the fewest tokens that reach this probability; 0.0 and 1.0 keep all. With
             `top_k`, the k largest are selected first.
         return_log_probs: report log-probs of the raw distribution, for prompt and completion.
-        skip_prompt_log_probs: leave the prompt's log-probs and top-n out.
+        skip_prompt_log_probs: leave the prompt's top-n out, and its log-probs out of a dynamic request.
         return_segments: report the text of every token, `segments` and `generated_segments`.
         num_tokens_to_generate: maximum of new tokens, 0 included; more than the length limit leaves
             is clamped with a warning. None means up to the limit.
@@ -59,7 +59,8 @@ class SamplingParams:
         detokenize_stop_sequence: leave the stop word, or the `eod`, in the text.
         return_prompt_tokens: accepted; a finished request always holds its prompt's ids.
         detokenize_generations: False leaves the text to the caller.
-        streaming, streaming_interval, do_kv_handoff: only the defaults are accepted.
+        streaming, do_kv_handoff: only the defaults are accepted. `streaming_interval` has no effect: an
+            `AsyncStream` gets every step's tokens.
         seed: in [0, 2**63); None draws one number per batch from torch's default generator.
         no_early_termination: go on past the termination id.
         no_detokenize_streaming_text: send ids and no text to streams.
@@ -128,7 +129,7 @@ class SamplingParams:
         self.temperature, self.top_p = checked.temperature, 0.0 if off else checked.top_p
         for name, (low, high) in _INTEGERS.items():
             value = getattr(self, name)
-            if value is not None or name in ("top_k", "top_n_logprobs", "min_tokens"):
+            if value is not None or isinstance(self.__dataclass_fields__[name].default, int):
                 setattr(self, name, integer(name, value, low, high))
         if self.num_tokens_to_generate is not None and self.num_tokens_total is not None:
             raise InvalidRequest(
@@ -138,23 +139,27 @@ class SamplingParams:
         if self.stop_words is not None and not isinstance(self.stop_words, list | tuple):
             raise InvalidRequest(f"stop_words={self.stop_words!r}: must be a list of strings")
 
-    @property
-    def reports_prompt(self) -> bool:
-        """True if log-probs or top-n of the prompt are returned."""
-        return not self.skip_prompt_log_probs and (self.return_log_probs or self.top_n_logprobs > 0)
+    def prompt_outputs(self, dynamic: bool) -> tuple[bool, bool]:
+        """Return whether log-probs of the prompt are reported, and whether its top-n is."""
+        skips = self.skip_prompt_log_probs
+        return self.return_log_probs and not (
+            skips and dynamic
+        ), self.top_n_logprobs > 0 and not skips
 
     def sampling(self) -> dict[str, Any]:
         """Return temperature, top-k and top-p as Verbatim's fields."""
         if self.top_k == 1:
             return {"temperature": 0.0}
-        return {
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p or 1.0,
-        }
+        return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p or 1.0}
 
     def to_engine(
-        self, *, max_tokens: int | None, termination_id: int | None, seed: int, routing: bool
+        self,
+        *,
+        max_tokens: int | None,
+        termination_id: int | None,
+        seed: int,
+        prompt: bool,
+        routing: bool,
     ) -> EngineParams:
         """Return Verbatim's `SamplingParams`, which checks the rest."""
         top_n = self.top_n_logprobs
@@ -168,7 +173,7 @@ class SamplingParams:
             ignore_eos=True,  # only the termination id ends a completion
             seed=seed,
             logprobs=top_n or None,
-            prompt_logprobs=top_n if self.reports_prompt else None,
+            prompt_logprobs=top_n if prompt else None,
             record_routing=routing,
         )
 

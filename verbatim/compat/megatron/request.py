@@ -85,7 +85,7 @@ class InferenceRequest:
     def __post_init__(self) -> None:
         if self.inference_parameters is not None and self.sampling_params is None:
             warnings.warn(
-                "inference_parameters is now called sampling_params",
+                "inference_parameters was renamed to sampling_params",
                 DeprecationWarning,
                 stacklevel=3,
             )

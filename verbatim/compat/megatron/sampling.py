@@ -96,17 +96,9 @@ class DraftSteps:
         num_prefill_requests: int,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        """Return the rows of logits needed: all of a decoding request, the last of one in prefill.
+        """Return the rows of logits needed, `[R]` int64: all of a decoding request, the last in prefill.
 
-        Args:
-            request_in_prefill_status_tensor: `[N]`, 1 or True for prefill; zeros first.
-            request_query_lengths: `[N]`, rows of each request.
-
-        Returns:
-            `[R]` int64, ascending.
-
-        Raises:
-            InvalidRequest: wrong counts, or a request in prefill before a decoding one.
+        The status `[N]` is 1 for prefill, after all zeros; `request_query_lengths` `[N]` counts rows.
         """
         _check_order(request_in_prefill_status_tensor, num_decode_requests, num_prefill_requests)
         lengths = request_query_lengths.long()
@@ -115,27 +107,15 @@ class DraftSteps:
         return torch.cat([decode, last_rows]).to(device)
 
     def _sample_from_logits_2d(self, logits_2d: Tensor) -> Tensor:
-        """Draw for each request with the parameters of its bucket: `[N, V]` to `[N]`.
-
-        Raises:
-            InvalidRequest: a request without bucket.
-        """
+        """Draw for each request with the parameters of its bucket, which must exist: `[N, V]` to `[N]`."""
         return self._sample(logits_2d, torch.ones(len(logits_2d), dtype=torch.int64))
 
     def _sample_speculative_logits(
         self, required_logits: Tensor, request_in_prefill_status_tensor: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Draw for every required row, with the parameters of its request's bucket.
+        """Draw for every required row of `[R, V]`, with the parameters of its request's bucket.
 
-        Args:
-            required_logits: `[R, V]`.
-            request_in_prefill_status_tensor: `[N]`.
-
-        Returns:
-            The ids, `[R]` in row order, and the number of rows of each request, `[N]`.
-
-        Raises:
-            InvalidRequest: a request without bucket, or a wrong number of rows.
+        Return the ids, `[R]` in row order, and the number of rows of each request, `[N]`.
         """
         in_prefill = request_in_prefill_status_tensor.bool()
         repeats = torch.where(in_prefill, 1, 1 + self.num_speculative_tokens)
@@ -166,18 +146,10 @@ class DraftSteps:
         num_prefill_requests: int,
         active_request_count: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the accepted input tokens.
+        """Return each request's last accepted row `[N]`, the mask of accepted rows `[R]`, the input `[R]`.
 
-        A request's first token is always accepted. A draft is accepted if the one before it is and the
-        token drawn there equals the draft.
-
-        Args:
-            output_tokens: `[R]`, drawn from each row.
-            input_tokens_required: `[R]` or `[1, R]`, the input of each row.
-            repeats: `[N]`, rows of each request, which sum to R.
-
-        Returns:
-            The index of each request's last accepted token `[N]`, the mask `[R]` bool, and the input `[R]`.
+        A request's first token is always accepted; a draft if the one before it is and the token drawn there,
+        in `output_tokens` `[R]`, equals it. `repeats` `[N]` are the rows of each request, which sum to R.
         """
         _check_order(request_in_prefill_status_tensor, num_decode_requests, num_prefill_requests)
         if active_request_count != num_decode_requests + num_prefill_requests:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 from verbatim.compat.batches import accepts
@@ -44,10 +45,7 @@ def tokenize(tokenizer: Any, prompt: str, add_BOS: bool) -> list[int]:
 
 
 def detokenize(
-    tokenizer: Any,
-    tokens: Sequence[int],
-    remove_EOD: bool,
-    skip_special_tokens: bool,
+    tokenizer: Any, tokens: Sequence[int], remove_EOD: bool, skip_special_tokens: bool
 ) -> str:
     """Return the text of ids, without trailing `eod`s if `remove_EOD`."""
     ids, eod = list(tokens), eod_of(tokenizer)
@@ -120,4 +118,4 @@ def _id(tokenizer: Any, name: str) -> int | None:
         value = getattr(tokenizer, name)
     except (AttributeError, NotImplementedError):
         return None
-    return None if value is None or value < 0 else int(value)
+    return int(value) if isinstance(value, Integral) and int(value) >= 0 else None

@@ -14,25 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.compat.megatron.params import SamplingParams
-from verbatim.compat.megatron.request import (
-    DynamicInferenceRequest,
-    InferenceRequest,
-    Status,
-    TopN,
-)
-from verbatim.compat.megatron.tokenizer import (
-    Segments,
-    bos_of,
-    detokenize,
-    eod_of,
-    tokenize,
-    wrap,
-)
+from verbatim.compat.megatron.request import DynamicInferenceRequest, InferenceRequest, Status, TopN
+from verbatim.compat.megatron.tokenizer import Segments, bos_of, detokenize, eod_of, tokenize, wrap
 from verbatim.core import Request, TopLogprobs
 from verbatim.engine.admission import Admission
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
 from verbatim.tensors import engine_of
+from verbatim.text.tokenizer import Tokenizer
 
 
 class Translation:
@@ -52,10 +41,18 @@ class Translation:
         self.set_tokenizer(default.hf if tokenizer is None and default is not None else tokenizer)
         self._max_sequence_length = max_sequence_length
 
+    _text: Tokenizer | None
+
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Use `tokenizer`, of either kind or None, in all that follows."""
-        self.tokenizer = tokenizer
-        self.text = None if tokenizer is None else wrap(tokenizer)
+        self.tokenizer, self._text = tokenizer, None
+
+    @property
+    def text(self) -> Tokenizer | None:
+        """The tokenizer as Verbatim's, made when it is first needed."""
+        if self._text is None and self.tokenizer is not None:
+            self._text = wrap(self.tokenizer)
+        return self._text
 
     @property
     def llm(self) -> LLM:
@@ -98,6 +95,7 @@ class Translation:
             max_tokens=self._max_tokens(params, len(ids)),
             termination_id=self._termination_id(params),
             seed=seed if params.seed is None else params.seed,
+            prompt=any(params.prompt_outputs(isinstance(request, DynamicInferenceRequest))),
             routing=self.records_routing,
         )
         llm = self.llm
@@ -142,22 +140,21 @@ class Translation:
     ) -> None:
         """Fill in the outputs of a finished request."""
         params = cast(SamplingParams, request.sampling_params)
-        # A request that ended during prefill has only part of its prompt's log-probs.
-        whole = params.reports_prompt and (
-            len(admitted.prompt_logprobs) == len(admitted.prompt_ids) - 1
-        )
         metrics, is_dynamic = admitted.metrics, isinstance(request, DynamicInferenceRequest)
+        # A request that ended during prefill has only part of its prompt's log-probs.
+        whole = len(admitted.prompt_logprobs) == len(admitted.prompt_ids) - 1
+        prompt_logprobs, prompt_tops = params.prompt_outputs(is_dynamic)
         request.status = Status.COMPLETED
         request.generated_length = len(ids)
         request.generated_tokens = list(ids) if is_dynamic else torch.tensor(ids, dtype=torch.int64)
         request.tpot = [metrics.first_token_s, *[metrics.per_token_s] * (len(ids) - 1)][: len(ids)]
         if params.return_log_probs:
             request.generated_log_probs = list(logprobs)
-            if whole:
+            if prompt_logprobs and whole:
                 request.prompt_log_probs = list(admitted.prompt_logprobs)
         if params.top_n_logprobs:
             request.generated_top_n_logprobs = self.by_text(tops)
-            if whole:
+            if prompt_tops and whole:
                 request.prompt_top_n_logprobs = self.by_text(admitted.prompt_top_logprobs)
         if params.detokenize_generations and self.text is not None:
             prompt_ids = admitted.prompt_ids

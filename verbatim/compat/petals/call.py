@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from verbatim.compat.batches import Columns, check_complete
+from verbatim.compat.batches import PaddedRows, check_complete
 from verbatim.compat.petals.processors import ProcessorChain, Processors
 from verbatim.compat.petals.settings import Settings
 from verbatim.core import Completion, FinishReason, Request, SessionCache
@@ -47,23 +46,6 @@ class RemotePastKeyValues:
         return f"RemotePastKeyValues({self._num_tokens})"
 
 
-@dataclass(frozen=True, slots=True)
-class CallOptions:
-    """The options of a call.
-
-    Attributes:
-        criteria: stopping criteria, as `check_criteria` returns them.
-        processors: the caller's logits processors.
-        prefix_fn: `prefix_allowed_tokens_fn`.
-    """
-
-    settings: Settings
-    criteria: list[Any]
-    streamer: Any = None
-    processors: Any = None
-    prefix_fn: Any = None
-
-
 class GenerateCall:
     """The admitted rows of a call; invalid rows are refused when it is built. `run` it once.
 
@@ -75,22 +57,27 @@ class GenerateCall:
     def __init__(
         self,
         llm: LLM,
-        options: CallOptions,
-        past: Columns,
-        given: Columns | None,
+        settings: Settings,
+        criteria: list[Any],
+        streamer: Any,
+        processors: Any,
+        prefix_fn: Any,
+        past: PaddedRows,
+        given: PaddedRows | None,
         *,
         seed: int,
         session_caches: list[SessionCache] | None = None,
     ) -> None:
         """
         Args:
+            criteria: stopping criteria, as `check_criteria` returns them.
+            processors, prefix_fn: the caller's logits processors and `prefix_allowed_tokens_fn`.
             past: earlier columns of the session.
             given: new columns; None continues `past`, without ended rows unless all have ended.
             session_caches: of the session's rows.
         """
         self._llm, self._past_width = llm, past.width
-        self._settings = settings = options.settings
-        self._criteria, self._streamer = options.criteria, options.streamer
+        self._settings, self._criteria, self._streamer = settings, criteria, streamer
         self._before = past if given is None else past.followed_by(given.ids, given.mask)
         if settings.num_beams == 1:
             self._before = self._before.repeated(settings.num_copies)
@@ -98,8 +85,8 @@ class GenerateCall:
         self._new_tokens = settings.new_tokens(width)
         self._processors = Processors(
             settings,
-            options.processors,
-            options.prefix_fn,
+            processors,
+            prefix_fn,
             min_tokens=settings.min_tokens(width),
             vocab_size=llm.engine.admission.vocab_size,
         )
@@ -194,7 +181,7 @@ class GenerateCall:
         columns = columns.grown(rows, [False] * len(rows), self._settings.fill_id)
         return self._output(columns, sequences_scores=scores)
 
-    def _output(self, columns: Columns, **values: Any) -> Any:
+    def _output(self, columns: PaddedRows, **values: Any) -> Any:
         """Return the columns of this call, as an ordinary tensor or in transformers' output."""
         with torch.inference_mode(False):
             sequences = columns.ids[:, self._past_width :].clone()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from verbatim.compat.batches import Columns, draw_seed
-from verbatim.compat.petals.call import CallOptions, GenerateCall, check_criteria
+from verbatim.compat.batches import PaddedRows, draw_seed
+from verbatim.compat.petals.call import GenerateCall, check_criteria
 from verbatim.compat.petals.session import InferenceSession, active_session, enter, leave
 from verbatim.compat.petals.settings import NOT_OWN, Settings, is_off
 from verbatim.errors import InvalidRequest, NotSupported
@@ -114,9 +115,8 @@ class RemoteGenerationMixin:
             settings = Settings(self.llm, kwargs, generation_config)
             given = self._given(settings, inputs, mask, session)
             criteria = check_criteria(self.llm, settings, stopping_criteria, streamer, tokenizer)
-            options = CallOptions(
-                settings, criteria, streamer, logits_processor, prefix_allowed_tokens_fn
-            )
+            functions = criteria, streamer, logits_processor, prefix_allowed_tokens_fn
+            begin = partial(GenerateCall, self.llm, settings, *functions)
         except NotSupported as why:
             module = self._own_module()
             if module is None or session is not None or synced_gpus or _is_of_no_model(arguments):
@@ -126,13 +126,13 @@ class RemoteGenerationMixin:
             output = run_alone(module, "generate", rows, seed=seed, **arguments)
             return output if inputs is None else _on_device(output, inputs.device)
         if session is not None:
-            output = session._generate(options, given, seed)
+            output = session._generate(begin, settings, given, seed)
         else:
             assert given is not None
             if seed is None:
                 seed = draw_seed() if settings["do_sample"] else 0
-            past = Columns.empty(given.num_rows)
-            output = GenerateCall(self.llm, options, past, given, seed=seed).run()
+            past = PaddedRows.empty(given.num_rows)
+            output = begin(past, given, seed=seed).run()
         return output if inputs is None else _on_device(output, inputs.device)
 
     def inference_session(
@@ -184,9 +184,9 @@ class RemoteGenerationMixin:
 
     def _given(
         self, settings: Settings, inputs: Any, mask: Any, session: InferenceSession | None
-    ) -> Columns | None:
+    ) -> PaddedRows | None:
         if inputs is not None:
-            columns = Columns.of(inputs, mask, settings.pad_id, "inputs")
+            columns = PaddedRows.of(inputs, mask, settings.pad_id, "inputs")
             if not columns.ids.numel():
                 shape = list(columns.ids.shape)
                 raise InvalidRequest(f"inputs has shape {shape}: at least one token is needed")
@@ -206,7 +206,7 @@ class RemoteGenerationMixin:
                 "inputs=None at the beginning starts from the model's BOS, and this one has none; give "
                 "inputs or bos_token_id"
             )
-        return Columns.of(torch.tensor([[bos_id]]), None, None)
+        return PaddedRows.of(torch.tensor([[bos_id]]), None, None)
 
 
 def _is_of_no_model(arguments: dict[str, Any]) -> bool:

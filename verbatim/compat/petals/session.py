@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
 from torch import Tensor
 
-from verbatim.compat.batches import Columns, draw_seed, integer
-from verbatim.compat.petals.call import CallOptions, GenerateCall
+from verbatim.compat.batches import PaddedRows, draw_seed, integer
+from verbatim.compat.petals.call import GenerateCall
+from verbatim.compat.petals.settings import Settings
 from verbatim.core import SessionCache
 from verbatim.engine.sessions import Sessions
-from verbatim.errors import (
-    EngineClosed,
-    InvalidRequest,
-    NotSupported,
-    PromptTooLong,
-    SessionBusy,
-)
+from verbatim.errors import EngineClosed, InvalidRequest, NotSupported, PromptTooLong, SessionBusy
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
 
@@ -50,7 +45,7 @@ class InferenceSession:
             )
         self._llm, self._max_length = llm, length
         self._seed = SamplingParams(seed=seed).seed  # validates it
-        self._columns: Columns | None = None
+        self._columns: PaddedRows | None = None
         self._caches: list[SessionCache] = []
         self._call: GenerateCall | None = None
         self._closed = False
@@ -128,17 +123,19 @@ class InferenceSession:
 
     # ---- a call
 
-    def _generate(self, options: CallOptions, given: Columns | None, seed: int | None) -> Any:
-        """Run one call.
-
-        Args:
-            given: new columns; None continues the rows.
-        """
+    def _generate(
+        self,
+        begin: Callable[..., GenerateCall],
+        settings: Settings,
+        given: PaddedRows | None,
+        seed: int | None,
+    ) -> Any:
+        """Run the call that `begin` makes of the columns so far and `given`; None continues the rows."""
         with self._claimed():
-            past = self._past(given, options.settings.num_copies)
+            past = self._past(given, settings.num_copies)
             seed = self._resolve_seed(seed)
             width = past.width + (0 if given is None else given.width)
-            length = width + options.settings.new_tokens(width)
+            length = width + settings.new_tokens(width)
             if length > self._max_length:
                 raise PromptTooLong(
                     f"{past.width} tokens of the session, {width - past.width} given and "
@@ -148,9 +145,7 @@ class InferenceSession:
             if not self._caches:
                 self._caches += [SessionCache(self._max_length) for _ in range(past.num_rows)]
             try:
-                call = GenerateCall(
-                    self._llm, options, past, given, seed=seed, session_caches=self._caches
-                )
+                call = begin(past, given, seed=seed, session_caches=self._caches)
                 with self._use_caches(call):
                     output = call.run()
             except BaseException:
@@ -166,7 +161,7 @@ class InferenceSession:
         self._caches.clear()
         self._columns = None
 
-    def _past(self, given: Columns | None, copies: int) -> Columns:
+    def _past(self, given: PaddedRows | None, copies: int) -> PaddedRows:
         if copies != 1:
             raise NotSupported(
                 f"num_return_sequences={copies} in a session: each of its rows goes on in one way; call "
@@ -174,7 +169,7 @@ class InferenceSession:
             )
         if self._columns is None:
             assert given is not None
-            return Columns.empty(given.num_rows)
+            return PaddedRows.empty(given.num_rows)
         if given is not None and given.num_rows != self._columns.num_rows:
             raise InvalidRequest(
                 f"inputs has {given.num_rows} rows, and the session {self._columns.num_rows}"

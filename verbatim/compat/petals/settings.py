@@ -82,7 +82,7 @@ _HARMLESS = frozenset({"use_cache", "disable_compile"})
 _META = frozenset({"transformers_version", "return_legacy_cache"})
 
 
-class Settings(Mapping[str, Any]):
+class Settings(dict[str, Any]):
     """The checked parameters of a call, by the names of `DONE`.
 
     The caller's value applies, also None (off); then that of the caller's `generation_config`, of the
@@ -106,16 +106,16 @@ class Settings(Mapping[str, Any]):
         lengths = ("max_length", "max_new_tokens")  # None means not named
         given = {name: v for name, v in given.items() if v is not None or name not in lengths}
         _refuse(given, config, model_config)
-        self._values = dict(DONE)
+        super().__init__(DONE)
         for name in DONE:
             # The model's generation_config does not set the lengths of a call.
             sources = (config,) if name in lengths else (config, model_config)
             values = [getattr(source, name, None) for source in sources]
             values = [value for value in values if value is not None]
             if name in given:
-                self._values[name] = given[name]
+                self[name] = given[name]
             elif values:
-                self._values[name] = values[0]
+                self[name] = values[0]
         self._resolve_lengths(given)
         self._check()
         eos_ids = given.get("eos_token_id", self["eos_token_id"])
@@ -125,15 +125,6 @@ class Settings(Mapping[str, Any]):
         self.pad_id: int | None = self["pad_token_id"]
         if self.pad_id is None:
             self.pad_id = pad_id_of(llm.engine.config, getattr(llm.tokenizer, "hf", None))
-
-    def __getitem__(self, name: str) -> Any:
-        return self._values[name]
-
-    def __iter__(self) -> Any:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
 
     def is_on(self, name: str) -> bool:
         """Return whether a parameter is neither None nor transformers' default."""
@@ -186,7 +177,7 @@ class Settings(Mapping[str, Any]):
         in_call = [name for name in names if given.get(name) is not None]
         if in_call:
             for name in names:
-                self._values[name] = given.get(name)
+                self[name] = given.get(name)
         if all(self[name] is not None for name in names):
             raise InvalidRequest(
                 f"max_length={self['max_length']} and max_new_tokens={self['max_new_tokens']}: give one of "
@@ -194,29 +185,28 @@ class Settings(Mapping[str, Any]):
             )
 
     def _check(self) -> None:
-        values = self._values
         for name in _NEVER_NONE:
-            values[name] = DONE[name] if values[name] is None else values[name]
+            self[name] = DONE[name] if self[name] is None else self[name]
         for name in _SWITCHES:
-            values[name] = flag(name, False if values[name] is None else values[name])
+            self[name] = flag(name, False if self[name] is None else self[name])
         for name, low in _COUNTS.items():
-            if values[name] is not None:
-                values[name] = integer(name, values[name], low)
+            if self[name] is not None:
+                self[name] = integer(name, self[name], low)
         beams, copies = self.num_beams, self.num_copies
-        check_search(beams, values["do_sample"], values["temperature"])
+        check_search(beams, self["do_sample"], self["temperature"])
         if beams > 1 and copies > beams:
             raise InvalidRequest(
                 f"num_return_sequences={copies}: at most num_beams={beams} are found"
             )
-        if beams == 1 and copies > 1 and not values["do_sample"]:
+        if beams == 1 and copies > 1 and not self["do_sample"]:
             raise InvalidRequest(
                 f"num_return_sequences={copies}: the likeliest tokens are {copies} times the same; set "
                 "do_sample=True or num_beams"
             )
         for name in ("output_scores", "output_logits"):
-            if values[name] and not values["return_dict_in_generate"]:
+            if self[name] and not self["return_dict_in_generate"]:
                 raise InvalidRequest(f"{name}=True: needs return_dict_in_generate=True")
-            if values[name] and beams > 1:
+            if self[name] and beams > 1:
                 raise NotSupported(
                     f"{name}=True with num_beams={beams}: beams that are dropped leave nothing behind; "
                     "sequences_scores is there without it"
