@@ -70,15 +70,18 @@ def _causal_conv(
     total = tl.zeros([CHANNELS], tl.float32)
     if HAS_BIAS:
         total += widened(tl.load(bias + channel, mask=held, other=0.0))
+    # Conditions on rows as numbers of channels: Triton 3.9's interpreter takes no broadcast scalar as a mask.
+    kept = channel < tl.where(written, channels, 0)
     for tap in tl.static_range(TAPS):
         past = before + tap < TAPS - 1
-        new = tl.load(x + place + (tap - TAPS + 1) * channels, mask=held & (not past), other=0.0)
-        old = tl.load(source + (before + tap) * channels, mask=held & past, other=0.0)
+        from_x, from_state = tl.where(past, 0, channels), tl.where(past, channels, 0)
+        new = tl.load(x + place + (tap - TAPS + 1) * channels, mask=channel < from_x, other=0.0)
+        old = tl.load(source + (before + tap) * channels, mask=channel < from_state, other=0.0)
         value = tl.where(past, old, new)
         factor = tl.load(weight + channel * TAPS + tap, mask=held, other=0.0)
         total += widened(value) * widened(factor)
         if tap > 0:
-            tl.store(target + (tap - 1) * channels, value, mask=held & written)
+            tl.store(target + (tap - 1) * channels, value, mask=kept)
     tl.store(out + place, total, mask=held)
 
 
