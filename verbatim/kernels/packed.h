@@ -405,6 +405,7 @@ static void unpack_columns(T *out, int64_t out_stride, const uint8_t *group, con
     const float *table = layout.numbers();
     const int half = (size + 1) / 2;
     const int64_t width = end - begin;
+    const int64_t next = cols * (layout.head_bytes + (bits_of(CODE) == 4 ? half : size));  // the next group
     float s[STRIP], l[STRIP];
     for (int64_t c = 0; c < width; c += 16) {
         const int count = (int)std::min<int64_t>(16, width - c);
@@ -423,6 +424,8 @@ static void unpack_columns(T *out, int64_t out_stride, const uint8_t *group, con
         const bool upper = bits_of(CODE) == 4 && i >= half;
         const uint8_t *from = codes + (upper ? i - half : i) * cols + begin;
         T *to = out + i * out_stride;
+        if (!upper)
+            for (int64_t c = 0; c < width; c += 64) __builtin_prefetch(from + next + c);
         int64_t c = 0;
         for (; c + 16 <= width; c += 16) {
             u8x16 code = load_codes(from + c);
