@@ -22,6 +22,9 @@ static inline u8x16 load_codes(const uint8_t *p) {
 
 // Numbers alone come here, so a NaN needs no care.
 static inline u16x16 narrow_number(f32x16 v) {
+#if defined(__AVX512BF16__)
+    return narrow(v);
+#endif
     const u32x16 bits = (u32x16)v, rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
 #if defined(__AVX512F__)
     return (u16x16)_mm512_cvtepi32_epi16((__m512i)(rounded >> 16));
@@ -402,23 +405,27 @@ static void unpack_columns(T *out, int64_t out_stride, const uint8_t *group, con
     const float *table = layout.numbers();
     const int half = (size + 1) / 2;
     const int64_t width = end - begin;
+    const int64_t next = cols * (layout.head_bytes + (bits_of(CODE) == 4 ? half : size));  // the next group
     float s[STRIP], l[STRIP];
-    for (int64_t c = 0; c < width; c++) {
-        Head head;
+    for (int64_t c = 0; c < width; c += 16) {
+        const int count = (int)std::min<int64_t>(16, width - c);
         if (layout.encoding == AFFINE) {
-            uint16_t pair[2];
-            std::memcpy(pair, group + (begin + c) * 2, 2);
-            std::memcpy(pair + 1, group + (cols + begin + c) * 2, 2);
-            head = {to_float(pair[0]), to_float(pair[1])};
+            const bf16 *at = (const bf16 *)group + begin + c;
+            store(s + c, count == 16 ? load(at) : load_first(at, count));
+            store(l + c, count == 16 ? load(at + cols) : load_first(at + cols, count));
         } else {
-            head = head_at(layout, group + (begin + c) * layout.head_bytes);
+            Heads heads;
+            heads.read(layout, group + (begin + c) * layout.head_bytes, count);
+            store(s + c, load(heads.scale));
+            store(l + c, load(heads.low));
         }
-        s[c] = head.scale, l[c] = head.low;
     }
     for (int i = 0; i < size; i++) {
         const bool upper = bits_of(CODE) == 4 && i >= half;
         const uint8_t *from = codes + (upper ? i - half : i) * cols + begin;
         T *to = out + i * out_stride;
+        if (!upper)
+            for (int64_t c = 0; c < width; c += 64) __builtin_prefetch(from + next + c);
         int64_t c = 0;
         for (; c + 16 <= width; c += 16) {
             u8x16 code = load_codes(from + c);
