@@ -57,7 +57,12 @@ DIMENSIONS = {
 }
 SLOW = ("tensor", "pipeline")  # which start processes
 # Compute much in torch's own operations; other cases of theirs are slow.
-FAST = {"deepseek_v4": "resident", "minimax_m3": "offload"}
+FAST = {
+    "deepseek_v4": "resident",
+    "minimax_m3": "offload",
+    "deepseek_v32": "offload",
+    "qwen3_next": "cluster",
+}
 NAMES = {
     "offload": "Offload",
     "cluster": "Cluster",

@@ -220,7 +220,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
         plain = getattr(Scratch, name)
 
         def slow(self: Scratch, *args: Any, plain: Any = plain, **kwargs: Any) -> None:
-            time.sleep(chance.choice([0, 0, 0.0005]))
+            time.sleep(chance.choice([0, 0, 0.0001]))
             plain(self, *args, **kwargs)
 
         monkeypatch.setattr(Scratch, name, slow)

@@ -19,7 +19,7 @@ from benchmarks.peers.__main__ import arguments
 from benchmarks.peers.checkpoint import Checkpoint
 from benchmarks.peers.client import ROOT, Peer, PeerFailed
 from benchmarks.peers.protocol import decode, encode, enough
-from benchmarks.peers.run import BF16_ALONE, SYSTEMS, Plan, Run, relative_error
+from benchmarks.peers.run import BF16_ALONE, SYSTEMS, Plan, Run, module_command, relative_error
 from benchmarks.peers.setup import ENVIRONMENT, REQUIREMENTS, peers_python, pip_line
 from benchmarks.peers.shape import FORMATS, Machine, Shape
 from benchmarks.peers.table import OURS, OURS_A8, Cell, Measured, markdown, rows_of, text
@@ -477,6 +477,49 @@ def run_toy(folder: Path, shape: str, rounds: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", ["toy", "moe-toy", "qwen3.5-toy"])
-def test_those_who_are_installed_run_a_toy_and_say_the_same(tmp_path, shape):
-    run_toy(tmp_path, shape, rounds=2 if shape == "toy" else 1)
+def test_those_who_are_installed_run_a_toy_and_say_the_same(tmp_path):
+    run_toy(tmp_path, "toy", rounds=2)
+
+
+class LastingPeer(Peer):
+    """A worker for one run after another, which unloads in place of ending."""
+
+    loaded = False
+
+    def call(self, do, **arguments):
+        answer = super().call(do, **arguments)
+        self.loaded = {"load": True, "unload": False}.get(do, self.loaded)
+        return answer
+
+    def __exit__(self, *_):
+        if self.loaded:
+            self.call("unload")
+
+    def end(self):
+        super().__exit__()
+
+
+@pytest.fixture(scope="module")
+def start_once():
+    """In place of `Run.start`: a system's process serves all runs of the module."""
+    peers = {}
+
+    def start(run, name):
+        if name not in peers:
+            peers[name] = LastingPeer(name, module_command(SYSTEMS[name]))
+        return peers[name]
+
+    yield start
+    for peer in peers.values():
+        peer.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["moe-toy", "qwen3.5-toy"])
+def test_other_shapes_run_in_workers_that_were_used_before(
+    tmp_path, shape, start_once, monkeypatch
+):
+    make_random(**SHAPES[shape]).save_pretrained(tmp_path)
+    (tmp_path / "peers.json").write_text(json.dumps({"shape": shape, "layers": None}))
+    monkeypatch.setattr(Run, "start", start_once)
+    run_toy(tmp_path, shape, rounds=1)
