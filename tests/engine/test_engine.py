@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -120,54 +118,6 @@ def test_deltas_join_to_the_result(llm: LLM) -> None:
         assert [top for d in mine for top in d.top_logprobs or []] == c.top_logprobs
         assert [d.finish_reason for d in mine][-1] is c.finish_reason
         assert all(d.finish_reason is None for d in mine[:-1])
-
-
-def test_leaving_a_stream_early_frees_its_blocks(llm: LLM) -> None:
-    stream = llm.stream(PROMPT, SamplingParams(max_tokens=50, ignore_eos=True))
-    next(stream)
-    assert llm.stats()["blocks_used"] > 0
-    stream.close()  # type: ignore[attr-defined]
-    stats = llm.stats()
-    assert stats["blocks_used"] == 0 and stats["running"] == 0
-
-
-def test_async_streams_run_together_and_cancel(llm: LLM) -> None:
-    prompts, params = mixed_requests(5)
-    expected = all_facts(llm.generate(prompts, params))
-
-    async def last(i: int) -> Any:
-        results = [d.result async for d in llm.astream(prompts[i], params[i]) if d.result]
-        return facts(results[0])
-
-    async def cancelled() -> None:
-        async for _ in llm.astream(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True)):
-            await asyncio.sleep(0)
-
-    async def everything() -> list[Any]:
-        victim = asyncio.create_task(cancelled())
-        found = await asyncio.gather(*(last(i) for i in range(5)))
-        victim.cancel()
-        await asyncio.gather(victim, return_exceptions=True)
-        return list(found)
-
-    assert asyncio.run(everything()) == expected
-    assert llm.stats()["blocks_used"] == 0
-
-
-def test_threads_share_one_engine(llm: LLM) -> None:
-    prompts, params = mixed_requests(8)
-    expected = all_facts(llm.generate(prompts, params))
-    found: list[Any] = [None] * 8
-
-    def one(i: int) -> None:
-        found[i] = facts(llm.generate(prompts[i], params[i])[0])
-
-    callers = [threading.Thread(target=one, args=(i,)) for i in range(8)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    assert found == expected
 
 
 def test_a_request_that_fails_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
