@@ -91,9 +91,8 @@ class SavedSession:
                 empty = {kind: runner.read_cache(kind, []) for kind in kv.rows}
             except NotSupported:
                 return
-            fits = len(kv.rows["blocks"]) == count and ("states" in kv.rows) == (
-                slots.pool is not None
-            )
+            counts = {"blocks": count} | ({} if slots.pool is None else {"states": 1})
+            fits = counts == {kind: len(rows) for kind, rows in kv.rows.items()}
             for kind, like in empty.items():
                 fits = fits and like is not None and like.shape[1:] == kv.rows[kind].shape[1:]
             if not fits or pool.num_free < count or not slots.num_free(1) or cache.closed:

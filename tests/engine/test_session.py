@@ -42,6 +42,7 @@ from verbatim import (
     VerbatimError,
 )
 from verbatim.opening import open_engine
+from verbatim.session_file import _digest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -740,6 +741,25 @@ def test_saved_kv_is_used_where_it_is_the_same(
     with llm, llm.session(60, load=path) as session:
         assert not session._cache.blocks
         assert said(session.generate([50], P8)) == alone(llm, session.token_ids[:46], P8)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_saved_states_of_another_number_are_computed_again(count: int, tmp_path: Path) -> None:
+    path = tmp_path / "talk.session"
+    with LLM(toys.make_toy("qwen3_5"), kv_memory="2MB") as llm:
+        with llm.session(64, seed=7) as session:
+            session.generate([5, 6, 7], P8)
+            session.save(path, kv=True)
+            want = said(session.generate([9], P8))
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors["states"] = tensors["states"].repeat(2, 1)[:count]
+        metadata["digest"] = _digest(metadata["session"], tensors)
+        save_file(tensors, path, metadata)
+        with llm.session(load=path) as session:
+            assert not session._cache.blocks
+            assert said(session.generate([9], P8)) == want
 
 
 def test_saved_kv_of_a_single_token_is_known_by_its_weights(

@@ -44,12 +44,14 @@ def write(
     kind: str,
     family: str = "qwen3",
     rope: str | None = None,
+    factor: float = 4.0,
     factors: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """Write a module as a GGUF file with its matrices as `kind`.
 
     Args:
-        rope: type of the scaling of rotary frequencies, by a factor of 4.
+        rope: type of the scaling of rotary frequencies; "": a factor without a type.
+        factor: of that scaling.
         factors: what each rotary frequency is divided by.
 
     Returns:
@@ -57,9 +59,10 @@ def write(
     """
     how, config = getattr(gguf.GGMLQuantizationType, kind), module.config
     writer = gguf_writer(path, config, family)
-    if rope is not None:
+    if rope:
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope))
-        writer.add_rope_scaling_factor(4.0)
+    if rope is not None:
+        writer.add_rope_scaling_factor(factor)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors.numpy())
     if family == "qwen3moe":
@@ -193,9 +196,12 @@ def test_scaled_rotary_frequencies_are_read(rope: dict[str, Any], tmp_path: Path
     if rope is _LLAMA3:
         settings = dict(factors=factors)
     torch.testing.assert_close(scores(**settings), expected, atol=2e-4, rtol=0)
+    if rope is not _LLAMA3:  # the default of llama.cpp
+        torch.testing.assert_close(scores(rope=""), expected, atol=2e-4, rtol=0)
     assert (scores() - expected).abs().max() > 0.01
-    with pytest.raises(NotSupported, match=r"rope\.scaling\.type='yarn' is not read"):
-        scores(rope="yarn")
+    for kind, factor in (("yarn", 4.0), ("linear", float("nan"))):
+        with pytest.raises(NotSupported, match=f"type='{kind}' with factor={factor} is not read"):
+            scores(rope=kind, factor=factor)
     with pytest.raises(ModelError, match=r"rope_freqs\.weight must be 64 positive numbers"):
         scores(factors=-factors)
 

@@ -44,6 +44,12 @@ def test_one_call_has_the_bits_of_torch(count: int, dtype: torch.dtype) -> None:
         actual = collapse(mixes[-few:], scale, base, streams[-few:], **numbers)
         assert all(torch.equal(a, b[-few:]) for a, b in zip(actual, expected, strict=True))
         assert torch.equal(expand(streams[-few:], made[-few:], *actual[:2]), mixed[-few:])
+    every_layout = (torch.stack([x, x], -1)[..., 0] for x in (streams, made, *expected[:2]))
+    assert torch.equal(expand(*every_layout), mixed)
+    none = expand(
+        streams[:0], made[:0], *collapse(mixes[:0], scale, base, streams[:0], **numbers)[:2]
+    )
+    assert none.shape == (0, count, width)
 
 
 def test_bfloat16_is_as_close_to_the_exact_log_probs_as_transformers_is(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 // Residual streams of a layer (manifold-constrained hyper-connections, Xie et al. 2026).
 //
-// A row's factors come of a product of all its streams. Sums over streams run in the order of `tree_sum`
-// (kv/recurrence.py), so that the torch version has the same bits.
+// A row's factors are computed from a matrix product of all its streams. Sums over streams run in the order
+// of `tree_sum` (kv/recurrence.py), so that the torch version has the same bits.
 
 #include "elementwise.h"
 
@@ -30,7 +30,7 @@ static inline void divide_by_sum(float *x, int64_t n, int64_t step, float eps) {
     for (int64_t i = 0; i < n; i++) x[i * step] /= total;
 }
 
-// The matrix of x[n, n]: a softmax of each row, made doubly stochastic by Sinkhorn's iterations.
+// Replace x[n, n] by the softmax of its rows, made doubly stochastic by Sinkhorn's iterations.
 static void balance(float *x, int64_t n, int64_t iterations, float eps) {
     for (int64_t i = 0; i < n; i++) {
         float *row = x + i * n, most = row[0];
@@ -89,8 +89,9 @@ void expand(const T *streams, const T *made, const float *after, const float *be
 
 }  // namespace
 
-// Of a row's mixes [(2 + n) n], times scale [3] plus base: the factors of its streams [n, width], whose sum is
-// out [width]; those of the layer's output, after [n]; and between [n, n], which mixes the streams.
+// Computes from mixes * scale + base, [(2 + n) n] for each row: the factors of its streams [n, width], whose
+// weighted sum is out [width]; after [n], those of the layer's output; and between [n, n], which mix the
+// streams.
 #define EXPORT_COLLAPSE(name, T)                                                                   \
     extern "C" void name(const float *mixes, const float *scale, const float *base,                \
                          const T *streams, float *after, float *between, T *out, int64_t rows,     \
@@ -101,7 +102,7 @@ void expand(const T *streams, const T *made, const float *after, const float *be
 EXPORT_COLLAPSE(vb_collapse_streams_f32, float)
 EXPORT_COLLAPSE(vb_collapse_streams_bf16, bf16)
 
-// out [rows, n, width]: after times what the layer made [rows, width], plus the mixed streams.
+// out [rows, n, width] = after * the layer's output [rows, width] + the mixed streams.
 #define EXPORT_EXPAND(name, T)                                                                     \
     extern "C" void name(const T *streams, const T *made, const float *after,                      \
                          const float *between, T *out, int64_t rows, int64_t n, int64_t width,     \

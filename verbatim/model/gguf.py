@@ -141,9 +141,9 @@ def _inspect(path: Path) -> tuple[bool, bool, dict[str, Any]]:
             )
     types = {tensor.tensor_type for tensor in reader.tensors}
     rope = {
-        name.rpartition("rope.scaling.")[2]: field.contents()
+        name.partition(".rope.")[2]: field.contents()
         for name, field in reader.fields.items()
-        if "rope.scaling." in name and not name.startswith("gpt-oss.")  # which transformers reads
+        if ".rope." in name and not name.startswith("gpt-oss.")  # which transformers reads
     }
     for tensor in reader.tensors:
         if tensor.name == "rope_freqs.weight":
@@ -158,9 +158,14 @@ def _scale_rope(path: Path, config: Any, rope: dict[str, Any]) -> None:
     `rope_freqs.weight` (Llama 3.1) holds what each frequency is divided by. transformers knows such numbers
     as "longrope", for short and for long sequences; here both are the same.
     """
-    factors, kind = rope.get("factors"), rope.get("type", "none")
-    if kind not in ("none", "linear") or (kind == "linear" and factors):
-        raise NotSupported(f"{path}: rope.scaling.type={kind!r} is not read from GGUF files")
+    factors, kind = rope.get("factors"), rope.get("scaling.type", "linear")
+    # As in llama.cpp, 0 is no factor, and "linear" is the default.
+    factor = (kind != "none" and rope.get("scaling.factor", rope.get("scale_linear"))) or 1
+    is_number = isinstance(factor, int | float) and 0 < factor < math.inf
+    if kind not in ("none", "linear") or not is_number or (factors and factor != 1):
+        raise NotSupported(
+            f"{path}: rope.scaling.type={kind!r} with factor={factor!r} is not read from GGUF files"
+        )
     own = getattr(config, "rope_parameters", None) or {}
     if own.get("rope_type") != "default":  # with kinds of layers, the config has their frequencies
         return
@@ -175,8 +180,8 @@ def _scale_rope(path: Path, config: Any, rope: dict[str, Any]) -> None:
         own |= dict(rope_type="longrope", factor=1.0, attention_factor=1.0)
         own |= dict(short_factor=factors, long_factor=factors)
         own |= dict(original_max_position_embeddings=length)
-    elif kind == "linear":
-        own |= dict(rope_type="linear", factor=float(rope.get("factor", 1)))
+    elif factor != 1:
+        own |= dict(rope_type="linear", factor=float(factor))
 
 
 def _tokenizer(path: Path) -> Any:

@@ -98,9 +98,10 @@ def expand(
     """
     rows, count, width = streams.shape
     if backend == "auto" and elementwise.served(streams) and count <= _MOST:
-        streams, made, out = streams.contiguous(), made.contiguous(), torch.empty_like(streams)
+        out = streams.new_empty(rows, count, width)
+        inputs = [x.contiguous() for x in (streams, made, after, between)]
         _function(kernels.library(), "vb_expand_streams", streams.dtype)(
-            *(x.data_ptr() for x in (streams, made, after, between, out)),
+            *(x.data_ptr() for x in (*inputs, out)),
             rows,
             count,
             width,

@@ -98,7 +98,7 @@ class FinishUpdate(Strict):
 
 
 class Updates:
-    """The weights of a server, as a trainer replaces them."""
+    """Updates of a server's weights, one at a time."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -156,7 +156,7 @@ class Updates:
         address = init.master_address, init.master_port, init.rank_offset, init.world_size
         async with self._turn(starts=True):
             self.close()
-            with _named():
+            with _bad_gateway():
                 self._receiver = await asyncio.to_thread(WeightReceiver, *address, self._timeout_s)
             self._trainer = trainer
 
@@ -208,7 +208,7 @@ class Updates:
                 self._check_room(sum(dtype.itemsize * math.prod(shape) for dtype, shape in pairs))
                 if self._receiver is None:
                     raise Refusal(409, "no process group: POST /init_weight_transfer_engine")
-                with _named():
+                with _bad_gateway():
                     tensors = await asyncio.to_thread(self._receiver.receive, pairs)
             except BaseException:  # the trainer may have sent what was not received
                 self._pending = None
@@ -288,8 +288,8 @@ def _not_started() -> Refusal:
 
 
 @contextmanager
-def _named() -> Iterator[None]:
-    """Answer an error of the process group by its text."""
+def _bad_gateway() -> Iterator[None]:
+    """Turn an error of the process group into status 502."""
     try:
         yield
     except VerbatimError as error:
