@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 from verbatim.compat.batches import accepts
@@ -115,7 +115,7 @@ class _MegatronAdapter:
 
 def _id(tokenizer: Any, name: str) -> int | None:
     try:  # Megatron's base class raises for a missing attribute
-        value = getattr(tokenizer, name)
-    except (AttributeError, NotImplementedError):
+        value = operator.index(getattr(tokenizer, name))
+    except (AttributeError, NotImplementedError, TypeError):
         return None
-    return int(value) if isinstance(value, Integral) and int(value) >= 0 else None
+    return value if value >= 0 else None
