@@ -398,6 +398,10 @@ def test_missing_kernels_are_mentioned(monkeypatch):
     assert "without compiled kernels" not in run("generate", "Hello").stderr
     monkeypatch.setenv("VERBATIM_KERNELS", "none")
     assert "without compiled kernels" not in run("generate", "Hello").stderr
+    monkeypatch.setenv("VERBATIM_KERNELS", "sse")
+    assert run("generate", "Hello").stderr.startswith(
+        "verbatim: VERBATIM_KERNELS='sse': this build"
+    )
 
 
 @pytest.mark.parametrize(

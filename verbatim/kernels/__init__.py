@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from verbatim.errors import NotSupported
+
 if TYPE_CHECKING:
     import torch
 
@@ -90,7 +92,9 @@ def instruction_set() -> str | None:
         return None
     if wanted:
         if wanted not in names:
-            raise ValueError(f"VERBATIM_KERNELS={wanted!r}: this build and processor have {names}")
+            raise NotSupported(
+                f"VERBATIM_KERNELS={wanted!r}: this build and processor have {names}"
+            )
         return wanted
     return names[0] if names else None
 
@@ -127,7 +131,7 @@ MISSING = "installed without compiled kernels, so this will be slow (docs/instal
 
 def missing() -> bool:
     """Return whether no kernels were built, unless VERBATIM_KERNELS requests none."""
-    return not available() and not os.environ.get("VERBATIM_KERNELS")
+    return instruction_set() is None and not _wanted()
 
 
 def library() -> ctypes.CDLL | None:
