@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -25,6 +26,7 @@ from verbatim import (
     PipelineParallel,
     SamplingParams,
     TensorParallel,
+    VerbatimError,
     rl,
 )
 
@@ -69,7 +71,11 @@ def share_columns(rank: int, world: int, folder: Path) -> dict[str, Any]:
                 llm.sleep(weights=True)
                 llm.wake()
                 told["awake"] = ids_of(llm)
+                with pytest.raises(VerbatimError):
+                    llm.update_weights({"none": torch.ones(1)})
                 assert llm.update_weights(folder / "new-llama") == 1
+                with pytest.raises(VerbatimError):  # the new weights would be lost
+                    llm.sleep(weights=True)
                 told["updated"] = ids_of(llm)
     return told
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from verbatim.core import Request, Result
 from verbatim.engine.handle import Collective, EngineHandle
@@ -10,6 +11,8 @@ from verbatim.engine.lockstep import run_together
 from verbatim.errors import InvalidRequest, RequestFailed, TierFailed
 from verbatim.placement.parallel.exchange import Group
 from verbatim.placement.parallel.group import Follower, Followers
+
+T = TypeVar("T")
 
 
 class Leading:
@@ -21,14 +24,17 @@ class Leading:
         self._group = group
 
     def run(self, handle: EngineHandle, requests: list[Request]) -> list[Result]:
+        return self.agree(lambda: handle.run_here(requests))
+
+    def agree(self, work: Callable[[], T]) -> T:
         try:
-            results = handle.run_here(requests)
+            result = work()
         except BaseException as error:
             if not isinstance(error, TierFailed):
                 self._group.tell({"do": "failed", "error": f"{type(error).__name__}: {error}"})
             raise
-        self._group.tell({"do": "results", "results": results})
-        return results
+        self._group.tell({"do": "results", "results": result})
+        return result
 
     def close(self) -> None:
         """Do nothing: the runner ends the other ranks."""
@@ -44,18 +50,26 @@ class Following:
 
     def run(self, handle: EngineHandle, requests: list[Request]) -> list[Result]:
         handle.check_awake()
-        message = self._member.wait()
-        if message["do"] == "close":
-            raise TierFailed("rank 0 has closed its LLM in the middle of this call")
-        if message["do"] == "failed":
-            raise RequestFailed(f"rank 0: {message['error']}")
-        results: list[Result] = message["results"]
+        results: list[Result] = self._outcome()
         if len(results) != len(requests):
             raise InvalidRequest(
                 f"this rank has {len(requests)} prompts and rank 0 has {len(results)}: all ranks must make "
                 "the same calls"
             )
         return results
+
+    def agree(self, work: Callable[[], T]) -> T:
+        self._outcome()
+        return work()
+
+    def _outcome(self) -> Any:
+        """Return what rank 0's call returned, or raise its error."""
+        message = self._member.wait()
+        if message["do"] == "close":
+            raise TierFailed("rank 0 has closed its LLM in the middle of this call")
+        if message["do"] == "failed":
+            raise RequestFailed(f"rank 0: {message['error']}")
+        return message["results"]
 
     def close(self) -> None:
         self._member.close()
@@ -72,6 +86,9 @@ class Lockstep:
     def run(self, handle: EngineHandle, requests: list[Request]) -> list[Result]:
         handle.check_open()
         return run_together(lambda: (handle, requests), self._group.group)
+
+    def agree(self, work: Callable[[], T]) -> T:
+        return work()  # each rank reads all it needs itself
 
     def close(self) -> None:
         self._group.close()

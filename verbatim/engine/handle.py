@@ -72,6 +72,10 @@ class Collective(Protocol):
         """Run requests to their end on all processes."""
         ...
 
+    def agree(self, work: Callable[[], _T]) -> _T:
+        """Do what all processes do; where it fails on rank 0, it fails on the others."""
+        ...
+
     def close(self) -> None:
         """Release what connects the processes."""
         ...
@@ -208,6 +212,12 @@ class EngineHandle:
         if self.collective is not None:
             return self.collective.run(self, requests)
         return self.run_here(requests)
+
+    def _together(self, work: Callable[[], _T]) -> _T:
+        """Call `work` between two steps, as the other processes do if there are any."""
+        if self.collective is None:
+            return self.call(work)
+        return self.collective.agree(lambda: self.call(work))
 
     def run_here(self, requests: list[Request]) -> list[Result]:
         """`run` by this process alone."""
@@ -446,7 +456,7 @@ class EngineHandle:
             self._asleep = True
             self._set_mode(Mode.PAUSED)
 
-        self.call(sleep)
+        self._together(sleep)
 
     def wake(self) -> None:
         """Allocate memory, read weights that were freed, and resume; does nothing where nothing sleeps.
@@ -461,7 +471,7 @@ class EngineHandle:
                 self._asleep = False
                 self._set_mode(Mode.RUNNING)
 
-        self.call(wake)
+        self._together(wake)
 
     def update_weights(
         self, prepare: Callable[[], Callable[[], None]], *, version: int | None, restart: bool
@@ -476,7 +486,7 @@ class EngineHandle:
             self._engine.update_weights(prepare(), version=version, restart=restart)
             return self._engine.weight_version
 
-        return self.call(update)
+        return self._together(update)
 
     @property
     def adapters(self) -> list[str]:
@@ -491,7 +501,7 @@ class EngineHandle:
         Raises:
             InvalidRequest, NotSupported: as `LoadedAdapters.load`; nothing has changed then.
         """
-        self.call(lambda: self._engine.load_adapter(name, layers, replace=replace))
+        self._together(lambda: self._engine.load_adapter(name, layers, replace=replace))
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter between two steps; requests that use it run to their end.
@@ -499,7 +509,7 @@ class EngineHandle:
         Raises:
             InvalidRequest: there is none of this name.
         """
-        self.call(lambda: self._engine.unload_adapter(name))
+        self._together(lambda: self._engine.unload_adapter(name))
 
     def evict_all(self) -> None:
         """Free all blocks; running requests are recomputed, and nothing is cached any more."""
