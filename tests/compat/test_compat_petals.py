@@ -24,6 +24,7 @@ from transformers import (
 from transformers.generation import MaxLengthCriteria, SynthIDTextWatermarkingConfig
 
 import verbatim
+import verbatim.compat.petals.model as petals_model
 from support.stages import ThreadHosts, serving
 from support.toy_tokenizers import byte_level
 from support.toys import make_toy, random_ids
@@ -47,7 +48,6 @@ from verbatim.compat.petals import (
     DistributedModelForCausalLM,
     RemoteGenerationMixin,
     RemotePastKeyValues,
-    loading,
     settings,
 )
 
@@ -758,7 +758,7 @@ def test_options_become_those_of_the_engine(
         raise Opened(name, kwargs)
 
     monkeypatch.setattr(
-        loading, "LLM", type("LLM", (), {"__new__": lambda _, *a, **k: llm(*a, **k)})
+        petals_model, "LLM", type("LLM", (), {"__new__": lambda _, *a, **k: llm(*a, **k)})
     )
     with pytest.raises(Opened) as opened:
         AutoDistributedModelForCausalLM.from_pretrained("name", **options)
