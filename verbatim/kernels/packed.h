@@ -24,12 +24,13 @@ static inline u8x16 load_codes(const uint8_t *p) {
 static inline u16x16 narrow_number(f32x16 v) {
 #if defined(__AVX512BF16__)
     return narrow(v);
-#endif
+#else
     const u32x16 bits = (u32x16)v, rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
 #if defined(__AVX512F__)
     return (u16x16)_mm512_cvtepi32_epi16((__m512i)(rounded >> 16));
 #else
     return __builtin_convertvector(rounded >> 16, u16x16);
+#endif
 #endif
 }
 
