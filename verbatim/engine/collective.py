@@ -12,7 +12,7 @@ from verbatim.errors import InvalidRequest, RequestFailed, TierFailed
 from verbatim.placement.parallel.exchange import Group
 from verbatim.placement.parallel.group import Follower, Followers
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class Leading:
@@ -26,7 +26,7 @@ class Leading:
     def run(self, handle: EngineHandle, requests: list[Request]) -> list[Result]:
         return self.agree(lambda: handle.run_here(requests))
 
-    def agree(self, work: Callable[[], T]) -> T:
+    def agree(self, work: Callable[[], _T]) -> _T:
         try:
             result = work()
         except BaseException as error:
@@ -58,7 +58,7 @@ class Following:
             )
         return results
 
-    def agree(self, work: Callable[[], T]) -> T:
+    def agree(self, work: Callable[[], _T]) -> _T:
         self._outcome()
         return work()
 
@@ -87,7 +87,7 @@ class Lockstep:
         handle.check_open()
         return run_together(lambda: (handle, requests), self._group.group)
 
-    def agree(self, work: Callable[[], T]) -> T:
+    def agree(self, work: Callable[[], _T]) -> _T:
         return work()  # each rank reads all it needs itself
 
     def close(self) -> None:

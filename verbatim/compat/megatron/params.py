@@ -142,9 +142,8 @@ class SamplingParams:
     def prompt_outputs(self, dynamic: bool) -> tuple[bool, bool]:
         """Return whether log-probs of the prompt are reported, and whether its top-n is."""
         skips = self.skip_prompt_log_probs
-        return self.return_log_probs and not (
-            skips and dynamic
-        ), self.top_n_logprobs > 0 and not skips
+        logprobs = self.return_log_probs and not (skips and dynamic)
+        return logprobs, self.top_n_logprobs > 0 and not skips
 
     def sampling(self) -> dict[str, Any]:
         """Return temperature, top-k and top-p as Verbatim's fields."""

@@ -41,11 +41,10 @@ class Translation:
         self.set_tokenizer(default.hf if tokenizer is None and default is not None else tokenizer)
         self._max_sequence_length = max_sequence_length
 
-    _text: Tokenizer | None
-
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Use `tokenizer`, of either kind or None, in all that follows."""
-        self.tokenizer, self._text = tokenizer, None
+        self.tokenizer = tokenizer
+        self._text: Tokenizer | None = None
 
     @property
     def text(self) -> Tokenizer | None:

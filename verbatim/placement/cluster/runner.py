@@ -288,10 +288,13 @@ class Clustered:
         status = self._each("status")
         members, layout = list(self.group.members), self.supervisor.launcher.layout
         speed = [_speed(member, told) for member, told in zip(members, status, strict=True)]
-        room: list[float]
-        room = [m.facts["memory"] + layout.bytes_of(m.first, m.end) for m in members]
-        if self.cluster.offload is not None:
-            room = [math.inf] * len(members)
+        room = [
+            # What does not fit into an offloaded stage's memory is on its disk.
+            math.inf
+            if self.cluster.offload is not None
+            else member.facts["memory"] + layout.bytes_of(member.first, member.end)
+            for member in members
+        ]
         self.supervisor.move(layout.divide(room, speed))
         return [(member.first, member.end) for member in self.group.members]
 
