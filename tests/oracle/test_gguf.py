@@ -17,6 +17,7 @@ from support.requests_mixed import all_facts, mixed_requests
 from support.toys import make_toy, random_ids
 from verbatim import LLM, Cluster, ModelError, NotSupported, Offload, TensorParallel
 from verbatim.model import gguf as reading
+from verbatim.model.weight_packing import BLOCKS, Encoding
 from verbatim.weights.formats import gguf as formats
 
 gguf = pytest.importorskip("gguf")
@@ -31,10 +32,9 @@ def blocks(shape: tuple[int, ...], how: Any) -> Any:
     size, nbytes = gguf.GGML_QUANT_SIZES[how]
     generator = np.random.default_rng(sum(shape))
     data = generator.integers(0, 256, (*shape[:-1], shape[-1] // size, nbytes), dtype=np.uint8)
-    at = {"Q4_K": (0, 2), "Q6_K": (208,)}[how.name]
-    for begin in at:
-        scale = generator.uniform(1e-4, 3e-4, data.shape[:-1]).astype(np.float16)
-        data[..., begin : begin + 2] = scale[..., None].view(np.uint8)
+    halves = data[..., BLOCKS[Encoding[how.name]][1]]
+    scales = generator.uniform(1e-4, 3e-4, (*halves.shape[:-1], halves.shape[-1] // 2))
+    halves[:] = scales.astype(np.float16).view(np.uint8)
     return data.reshape(*shape[:-1], -1)
 
 
@@ -73,7 +73,7 @@ def write(
 
     def add(name: str, tensor: torch.Tensor, how: Any) -> torch.Tensor:
         numbers = tensor.float().contiguous().numpy()
-        if how.name in ("Q4_K", "Q6_K"):
+        if how.name in Encoding.__members__:
             data = blocks(numbers.shape, how)
         else:
             data = gguf.quantize(numbers, how)
@@ -118,10 +118,15 @@ FILES: dict[str, tuple[str, str, str, dict[str, Any], str, str | None]] = {
     "Q8_0": ("Q8_0", "auto", "qwen3", SHAPE, "qwen3", "int8-g32"),
     "Q4_0": ("Q4_0", "float32", "qwen3", SHAPE, "qwen3", "int4-g32"),
     "Q4_0, reordered": ("Q4_0", "auto", "llama", WIDE, "llama", "int4-g32"),
-    "Q4_K": ("Q4_K", "auto", "qwen3", WIDE, "qwen3", "int4-g32"),
-    "Q4_K, float32": ("Q4_K", "float32", "qwen3", WIDE, "qwen3", "int4-g32"),
-    "Q4_K, experts": ("Q4_K", "auto", "qwen3_moe", EXPERTS, "qwen3moe", "int4-g32"),
-    "Q6_K": ("Q6_K", "auto", "qwen3", WIDE, "qwen3", None),
+    "Q4_K": ("Q4_K", "auto", "qwen3", WIDE, "qwen3", "q4_k"),
+    "Q4_K, float32": ("Q4_K", "float32", "qwen3", WIDE, "qwen3", "q4_k"),
+    "Q4_K, experts": ("Q4_K", "auto", "qwen3_moe", EXPERTS, "qwen3moe", "q4_k"),
+    "Q6_K": ("Q6_K", "auto", "llama", WIDE, "llama", "q6_k"),
+    "Q6_K, experts": ("Q6_K", "float32", "qwen3_moe", EXPERTS, "qwen3moe", "q6_k"),
+    "Q5_K": ("Q5_K", "auto", "qwen3", WIDE, "qwen3", "q5_k"),
+    "Q3_K": ("Q3_K", "auto", "qwen3", WIDE, "qwen3", "q3_k"),
+    "Q2_K": ("Q2_K", "auto", "qwen3", WIDE, "qwen3", "q2_k"),
+    "Q5_0": ("Q5_0", "auto", "qwen3", SHAPE, "qwen3", None),
 }
 
 

@@ -247,7 +247,7 @@ static void few_rows_packed(const Work<bf16> &work, const Strip &strip, const ch
         of_height(work.rows, [&](auto r, auto cols) {
             // In registers, 4 bits are always a place in a table, if only one of 0 to 15. Those of 8 bits
             // take more registers on their way.
-            constexpr bool WIDE = bits_of(code) == 8;
+            constexpr bool WIDE = bits_of(code) != 4;
             constexpr int R = r.value, C = WIDE && R > 6 ? 2 : cols.value, CODE = WIDE ? code.value : TABLE;
             quick = packed_strip<R, C, CODE, group.value>(p, first, row, strip.width, after);
         });
