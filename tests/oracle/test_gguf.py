@@ -32,7 +32,7 @@ def blocks(shape: tuple[int, ...], how: Any) -> Any:
     size, nbytes = gguf.GGML_QUANT_SIZES[how]
     generator = np.random.default_rng(sum(shape))
     data = generator.integers(0, 256, (*shape[:-1], shape[-1] // size, nbytes), dtype=np.uint8)
-    halves = data[..., BLOCKS[Encoding[how.name]][1]]
+    halves = data[..., BLOCKS[Encoding[how.name]][1] if how.name.endswith("K") else slice(0, 2)]
     scales = generator.uniform(1e-4, 3e-4, (*halves.shape[:-1], halves.shape[-1] // 2))
     halves[:] = scales.astype(np.float16).view(np.uint8)
     return data.reshape(*shape[:-1], -1)
@@ -73,7 +73,7 @@ def write(
 
     def add(name: str, tensor: torch.Tensor, how: Any) -> torch.Tensor:
         numbers = tensor.float().contiguous().numpy()
-        if how.name in Encoding.__members__:
+        if how.name in ("IQ4_NL", *Encoding.__members__):
             data = blocks(numbers.shape, how)
         else:
             data = gguf.quantize(numbers, how)
@@ -126,7 +126,9 @@ FILES: dict[str, tuple[str, str, str, dict[str, Any], str, str | None]] = {
     "Q5_K": ("Q5_K", "auto", "qwen3", WIDE, "qwen3", "q5_k"),
     "Q3_K": ("Q3_K", "auto", "qwen3", WIDE, "qwen3", "q3_k"),
     "Q2_K": ("Q2_K", "auto", "qwen3", WIDE, "qwen3", "q2_k"),
-    "Q5_0": ("Q5_0", "auto", "qwen3", SHAPE, "qwen3", None),
+    "Q5_0": ("Q5_0", "auto", "qwen3", SHAPE, "qwen3", "int8-g32"),
+    "IQ4_NL": ("IQ4_NL", "auto", "qwen3", SHAPE, "qwen3", "int8-g32"),
+    "Q4_1": ("Q4_1", "auto", "qwen3", SHAPE, "qwen3", None),
 }
 
 
@@ -143,7 +145,8 @@ def written(name: str, folder: Path) -> tuple[Any, str]:
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(("float32", "Q8_0", "Q4_0, reordered", "Q4_K", "Q6_K"), FILES)
+    "name",
+    slow_but(("float32", "Q8_0", "Q4_0, reordered", "Q4_K", "Q6_K", "Q5_0", "IQ4_NL"), FILES),
 )
 def test_the_tokens_are_those_of_the_numbers_in_the_file(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM

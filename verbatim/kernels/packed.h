@@ -262,6 +262,7 @@ static INLINE inline void whole_group(T *out, const uint8_t *codes, const Head &
 
 template <int CODE, typename T>
 static INLINE inline void whole_block(T *out, const uint8_t *block, const BlockHeads<CODE> &heads) {
+#pragma GCC unroll 8  // so that shifts are constants
     for (int i = 0; i < BLOCK / 32; i++) {
         const u8x32 codes = block_codes<CODE>(block, i);
         for (int half = 0; half < 2; half++) {
@@ -377,6 +378,7 @@ template <int CODE> struct Group<0, CODE, BLOCK> {
 template <int CODE>
 static INLINE inline void whole_block(bf16 *out, const uint8_t *block, const BlockHeads<CODE> &heads) {
     const Group<0, CODE, BLOCK> group(block, heads, 0, _mm512_load_ps(NUMBERS[AFFINE]));
+#pragma GCC unroll 8
     for (int i = 0; i < BLOCK / 32; i++) _mm512_storeu_si512(out + 32 * i, (__m512i)group.step(i));
 }
 

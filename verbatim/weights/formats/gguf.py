@@ -107,16 +107,19 @@ def _lazy(path: Path, tensor: Any, dtype: torch.dtype, stamp: Any) -> LazyWeight
         return stored
     full_name = f"{path}: {tensor.name}"
     if len(shape) >= 2 and kind.name in _KINDS:
+        from gguf import GGML_QUANT_SIZES
+
+        block_bytes = GGML_QUANT_SIZES[kind][1]
         encoding, bits, split = _KINDS[kind.name]
         packing = WeightPacking(shape, dtype, Quantization(bits, 32, None), encoding=encoding)
         one = replace(packing, shape=shape[-2:])
 
         def compute(raw: Tensor) -> Tensor:
+            blocks = raw.unflatten(1, (-1, block_bytes))
             if split is None:
-                nbytes, halves = BLOCKS[encoding]
-                _halves(raw.unflatten(1, (-1, nbytes))[..., halves], full_name)
+                _halves(blocks[..., BLOCKS[encoding][1]], full_name)
                 return raw
-            code, heads = split(raw.unflatten(1, (-1, 2 + 4 * bits)), full_name)
+            code, heads = split(blocks, full_name)
             return laid_out(code.flatten(1), heads, one)
 
         return Computed(Grouped(full_name, packing, compute), (stored,), {}, None)
@@ -148,10 +151,26 @@ def _q4_0(blocks: Tensor, name: str) -> tuple[Tensor, Tensor]:
     return code, _halves(blocks[..., :2], name).squeeze(-1).view(torch.int16)
 
 
+def _q5_0(blocks: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    code, heads = _q4_0(blocks[..., [0, 1, *range(6, 22)]], name)
+    fifth = blocks[..., 2:6, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    return (code | fifth.flatten(-2) << 4) + (128 - 16), heads
+
+
+def _iq4_nl(blocks: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    from gguf.quants import IQ4_NL
+
+    code, heads = _q4_0(blocks, name)
+    numbers = torch.tensor(IQ4_NL.kvalues, dtype=torch.int8).view(torch.uint8) ^ 128
+    return numbers[code.int()], heads
+
+
 # Encoding, bits, and what gives codes and heads of blocks `[N, blocks, bytes]`; None: they stay as they are.
 _KINDS: dict[str, tuple[Encoding, int, Callable[..., tuple[Tensor, Tensor]] | None]] = {
     "Q8_0": (Encoding.HALF, 8, _q8_0),
     "Q4_0": (Encoding.HALF, 4, _q4_0),
+    "Q5_0": (Encoding.HALF, 8, _q5_0),
+    "IQ4_NL": (Encoding.HALF, 8, _iq4_nl),
     # `quantization="int4"` is for those of more than 4 bits.
     **{kind.name: (kind, 4 if kind.name < "Q5" else 8, None) for kind in BLOCKS},
 }
