@@ -55,7 +55,7 @@ def choose_packings(
         if packing.nbytes < parameter.numel() * parameter.element_size():
             found[parameter] = packing
 
-    tables = dict.fromkeys(tables_of(module))  # `in` a list would compare numbers
+    tables = dict.fromkeys(_tables(inner_model(module)))  # `in` a list would compare numbers
     exact = {m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
     for parameter, columns in matrices_of(module).items():
         if parameter not in tables and parameter not in exact:
@@ -89,9 +89,8 @@ def matrices_of(module: nn.Module) -> dict[nn.Parameter, bool]:
     }
 
 
-def tables_of(module: nn.Module) -> list[nn.Parameter]:
+def _tables(inner: Any) -> list[nn.Parameter]:
     """Return the token embedding and the head, if they are of the usual kinds; once if they are tied."""
-    inner: Any = inner_model(module)
     try:
         embedding = inner.get_input_embeddings()
     except (AttributeError, NotImplementedError):
