@@ -162,7 +162,10 @@ def test_the_tokens_are_those_of_the_numbers_in_the_file(name: str, tmp_path: Pa
         tokens = all_facts(llm.generate(*requests))
     with LLM(tmp_path / "toy.gguf", dtype=dtype) as llm:
         assert llm.info()["dtype"] == str(expected.dtype).removeprefix("torch.")
-        assert llm.info().get("quantization", {}).get("format") == FILES[name][-1]
+        held = llm.info().get(
+            "quantization", {"format": None, "packed": "model.embed_tokens.weight"}
+        )
+        assert held["format"] == FILES[name][-1] and "model.embed_tokens.weight" in held["packed"]
         assert all_facts(llm.generate(*requests)) == tokens
     with LLM(tmp_path, dtype=dtype, placement=Offload(weights=(0, 0, 100))) as llm:
         assert all_facts(llm.generate(*requests)) == tokens
