@@ -40,6 +40,7 @@ from verbatim.placement.cluster import link as link_module
 from verbatim.placement.cluster.connection import Connection
 from verbatim.placement.cluster.frame import Expected
 from verbatim.placement.cluster.group import StageGroup
+from verbatim.placement.cluster.layers import Layers
 from verbatim.placement.cluster.link import Link, LinkLost, Listener, Refused, connect
 from verbatim.placement.cluster.messages import Mark
 from verbatim.placement.cluster.stage import Stage
@@ -503,7 +504,7 @@ def test_a_stage_has_memory_ready_for_what_comes(
 
 @pytest.fixture
 def stage() -> Iterator[Stage]:
-    made = Stage(KEY, "127.0.0.1")
+    made = Stage(KEY, "127.0.0.1", Layers())
     yield made
     made.close()
     made.join(5.0)
@@ -569,10 +570,11 @@ def test_a_stage_that_stops_before_its_welcome_is_not_waited_for() -> None:
         left.set()
 
     door = Listener(KEY, "127.0.0.1", stop)
+    hosts: Any = SimpleNamespace(key=KEY)
     host: Any = SimpleNamespace(address=("127.0.0.1", door.port), machine="one")
     try:
         with pytest.raises(LinkLost):
-            StageGroup(KEY, patience_s=0.3, step_timeout_s=60.0).meet(host)
+            StageGroup(hosts, patience_s=0.3, step_timeout_s=60.0).meet(host)
     finally:
         stopped.set()
         door.close()
@@ -581,7 +583,7 @@ def test_a_stage_that_stops_before_its_welcome_is_not_waited_for() -> None:
 
 def test_a_stage_whose_head_is_gone_ends() -> None:
     ended = threading.Event()
-    stage = Stage(KEY, "127.0.0.1", ended.set)
+    stage = Stage(KEY, "127.0.0.1", Layers(), ended.set)
     head = connect(stage.address, KEY, {"role": "head"})
     head.receive()
     head.close()

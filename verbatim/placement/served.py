@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import threading
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+import transformers
+
+from verbatim._version import __version__
 from verbatim.errors import VerbatimError
 from verbatim.kv.flat import row_bytes
+from verbatim.model.loader import LoadedModel, ModelSource
+from verbatim.options import available_memory
 from verbatim.placement.resident import Resident
+from verbatim.weights.identity import changed
+from verbatim.weights.reopen import reopen
 from verbatim.weights.update import WeightWriter
 
 Message = dict[str, Any]
 
 
+def versions() -> dict[str, str]:
+    """Return the versions that all processes of a model must have in common."""
+    return {
+        "verbatim": __version__,
+        "torch": torch.__version__.partition("+")[0],
+        "transformers": transformers.__version__,
+    }
+
+
 class Served:
     """Makes calls of messages: each method takes the fields of one, and returns those of the answer.
+
+    Args:
+        loaded: the model without its weights, where it was opened here before.
+        source: of `loaded`.
 
     Attributes:
         calls: the methods that a message may name.
@@ -25,6 +50,7 @@ class Served:
 
     calls: frozenset[str] = frozenset(
         {
+            *("facts", "open", "allocate"),
             *("draft", "check_replay", "read_cache", "write_cache", "sleep", "wake"),
             *("load_adapter", "unload_adapter"),
             *("weight_names", "prepare_weights", "write_weights"),
@@ -32,6 +58,37 @@ class Served:
     )
     runner: Resident | None = None
     _weights: WeightWriter | None = None
+
+    def __init__(
+        self, loaded: LoadedModel | None = None, source: ModelSource | None = None
+    ) -> None:
+        self._loaded, self._loaded_from = loaded, source
+        self._inspecting = threading.Lock()  # a spare may still be getting ready
+
+    def facts(self, message: Message) -> Message:
+        """Return the versions, cores and memory of this process."""
+        return {
+            **versions(),
+            "machine": platform.node(),
+            "pid": os.getpid(),
+            "cores": len(os.sched_getaffinity(0)),
+            "memory": available_memory(),
+        }
+
+    def warm(self, source: Mapping[str, Any]) -> None:
+        """Inspect a model without reading weights, so that `open` is fast.
+
+        Args:
+            source: the fields of a `ModelSource`.
+        """
+        with self._inspecting:
+            self.skeleton(ModelSource(**source))
+
+    def skeleton(self, source: ModelSource) -> LoadedModel:
+        """Return the model without weights, cached until its files change."""
+        if self._loaded is None or self._loaded_from != source or changed(self._loaded):
+            self._loaded, self._loaded_from = reopen(source), source
+        return self._loaded
 
     def call(self, message: Message) -> Any:
         """Make the call that a message names by `do`."""
@@ -43,6 +100,15 @@ class Served:
         if self.runner is None:
             raise VerbatimError("this process has no memory for K and V yet, or sleeps")
         return self.runner
+
+    def status(self) -> Message:
+        """Return what is held here, as plain values."""
+        return {}
+
+    def close(self) -> None:
+        """Free everything."""
+        if self.runner is not None:
+            self.runner.close()
 
     def draft(self, message: Message) -> Message:
         """Run a draft layer, and draw from its logits by a plan, if there is one."""

@@ -10,27 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from verbatim._version import __version__
-from verbatim.errors import NotSupported, VerbatimError, first_line
+from verbatim.errors import NotSupported, first_line
+from verbatim.placement.cluster.hosts import NoHost
 
 NAMESPACE = "verbatim"  # of our actors, for Ray
 _REACH_S = 1.5  # in which a machine takes a connection, or it is not there
-
-
-class NoHost(VerbatimError):
-    """There is no machine, or no memory, for another process."""
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that all machines of a cluster must have in common."""
-    import torch
-    import transformers
-
-    return {
-        "verbatim": __version__,
-        "torch": torch.__version__.partition("+")[0],
-        "transformers": transformers.__version__,
-    }
 
 
 def answers(address: tuple[str, int]) -> bool:

@@ -1,13 +1,14 @@
-"""The stages as the head sees them: calls, answers, and which stages are alive."""
+"""Stages and ranks as their head sees them: calls, answers, and which are alive."""
 
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from verbatim.errors import (
     InvalidRequest,
@@ -17,7 +18,9 @@ from verbatim.errors import (
     OutOfBlocks,
     VerbatimError,
 )
-from verbatim.placement.cluster.link import Address, Link, LinkLost, connect
+from verbatim.placement.cluster.hosts import Host, Hosts, NoHost
+from verbatim.placement.cluster.link import Link, LinkLost, Refused, connect
+from verbatim.placement.served import versions
 from verbatim.shield import Shield
 
 _PING_S = 0.5  # between two looks at who is still there, while something is waited for
@@ -31,17 +34,6 @@ _ERRORS = {
     kind.__name__: kind
     for kind in (InvalidRequest, ModelChanged, ModelError, NotSupported, OutOfBlocks, MemoryError)
 }
-
-
-class Host(Protocol):
-    """A process somewhere that serves a stage."""
-
-    address: Address
-    machine: str  # which of the machines it is on
-
-    def kill(self) -> None:
-        """End it at once; does nothing if it has ended."""
-        ...
 
 
 class StageGone(VerbatimError):
@@ -82,7 +74,8 @@ class StageHandle:
     def __str__(self) -> str:
         why = "" if self.lost is None else f": {self.lost}"
         layers = f"layers {self.first} to {self.end} on {self.host.machine}"
-        return f"{self.name or f'stage {self.index} ({layers})'}{why}"
+        stage = f"stage {self.index} ({layers})" if self.index >= 0 else self.host.machine
+        return f"{self.name or stage}{why}"
 
     def _listen(self, inbox: Inbox) -> None:
         try:
@@ -111,20 +104,20 @@ Inbox = queue.SimpleQueue[tuple[StageHandle, "Message | str"]]
 
 
 class StageGroup:
-    """All stages, in the order of their layers.
+    """All stages, in the order of their layers, or all ranks but the first.
 
     Args:
-        key: the cluster's secret.
+        hosts: where their processes come from.
         patience_s: a stage that doesn't answer a ping for so long is lost.
         step_timeout_s: so is one that computes for so long on one piece of work.
     """
 
-    def __init__(self, key: bytes, *, patience_s: float, step_timeout_s: float) -> None:
+    def __init__(self, hosts: Hosts, *, patience_s: float, step_timeout_s: float) -> None:
+        self.hosts = hosts
         self.members: list[StageHandle] = []
         self.patience_s = patience_s
         self.step_timeout_s = step_timeout_s
         self.epoch = 0
-        self._key = key
         self._inbox: Inbox = queue.SimpleQueue()
         self._calls = 0
         self._expected: dict[int, StageHandle] = {}
@@ -139,7 +132,7 @@ class StageGroup:
         Raises:
             LinkLost, Refused: it can't be had.
         """
-        link = connect(host.address, self._key, {"role": "head"})
+        link = connect(host.address, self.hosts.key, {"role": "head"})
         # A process may be stopped right after it has proved who it is.
         patience = threading.Timer(self.patience_s, link.close)
         patience.start()
@@ -153,6 +146,52 @@ class StageGroup:
         finally:
             patience.cancel()
         return StageHandle(host, link, self._inbox)
+
+    def launch(self, count: int, avoid: Iterable[str] = ()) -> list[StageHandle]:
+        """Launch processes without layers, of the same versions as this one.
+
+        Args:
+            avoid: machines that are of no use.
+
+        Raises:
+            NoHost: there is no machine for them.
+            NotSupported: one of them runs other versions.
+        """
+        found: list[StageHandle] = []
+        hosts = self.hosts.start(count, set(avoid))
+        try:
+            for host in hosts:
+                found.append(self.meet(host))  # noqa: PERF401, who was met is let go below
+            orders: list[tuple[StageHandle, Message]] = [(m, {"do": "facts"}) for m in found]
+            for member, facts in zip(found, self.ask_strangers(orders), strict=True):
+                member.facts = facts
+                self._check_versions(member)
+        except BaseException as error:
+            for member in found:
+                member.give_up()
+            for host in hosts:
+                host.kill()
+            if isinstance(error, LinkLost | Refused | StageGone):
+                raise NoHost(str(error)) from None
+            raise
+        return found
+
+    def ask_strangers(self, orders: list[tuple[StageHandle, Message]]) -> list[Any]:
+        """Run `call_each` for stages that are not members yet; lost members don't matter."""
+        members, self.members = self.members, []
+        try:
+            return self.call_each(orders, patient=True)
+        finally:
+            self.members = members
+
+    def _check_versions(self, member: StageHandle) -> None:
+        for name, ours in versions().items():
+            theirs = member.facts.get(name)
+            if theirs != ours:
+                raise NotSupported(
+                    f"{member.host.machine} has {name} {theirs}, and this machine has {ours}: all "
+                    "machines of a cluster need the same"
+                )
 
     @property
     def lost(self) -> list[StageHandle]:
@@ -270,6 +309,19 @@ class StageGroup:
                 member.lost = f"busy with one piece of work for {result['busy_s']:.1f} s"
             return
         self._answers[call] = message
+
+    def close(self, process: int | None = None) -> None:
+        """End all stages.
+
+        Args:
+            process: the one that they belong to; does nothing in a forked child of it.
+        """
+        if process in (None, os.getpid()):
+            for member in self.members:
+                if member.lost is None:  # a program around the stage waits for this
+                    member.send({"do": "tell", "told": {"do": "close"}})
+                member.give_up()
+            self.hosts.close()
 
 
 def error_of(described: list[str], where: str) -> Exception:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import threading
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +12,6 @@ from torch import Tensor
 from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.errors import VerbatimError
 from verbatim.kv.hidden import HiddenStore
-from verbatim.kv.quantized import resolve_kv_dtype
 from verbatim.kv.states import open_states
 from verbatim.kv.store import KVStore, cache_info, make_store
 from verbatim.model.draft_layers import DraftLayers
@@ -23,21 +19,19 @@ from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.patching import threads
 from verbatim.numerics import numerics_key
 from verbatim.options import available_memory, dtype_name
-from verbatim.placement.cluster.contact import versions
 from verbatim.placement.cluster.drafts import open_part
 from verbatim.placement.cluster.part import Part
 from verbatim.placement.cluster.split import Split
 from verbatim.placement.cluster.tiered import limits_of
+from verbatim.placement.cluster.wire import dtype_named
 from verbatim.placement.offload.opening import open_tiered
+from verbatim.placement.options import EngineOptions
 from verbatim.placement.resident import Resident
 from verbatim.placement.served import Served
 from verbatim.protocols import Forward
-from verbatim.weights.identity import changed, fingerprint
-from verbatim.weights.reopen import reopen
+from verbatim.weights.identity import fingerprint
 
 Message = dict[str, Any]
-
-_NAMES_A_MODEL = tuple(field.name for field in fields(ModelSource))
 
 
 @dataclass(slots=True)
@@ -54,43 +48,26 @@ class Made:
 class Layers(Served):
     """The layers of one stage. Arguments and results are those of messages."""
 
-    calls = Served.calls | {"facts", "open", "allocate", "record"}
+    calls = Served.calls | {"record"}
 
     def __init__(self) -> None:
+        super().__init__()
         self.part: Part | None = None
         self._kept: HiddenStore | None = None
         self._drafts = DraftLayers()
-        self._num_threads: int | None = None
-        self._opening = threading.Lock()  # a spare may still be getting ready
-        self._loaded: LoadedModel | None = None
-        self._loaded_from: Message = {}
+        self._options: EngineOptions
         self._split: Split | None = None
         self._first_of: dict[str, int] = {}
 
     def facts(self, message: Message) -> Message:
-        """Return the versions, cores and memory of this process."""
-        return {
-            **versions(),
-            "machine": platform.node(),
-            "pid": os.getpid(),
-            "cores": len(os.sched_getaffinity(0)),
-            "memory": available_memory(),
-            "speed": _bytes_per_second(),
-        }
+        """See `Served`. `speed` is the read bandwidth in bytes/s."""
+        return {**super().facts(message), "speed": _bytes_per_second()}
 
-    def warm(self, message: Message) -> None:
-        """Inspect a model without reading weights, so that `open` is fast."""
-        with self._opening:
-            self._skeleton(message)
-
-    def _skeleton(self, message: Message) -> LoadedModel:
-        """Return the model without weights, cached until its files change."""
-        model = {name: message[name] for name in _NAMES_A_MODEL}
-        if self._loaded is None or self._loaded_from != model or changed(self._loaded):
-            self._loaded = reopen(ModelSource(**model))
-            self._loaded_from = model
-            self._split = Split(self._loaded)
-        return self._loaded
+    def skeleton(self, source: ModelSource) -> LoadedModel:
+        loaded = super().skeleton(source)
+        if self._split is None or self._split.skeleton is not loaded:
+            self._split = Split(loaded)
+        return loaded
 
     def open(self, message: Message) -> Message:
         """Read a range of a model's layers, after freeing those held before.
@@ -99,20 +76,19 @@ class Layers(Served):
             ModelError, NotSupported: it can't be had here.
         """
         self.close()
-        self._num_threads = message["num_threads"]
-        with self._opening, threads(self._num_threads):
-            loaded = self._skeleton(message)
+        options = self._options = message["options"]
+        with self._inspecting, threads(options.num_threads):
+            loaded = self.skeleton(message["source"])
             assert self._split is not None
             self.part, self._drafts = open_part(loaded, self._split, message)
             part = self.part
         for adapter in message.get("adapters", ()):
             part.decoder.load_adapter(adapter, partial=True)
-        kv = None if message["kv_dtype"] is None else resolve_kv_dtype(message["kv_dtype"])
-        dtype = part.shape.kv_dtype if kv is None else kv
+        dtype = options.kv_dtype or part.shape.kv_dtype
         return {
             **part.shape.as_dict(),
             "dtype": dtype_name(part.shape.dtype),
-            "kv_dtype": name_of(dtype),
+            "kv_dtype": dtype_named(dtype),
             **cache_info(
                 part.shape.layers, part.shape.states, dtype, self._drafts.bytes_per_token(dtype)
             ),
@@ -122,7 +98,7 @@ class Layers(Served):
             else limits_of(part.tiers, part.decoder.spec, self._drafts),
             "numerics_key": numerics_key(
                 dtype_name(part.shape.dtype),
-                name_of(dtype),
+                dtype_named(dtype),
                 (part.shape.quantization or {}).get("format"),
             ),
             "fingerprint": fingerprint(loaded),
@@ -133,13 +109,12 @@ class Layers(Served):
         """Allocate the KV store, and the store of recent outputs.
 
         Args:
-            message: `num_blocks`, `block_size`, `num_states`, `kv_dtype`, `keep_bytes` and `first_of`,
-                the number of layers before this part that choose, by `CHOICES`.
+            message: `num_blocks`, `num_states`, `keep_bytes` and `first_of`, the number of layers before
+                this part that choose, by `CHOICES`.
         """
-        part = self._opened()
-        shape, blocks, size = part.shape, message["num_blocks"], message["block_size"]
-        kv = message["kv_dtype"]
-        kv_dtype = shape.kv_dtype if kv is None else resolve_kv_dtype(kv)
+        part, options = self._opened(), self._options
+        shape, blocks, size = part.shape, message["num_blocks"], options.block_size
+        kv_dtype = options.kv_dtype or shape.kv_dtype
         cpu = torch.device("cpu")
         self._first_of = message["first_of"]
         states = message["num_states"]
@@ -149,7 +124,7 @@ class Layers(Served):
             store = make_store(shape.layers, blocks, size, kv_dtype, cpu)
             store.states = open_states(shape.states, states)
             self._drafts.open_stores(blocks, size, kv_dtype)
-            self.runner = Resident(part.decoder, store, self._num_threads, self._drafts)
+            self.runner = Resident(part.decoder, store, options.num_threads, self._drafts)
             self.runner.packed, self.runner.checkpoint = part.report, part.checkpoint
         self._kept = None
         kept = 0
@@ -242,11 +217,6 @@ class Layers(Served):
         if self.part is None:
             raise VerbatimError("this stage holds no layers yet, or sleeps")
         return self.part
-
-
-def name_of(kv_dtype: Any) -> str:
-    """Return the name of a KV dtype, as `LLM` accepts it."""
-    return str(getattr(kv_dtype, "name", kv_dtype)).removeprefix("torch.")
 
 
 def _bytes_per_second() -> float:

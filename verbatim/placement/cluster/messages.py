@@ -19,7 +19,10 @@ from verbatim.batch import (
 from verbatim.core import Completion, DraftStats, FinishReason, Metrics, Result
 from verbatim.kv.states import StateShape
 from verbatim.kv.store import LayerShape
+from verbatim.model.loader import ModelSource
 from verbatim.params import SamplingParams
+from verbatim.placement.offload.choice import Offload
+from verbatim.placement.options import EngineOptions
 
 
 class Mark(NamedTuple):
@@ -43,9 +46,15 @@ _DRAWN_WITH = (
     "logit_bias",
     "support",
 )
+# Of the options of an engine; the others are those of the head alone.
+_OPENED_WITH = (
+    *("kv_dtype", "kv_bytes", "block_size", "max_batch_tokens", "max_sequences", "max_waiting"),
+    *("max_length", "prefix_cache", "num_threads", "default_batch_tokens", "prompt_rows"),
+)
 _WHOLE: tuple[Any, ...] = (
     *(Adapter, LowRank, Batch, SamplePlan, SampleRow, Draws, Candidates),
     *(Choices, LayerShape, StateShape, Result, Completion, Metrics, DraftStats),
+    *(ModelSource, Offload),
 )
 
 # The fields of each class that are sent, and of which the receiver makes the object again.
@@ -53,5 +62,6 @@ FIELDS: dict[type, tuple[str, ...]] = {
     **{kind: tuple(field.name for field in fields(kind)) for kind in _WHOLE},
     Support: Support._fields,
     SamplingParams: _DRAWN_WITH,
+    EngineOptions: _OPENED_WITH,
     FinishReason: ("value",),
 }

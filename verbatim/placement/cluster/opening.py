@@ -9,7 +9,7 @@ import secrets
 import sys
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from verbatim.errors import InvalidRequest, OutOfBlocks
@@ -17,15 +17,13 @@ from verbatim.model.early_exit import EarlyExit
 from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.drafts import describe, extra_bytes
 from verbatim.placement.cluster.group import Message, StageGroup, StageHandle
-from verbatim.placement.cluster.hosts import Hosts, RayHosts
-from verbatim.placement.cluster.layers import name_of
-from verbatim.placement.cluster.local import LocalHosts
+from verbatim.placement.cluster.hosts import Hosts, LocalHosts
 from verbatim.placement.cluster.plan import Layout
+from verbatim.placement.cluster.ray_hosts import RayHosts
 from verbatim.placement.cluster.runner import Clustered
 from verbatim.placement.cluster.split import Split
 from verbatim.placement.cluster.stage_launcher import StageLauncher
 from verbatim.placement.cluster.supervisor import Supervisor
-from verbatim.placement.cluster.tiered import describe as describe_tiers
 from verbatim.placement.cluster.tiered import joined_limits
 from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions, Placed, ToOpen
 from verbatim.weights.identity import fingerprint
@@ -57,23 +55,21 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
         mark = fingerprint(loaded)
         hosts: Any = cluster.hosts or _hosts(cluster.address)
         group = StageGroup(
-            hosts.key, patience_s=cluster.patience_s, step_timeout_s=cluster.step_timeout_s
+            hosts, patience_s=cluster.patience_s, step_timeout_s=cluster.step_timeout_s
         )
         told: Message = {
-            **{field.name: getattr(source, field.name) for field in fields(source)},
-            "kv_dtype": None if options.kv_dtype is None else name_of(options.kv_dtype),
-            "num_threads": options.num_threads,
+            "source": source,
+            "options": options,
+            "limit": limit,
             "draft": described,
-            "tiers": None,
+            "offload": cluster.offload,
         }
-        if cluster.offload is not None:
-            told["tiers"] = describe_tiers(cluster.offload, options, limit)
-        launcher = StageLauncher(group, hosts, layout, told, mark)
+        launcher = StageLauncher(group, layout, told, mark)
         supervisor = Supervisor(launcher, cluster)
         undo.pop_all()
-        undo.callback(supervisor.close)
+        undo.callback(group.close)
         stages = _count(cluster, layout, hosts)
-        members = group.members = launcher.launch(stages)
+        members = group.members = group.launch(stages)
         ranges = _ranges(cluster, layout, members)
         if isinstance(draft, EarlyExit) and (draft.layers or 0) > ranges[0][1]:
             raise InvalidRequest(
@@ -93,15 +89,9 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
             options, blocks, num_states = joined_limits(options, limits)
             # A stage that is opened again has the same room.
             kv_bytes = blocks * options.block_size * token_bytes + num_states * state_bytes
-            told["tiers"]["kv_bytes"] = kv_bytes
+            told["options"] = replace(told["options"], kv_bytes=kv_bytes)
         launcher.allocate(
-            {
-                "num_blocks": blocks,
-                "block_size": options.block_size,
-                "num_states": num_states,
-                "kv_dtype": told["kv_dtype"],
-                "keep_bytes": cluster.keep_bytes,
-            }
+            {"num_blocks": blocks, "num_states": num_states, "keep_bytes": cluster.keep_bytes}
         )
         launcher.connect()
         supervisor.prepare_spares()

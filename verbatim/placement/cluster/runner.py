@@ -83,7 +83,7 @@ class Clustered:
         self.draft_info: dict[str, int] = {**shapes[0]["draft"], **last["draft"]}
         self._last: Remote | None = None
         # Runs if it is never closed; its arguments must not refer to this object.
-        self._let_go = weakref.finalize(self, _let_go, os.getpid(), supervisor)
+        self._let_go = weakref.finalize(self, self.group.close, os.getpid())
         self._figures = Figures()
         self._asleep: bool | None = None  # with its weights?
 
@@ -435,12 +435,6 @@ class Clustered:
 
     def close(self) -> None:
         self._let_go()
-
-
-def _let_go(process: int, supervisor: Supervisor) -> None:
-    """Release all stages; they do not belong to a forked child."""
-    if os.getpid() == process:
-        supervisor.close()
 
 
 def _speed(member: StageHandle, told: Message) -> float:

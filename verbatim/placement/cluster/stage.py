@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 from verbatim.errors import VerbatimError
-from verbatim.placement.cluster.layers import Layers
 from verbatim.placement.cluster.link import Address, Link, LinkLost, Listener
 from verbatim.placement.cluster.neighbours import Neighbours
 from verbatim.placement.cluster.wire import Garbage
@@ -31,8 +30,8 @@ class Stage:
     Args:
         key: the cluster's secret.
         host: the address at which other machines reach this one.
+        share: the `Served` that is called here.
         ended: called when there is nothing more to do here.
-        share: what is called here; None: layers, which are opened when the head says so.
 
     Attributes:
         told: what the head tells the program around this stage; None once the stage has ended.
@@ -42,15 +41,15 @@ class Stage:
         self,
         key: bytes,
         host: str,
+        share: Any,
         ended: Callable[[], object] = lambda: None,
-        share: Any = None,
     ) -> None:
         self._ended = ended
         self.told: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[tuple[Link, Message] | None] = queue.SimpleQueue()
-        self._layers = Layers() if share is None else share
+        self._share = share
         self._neighbours = Neighbours(key)
-        self._steps = Work(self._layers, self._neighbours)
+        self._steps = Work(share, self._neighbours)
         self._computing = threading.Lock()
         self._busy_since: float | None = None
         self._listener = Listener(key, host, self.accept)
@@ -70,15 +69,11 @@ class Stage:
         if self._computing.acquire(timeout=timeout_s):
             self._computing.release()
 
-    def warm(self, model: Message) -> None:
-        """Inspect a model in advance."""
-        self._layers.warm(model)
-
     def status(self) -> Message:
         """Return the state of this stage, as plain values."""
         neighbours = self._neighbours
         return {
-            **self._layers.status(),
+            **self._share.status(),
             **self._steps.status(),
             "index": neighbours.index,
             "epoch": neighbours.epoch,
@@ -147,7 +142,7 @@ class Stage:
         while (entry := self._inbox.get()) is not None:
             self._compute(*entry)
         with self._computing:
-            self._layers.close()
+            self._share.close()
         self.told.put(None)
         self._ended()
 
@@ -168,8 +163,8 @@ class Stage:
         do = message.get("do", "")
         if do == "rows" or do == "work":  # first: what comes in every step
             self._steps.take(do, message)
-        elif do in self._layers.calls:
-            answer(link, message, self._layers.call)
+        elif do in self._share.calls:
+            answer(link, message, self._share.call)
         elif do == "tell":
             self.told.put(message)
         elif do == "status":

@@ -1,23 +1,18 @@
-"""Launching of stages: processes, their layers and memory, their connections."""
+"""Opening of stages: their layers, memory and connections."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any
 
 from verbatim.batch import Adapter
 from verbatim.errors import NotSupported
 from verbatim.params import CHOICES
-from verbatim.placement.cluster.contact import NoHost, versions
-from verbatim.placement.cluster.group import Message, StageGone, StageGroup, StageHandle
-from verbatim.placement.cluster.hosts import Hosts
-from verbatim.placement.cluster.link import LinkLost, Refused
+from verbatim.placement.cluster.group import Message, StageGroup, StageHandle
 from verbatim.placement.cluster.plan import Layout, Range
 
 
 class StageLauncher:
-    """Launches processes, gives them layers and memory, and connects them.
+    """Gives processes layers and memory, and connects them.
 
     Args:
         layout: of the model's layers.
@@ -29,11 +24,8 @@ class StageLauncher:
         connected: every stage of the group has its connections in the group's epoch.
     """
 
-    def __init__(
-        self, group: StageGroup, hosts: Hosts, layout: Layout, model: Message, fingerprint: str
-    ) -> None:
+    def __init__(self, group: StageGroup, layout: Layout, model: Message, fingerprint: str) -> None:
         self.group = group
-        self.hosts = hosts
         self.layout = layout
         self.model = model
         self.connected = False
@@ -41,52 +33,6 @@ class StageLauncher:
         self._fingerprint = fingerprint
         self._blocks: Message | None = None  # what K and V were allocated with
         self._kv_bytes: dict[Range, int] = {}  # by layers
-
-    def launch(self, count: int, avoid: Iterable[str] = ()) -> list[StageHandle]:
-        """Launch processes without layers, of the same versions as this one.
-
-        Args:
-            avoid: machines that are of no use.
-
-        Raises:
-            NoHost: there is no machine for them.
-            NotSupported: one of them runs other versions.
-        """
-        found: list[StageHandle] = []
-        hosts = self.hosts.start(count, set(avoid))
-        try:
-            for host in hosts:
-                found.append(self.group.meet(host))  # noqa: PERF401, who was met is let go below
-            orders: list[tuple[StageHandle, Message]] = [(m, {"do": "facts"}) for m in found]
-            for member, facts in zip(found, self._ask_strangers(orders), strict=True):
-                member.facts = facts
-                self._check_versions(member)
-        except BaseException as error:
-            for member in found:
-                member.give_up()
-            for host in hosts:
-                host.kill()
-            if isinstance(error, LinkLost | Refused | StageGone):
-                raise NoHost(str(error)) from None
-            raise
-        return found
-
-    def _ask_strangers(self, orders: list[tuple[StageHandle, Message]]) -> list[Any]:
-        """Run `call_each` for stages that are not members yet; lost members don't matter."""
-        members, self.group.members = self.group.members, []
-        try:
-            return self.group.call_each(orders, patient=True)
-        finally:
-            self.group.members = members
-
-    def _check_versions(self, member: StageHandle) -> None:
-        for name, ours in versions().items():
-            theirs = member.facts.get(name)
-            if theirs != ours:
-                raise NotSupported(
-                    f"{member.host.machine} has {name} {theirs}, and this machine has {ours}: all "
-                    "machines of a cluster need the same"
-                )
 
     def open(self, members: list[StageHandle], ranges: list[Range]) -> None:
         """Open the layers of each of these.
@@ -103,11 +49,11 @@ class StageLauncher:
             order["memory"] = member.facts["memory"] // on[member.facts["machine"]]
             order["kv_bytes"] = self._kv_bytes.get((first, end))
             orders.append((member, {**order, "adapters": list(self.adapters.values())}))
-        for member, shape in zip(members, self._ask_strangers(orders), strict=True):
+        for member, shape in zip(members, self.group.ask_strangers(orders), strict=True):
             member.shape = shape
             if shape["fingerprint"] != self._fingerprint:
                 raise NotSupported(
-                    f"{member.host.machine} has another model at {self.model['model']!r} than this "
+                    f"{member.host.machine} has another model at {self.model['source'].model!r} than this "
                     "machine: all machines of a cluster need the same files"
                 )
         keys = {m.shape["numerics_key"]: m for m in [*self.group.members, *members] if m.shape}
@@ -122,7 +68,7 @@ class StageLauncher:
         """Allocate the KV memory of every stage.
 
         Args:
-            blocks: `num_blocks`, `block_size`, `kv_dtype` and `keep_bytes`.
+            blocks: `num_blocks`, `num_states` and `keep_bytes`.
         """
         self._blocks = blocks
         self.allocate_some(self.group.members, self.group.members)
@@ -138,10 +84,11 @@ class StageLauncher:
                 for name in CHOICES
             }
             orders.append((member, {"do": "allocate", **self._blocks, "first_of": first_of}))
-        for member, answer in zip(members, self._ask_strangers(orders), strict=True):
+        for member, answer in zip(members, self.group.ask_strangers(orders), strict=True):
             member.kept_blocks = answer["kept_blocks"]
             blocks, shape = self._blocks, member.shape
-            nbytes = blocks["num_blocks"] * blocks["block_size"] * shape["kv_bytes_per_token"]
+            size = self.model["options"].block_size
+            nbytes = blocks["num_blocks"] * size * shape["kv_bytes_per_token"]
             nbytes += blocks["num_states"] * shape["state_bytes"]
             self._kv_bytes[member.first, member.end] = nbytes
 
@@ -173,9 +120,3 @@ class StageLauncher:
                 group.cut_off(member, answer["unreachable"])
         group.check()
         self.connected = True
-
-    def close(self) -> None:
-        """End all stages."""
-        for member in self.group.members:
-            member.give_up()
-        self.hosts.close()

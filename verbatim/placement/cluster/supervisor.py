@@ -13,12 +13,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 from verbatim.batch import Batch
 from verbatim.errors import OutOfBlocks, StageFailed, VerbatimError
 from verbatim.placement.cluster.choice import Cluster
-from verbatim.placement.cluster.contact import NoHost
 from verbatim.placement.cluster.group import Message, StageGone, StageHandle, error_of
+from verbatim.placement.cluster.hosts import NoHost
 from verbatim.placement.cluster.messages import Mark
 from verbatim.placement.cluster.plan import Range
 from verbatim.placement.cluster.stage_launcher import StageLauncher
@@ -110,10 +111,10 @@ class Supervisor:
 
     def prepare_spares(self) -> None:
         """Start spare processes in the background."""
-        self.launcher.hosts.prepare(self.cluster.spares, self.launcher.model)
+        self.group.hosts.prepare(self.cluster.spares, asdict(self.launcher.model["source"]))
 
     def _replace_lost(self) -> None:
-        lost, hosts = self.group.lost, self.launcher.hosts
+        lost, hosts = self.group.lost, self.group.hosts
         for member in lost:
             member.give_up()
         silent = {m.host.machine for m in lost if not hosts.reachable(m.host)}
@@ -126,7 +127,7 @@ class Supervisor:
         why: Exception | None = None
         while True:
             try:
-                (new,) = self.launcher.launch(1, silent | self._shunned)
+                (new,) = self.group.launch(1, silent | self._shunned)
             except NoHost as error:
                 raise why or error from None
             try:
@@ -145,7 +146,7 @@ class Supervisor:
         try:
             held = launcher.layout.bytes_of(*ranges[0])
             if held > new.facts["memory"] and self.cluster.offload is None:
-                filled += launcher.launch(1, silent | self._shunned)
+                filled += self.group.launch(1, silent | self._shunned)
                 room = [member.facts["memory"] for member in filled]
                 ranges = launcher.layout.divide(room, [1.0, 1.0], ranges[0])
             launcher.open(filled, ranges)
@@ -304,7 +305,7 @@ class Supervisor:
         on = Counter(member.host.machine for member in self.group.members)
         known = set(on) | self._shunned
         try:
-            free = [m for m in self.launcher.hosts.machines() if m not in known]
+            free = [m for m in self.group.hosts.machines() if m not in known]
         except NoHost as error:
             _log.warning("the machines that have joined can't be listed: %s", error)
             return
@@ -313,7 +314,7 @@ class Supervisor:
             return
         old = crowded[-1]
         try:
-            (new,) = self.launcher.launch(1, known | set(free[1:]))
+            (new,) = self.group.launch(1, known | set(free[1:]))
             self._take_the_place(old, new, known | set(free[1:]))
         except (VerbatimError, OSError) as error:
             self._shun(free[0], error)
@@ -322,7 +323,3 @@ class Supervisor:
         old.give_up()
         _log.info("%s has joined, and takes layers %d to %d", free[0], old.first, old.end)
         self.recover()
-
-    def close(self) -> None:
-        """End all stages."""
-        self.launcher.close()

@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.loader import LoadedModel
 from verbatim.model.mtp_source import Mtp
 from verbatim.model.spec import ModelSpec
-from verbatim.placement.offload.choice import Offload
 from verbatim.placement.offload.planner import BUDGET_SHARE
 from verbatim.placement.offload.report import plan_line
 from verbatim.placement.offload.tiers import Tiers
-from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions, engine_options
+from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions
 
 Message = dict[str, Any]
 
 _LIMITS = ("max_sequences", "max_batch_tokens", "prompt_rows")  # of `EngineOptions`
-
-
-def describe(offload: Offload, options: EngineOptions, limit: int | None) -> Message:
-    """Return what another process needs to plan a stage, as plain data."""
-    given = {field.name: getattr(offload, field.name) for field in fields(offload)}
-    rows = None if options.default_batch_tokens else options.max_batch_tokens
-    return {
-        "offload": {n: str(v.absolute()) if isinstance(v, Path) else v for n, v in given.items()},
-        "limit": limit,
-        "kv_bytes": options.kv_bytes,
-        "block_size": options.block_size,
-        "max_sequences": options.max_sequences,
-        "max_batch_tokens": rows,
-    }
 
 
 def placing(
@@ -42,32 +26,25 @@ def placing(
     """Return what reads a stage's weights into the tiers of a plan; None: they stay in memory.
 
     Args:
-        message: as of `Layers.open`. Its `tiers` are as of `describe`; `memory` is this stage's, and so are
-            `kv_bytes`, which are None if such a stage was never opened.
+        message: as of `Layers.open`. `memory` is this stage's, and so are `kv_bytes`, which are None if such
+            a stage was never opened.
         share: the part of the model's layers that the stage has.
         draft: MTP layers beside them.
     """
-    told = message["tiers"]
-    if told is None:
+    if message["offload"] is None:
         return None
 
     def place(own: LoadedModel) -> Tiers:
-        offload, kv_bytes = Offload(**told["offload"]), message["kv_bytes"]
-        if kv_bytes is None and told["kv_bytes"] is not None:
-            kv_bytes = int(told["kv_bytes"] * share)
+        offload, options, kv_bytes = message["offload"], message["options"], message["kv_bytes"]
+        if kv_bytes is None and options.kv_bytes is not None:
+            kv_bytes = int(options.kv_bytes * share)
         if offload.gpu is None and offload.cpu is None:
             if offload.weights is None:
                 offload = offload.replace(gpu=int(message["memory"] * BUDGET_SHARE))
             elif kv_bytes is None:
                 kv_bytes = int(message["memory"] * DEFAULT_KV_SHARE)
-        options = engine_options(
-            kv_dtype=message["kv_dtype"] or "auto",
-            kv_memory=kv_bytes,
-            num_threads=message["num_threads"],
-            **{n: told[n] for n in ("block_size", "max_sequences", "max_batch_tokens")},
-        )
-        options = replace(options, quantization=own.quantization)
-        return Tiers(own, offload, options, told["limit"], draft)
+        options = replace(options, kv_bytes=kv_bytes, quantization=own.quantization)
+        return Tiers(own, offload, options, message["limit"], draft)
 
     return place
 

@@ -1,7 +1,7 @@
 """Encoding of messages: plain data as JSON, followed by the arrays as they are in memory.
 
 Nothing that is read can run: there are numbers, text, lists, tuples, mappings, tensors, dtypes, and objects
-of the classes in `FIELDS`.
+of the classes in `FIELDS`. A path is sent as absolute text.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import json
 import math
 import struct
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from verbatim.errors import VerbatimError
+from verbatim.kv.quantized import PACKINGS, Packing
 from verbatim.options import SENT_DTYPES
 from verbatim.placement.cluster.messages import FIELDS
 
@@ -30,10 +32,16 @@ _OBJECT, _SAME = "\0object", "\0same"  # an object of `FIELDS`; one that came be
 _LONG = 64  # entries of a list
 _ALIGNED = 16
 
-_NAMES = {dtype: name for name, dtype in SENT_DTYPES.items()}
+_DTYPES: dict[str, torch.dtype | Packing] = {**SENT_DTYPES, **PACKINGS}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _KINDS = {kind.__name__: kind for kind in FIELDS}
 
 Buffer = bytes | memoryview
+
+
+def dtype_named(dtype: torch.dtype | Packing) -> str:
+    """Return the name of a dtype, or of a format of K and V, as `LLM` accepts it."""
+    return _NAMES[dtype]
 
 
 class Garbage(VerbatimError):
@@ -119,7 +127,9 @@ class _Writer:
             return [self.plain(entry) for entry in value]
         if isinstance(value, tuple):
             return {_TUPLE: [self.plain(entry) for entry in value]}
-        if isinstance(value, torch.dtype):
+        if isinstance(value, Path):
+            return str(value.absolute())
+        if isinstance(value, torch.dtype | Packing):
             return {_DTYPE: _NAMES[value]}
         raise TypeError(f"{type(value).__name__} is not plain data")
 
@@ -141,7 +151,7 @@ class _Reader:
         self._objects: list[Any] = []
         self._made: dict[str, Callable[[Any], Any]] = {
             _ARRAY: lambda entry: self._array(*entry),
-            _DTYPE: SENT_DTYPES.__getitem__,
+            _DTYPE: _DTYPES.__getitem__,
             _TUPLE: tuple,
             _PAIRS: dict,
             _IDS: Tensor.tolist,

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import shutil
-import tempfile
 import time
-import weakref
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from verbatim.errors import TierFailed
-from verbatim.placement.cluster.contact import NoHost
-from verbatim.placement.cluster.group import Host, StageGone, StageGroup, StageHandle
-from verbatim.placement.cluster.hosts import Hosts
-from verbatim.placement.cluster.link import Address, LinkLost, Refused
-from verbatim.placement.cluster.local import LocalHost, LocalHosts
+from verbatim.placement.cluster.group import Message, StageGone, StageGroup, StageHandle
+from verbatim.placement.cluster.hosts import Host, Hosts, LocalHost, NoHost
+from verbatim.placement.cluster.link import Address
 from verbatim.placement.cluster.stage import Stage
-from verbatim.placement.launcher import HOST, WorkerProcess
 
 _TELL_S = 3.0  # in which it becomes known who is gone
 _MORE_S = 0.05  # for the reports of others, which may have caused it
+_ENDED_S = 0.5  # in which a process that hung up is known to have ended
 _END_S = 5.0
-
-Message = dict[str, Any]
 
 
 class RankHost:
@@ -42,151 +32,13 @@ class RankHost:
             self._stage.close()
 
 
-class Followers:
-    """Other ranks of the user's programs, which get the results of rank 0."""
-
-    def __init__(self, members: Sequence[StageHandle]) -> None:
-        self._members = members
-
-    def tell(self, told: Mapping[str, Any]) -> None:
-        """Send their programs a message; TierFailed if one is gone."""
-        for member in self._members:
-            member.send({"do": "tell", "told": told})
-        for member in self._members:
-            if member.lost is not None:
-                raise TierFailed(str(member))
-
-
-class RankGroup:
-    """The ranks 1 to `size` - 1, each a stage with a `RankShare`.
-
-    Attributes:
-        folder: a private folder, deleted by `close`.
-        key: the secret of all ranks.
-        members: the ranks, in order.
-        processes: those that were started here, by rank; empty where the user started them.
-    """
-
-    def __init__(self, size: int, timeout_s: float, key: bytes | None = None) -> None:
-        self.size = size
-        self.folder = Path(tempfile.mkdtemp(prefix="verbatim-ranks-"))
-        self.key = key or secrets.token_bytes(32)
-        self.processes: dict[int, WorkerProcess] = {}
-        self._stages = StageGroup(self.key, patience_s=timeout_s, step_timeout_s=timeout_s)
-        self.members = self._stages.members
-        self._launched: list[LocalHosts] = []
-        # Runs if it is never closed; its arguments must not refer to this object.
-        self._end = weakref.finalize(
-            self, _end, os.getpid(), self.folder, self.members, self.processes, self._launched
-        )
-
-    def start(self) -> None:
-        """Start the processes, and connect to them; TierFailed if one does not come."""
-        self._launched.append(LocalHosts(self.key, "verbatim.placement.parallel.worker:serve"))
-        try:
-            hosts = self._launched[0].start(self.size - 1, set())
-        except NoHost as error:
-            raise TierFailed(f"a rank of {self.size}: {error}") from None
-        self.connect(hosts)
-
-    def connect(self, hosts: Sequence[Host]) -> None:
-        """Connect to the ranks; TierFailed if one is gone."""
-        for rank, host in enumerate(hosts, start=1):
-            name = f"rank {rank} of {self.size}"
-            if isinstance(host, LocalHost):
-                self.processes[rank] = host.process
-                name += f": process {host.process.pid}"
-            try:
-                member = self._stages.meet(host)
-            except (LinkLost, Refused) as error:
-                raise TierFailed(f"{name}: {error}") from None
-            member.index, member.name = rank, name
-            self.members.append(member)
-
-    def tell(self, message: Mapping[str, Any]) -> None:
-        """Let all ranks make a call that this one makes as well.
-
-        Raises:
-            TierFailed: one is gone; the message names it. The others have got it.
-        """
-        for member in self.members:
-            member.send(message)
-        if self._stages.lost:
-            raise self.failure(None)
-
-    def ask(self, message: Message) -> list[Any]:
-        """Return each rank's answer, in order; the ranks get their numbers as `rank`.
-
-        Raises:
-            TierFailed: one is gone.
-            VerbatimError: one could not do what was asked for.
-        """
-        orders = [(member, {**message, "rank": member.index}) for member in self.members]
-        try:
-            return self._stages.call_each(orders, patient=True)
-        except StageGone as error:
-            raise self.failure(error) from error
-
-    def failure(self, error: Exception | None) -> TierFailed:
-        """Return the error that names the rank that failed, once it is known."""
-        end = time.monotonic() + _TELL_S
-        reports: list[tuple[StageHandle, Message]] = []
-        while not (self._stages.lost or reports) and time.monotonic() < end:
-            self._stages.pump()
-            reports += self._stages.reports()
-        for _ in self.members:
-            self._stages.pump(_MORE_S)
-        # Who went without a word took the others along.
-        for member in self._stages.lost:
-            process = self.processes.get(member.index)
-            has_ended = process is not None and process.wait(0.5)
-            ended = f" has ended ({process.ended})" if process is not None and has_ended else ""
-            return TierFailed(f"{member.name}{ended}: {member.lost}")
-        for member, report in reports:
-            return TierFailed(f"{member.name}: {': '.join(report['error'])}")
-        stuck = f"no rank is known to be gone, but one does not answer: {error}"
-        return TierFailed(f"of {self.size} ranks, {stuck}")
-
-    def close(self) -> None:
-        """End the processes, and free everything; a second call does nothing."""
-        self._end()
-
-
-def _end(
-    pid: int,
-    folder: Path,
-    members: list[StageHandle],
-    processes: dict[int, WorkerProcess],
-    launched: list[LocalHosts],
-) -> None:
-    if os.getpid() != pid:  # a forked child
-        return
-    for member in members:
-        member.send({"do": "tell", "told": {"do": "close"}})
-        member.link.close()
-    end = time.monotonic() + _END_S
-    for process in processes.values():
-        process.wait(max(0.0, end - time.monotonic()))
-    for hosts in launched:
-        hosts.close()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 class RankHosts(Hosts):
-    """One stage on each rank that the user started, rank 0 last, which has the head then.
+    """Ranks that the user started, with a stage each. None of them can be replaced."""
 
-    None of them can be replaced.
-
-    Args:
-        key: the secret of all ranks.
-        others: the other ranks, in order.
-    """
-
-    def __init__(self, key: bytes, others: Sequence[RankHost]) -> None:
+    def __init__(self, key: bytes, hosts: Sequence[RankHost]) -> None:
         self.key = key
-        own = Stage(key, HOST)
-        self._hosts = [*others, RankHost(0, own.address, own)]
-        self._left = list(self._hosts)
+        self._hosts = list(hosts)
+        self._left = list(hosts)
 
     def start(self, count: int, avoid: set[str]) -> list[Host]:
         if count > len(self._left):
@@ -203,6 +55,89 @@ class RankHosts(Hosts):
     def close(self) -> None:
         for host in self._hosts:
             host.kill()
+
+
+class RankGroup(StageGroup):
+    """The ranks 1 to `size` - 1 of a tensor-parallel model, which are never replaced.
+
+    Raises:
+        TierFailed: one does not come, or has other versions.
+    """
+
+    def __init__(self, hosts: Hosts, size: int, timeout_s: float) -> None:
+        super().__init__(hosts, patience_s=timeout_s, step_timeout_s=timeout_s)
+        self.size = size
+        try:
+            self.members = self.launch(size - 1)
+        except NoHost as error:
+            self.close()
+            raise TierFailed(f"a rank of {size}: {error}") from None
+        except BaseException:
+            self.close()
+            raise
+        for rank, member in enumerate(self.members, start=1):
+            member.index, member.name = rank, f"rank {rank} of {size}"
+            if isinstance(member.host, LocalHost):
+                member.name += f": process {member.host.process.pid}"
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Let all ranks make a call that this one makes as well.
+
+        Raises:
+            TierFailed: one is gone; the message names it. The others have got it.
+        """
+        for member in self.members:
+            member.send(message)
+        if self.lost:
+            raise self.failure(None)
+
+    def ask(self, message: Message) -> list[Any]:
+        """Return each rank's answer, in order; the ranks get their numbers as `rank`.
+
+        Raises:
+            TierFailed: one is gone.
+            VerbatimError: one could not do what was asked for.
+        """
+        orders = [(member, {**message, "rank": member.index}) for member in self.members]
+        try:
+            return self.call_each(orders, patient=True)
+        except StageGone as error:
+            raise self.failure(error) from error
+
+    def failure(self, error: Exception | None) -> TierFailed:
+        """Return the error that names the rank that failed, once it is known."""
+        end = time.monotonic() + _TELL_S
+        reports: list[tuple[StageHandle, Message]] = []
+        while not (self.lost or reports) and time.monotonic() < end:
+            self.pump()
+            reports += self.reports()
+        for _ in self.members:
+            self.pump(_MORE_S)
+        # Who went without a word took the others along.
+        for member in self.lost:
+            process = member.host.process if isinstance(member.host, LocalHost) else None
+            has_ended = process is not None and process.wait(_ENDED_S)
+            ended = f" has ended ({process.ended})" if process is not None and has_ended else ""
+            return TierFailed(f"{member.name}{ended}: {member.lost}")
+        for member, report in reports:
+            return TierFailed(f"{member.name}: {': '.join(report['error'])}")
+        stuck = f"no rank is known to be gone, but one does not answer: {error}"
+        return TierFailed(f"of {self.size} ranks, {stuck}")
+
+
+class Followers:
+    """Other ranks of the user's programs, which get the results of rank 0."""
+
+    def __init__(self, members: Sequence[StageHandle]) -> None:
+        self._members = members
+
+    def tell(self, told: Mapping[str, Any]) -> None:
+        """Send their programs a message; TierFailed if one is gone."""
+        for member in self._members:
+            member.send({"do": "tell", "told": told})
+        for member in self._members:
+            if member.lost is not None:
+                raise TierFailed(str(member))
 
 
 class Follower:

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import secrets
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from verbatim.batch import dummy_batch
 from verbatim.errors import InvalidRequest, NotSupported, TierFailed
-from verbatim.kv.quantized import KVDtype
-from verbatim.kv.states import open_states
 from verbatim.kv.store import bytes_per_token
 from verbatim.model.decoder import Decoder
 from verbatim.model.early_exit import open_draft_layers
 from verbatim.model.experts import is_stacked
 from verbatim.model.spec import inner_model
-from verbatim.numerics import numerics_key
 from verbatim.options import available_memory
 from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.drafts import describe
-from verbatim.placement.cluster.local import LocalHosts
+from verbatim.placement.cluster.hosts import LocalHosts
+from verbatim.placement.cluster.layers import Layers
 from verbatim.placement.cluster.opening import open_cluster
 from verbatim.placement.cluster.stage import Stage
 from verbatim.placement.launcher import HOST
@@ -37,13 +38,13 @@ from verbatim.placement.parallel.group import (
     RankHost,
     RankHosts,
 )
-from verbatim.placement.parallel.heads import HeadStore, own_layers
+from verbatim.placement.parallel.heads import own_layers
 from verbatim.placement.parallel.launch import check_size, exchange, launched, meet
 from verbatim.placement.parallel.rank_share import RankShare
-from verbatim.placement.parallel.ranks import Gloo
 from verbatim.placement.parallel.runner import Leading
-from verbatim.placement.parallel.share import Shared, open_share, take_share
+from verbatim.placement.parallel.share import Shared, key_of, take_share
 from verbatim.placement.resident import open_resident
+from verbatim.placement.served import Message, Served
 
 _KV_SHARE = 0.4  # of the memory that is available, for K and V of all ranks together
 
@@ -59,17 +60,13 @@ def open_tensor_parallel(model: ToOpen, choice: TensorParallel) -> Placed:
     """
     rank, world = launched()
     check_size(choice.size, world)
-    key = meet(rank, world) if world > 1 else None
+    key = meet(rank, world) if world > 1 else secrets.token_bytes(32)
     if rank:
-        assert key is not None
-        return _follow(rank, world, key, model.options, RankShare(model.loaded))
+        return _follow(rank, world, key, model.options, RankShare(model.loaded, model.source))
+    hosts = RankHosts(key, _others(world)) if world > 1 else LocalHosts(key, "serve_rank")
+    group = RankGroup(hosts, choice.size, choice.timeout_s)
     with ExitStack() as undo:
-        group = RankGroup(choice.size, choice.timeout_s, key)
         undo.callback(group.close)
-        if world > 1:
-            group.connect(_others(world))
-        else:
-            group.start()
         leading = _lead(group, model, choice)
         followers = Followers(group.members) if world > 1 else None
         if followers is not None:
@@ -90,8 +87,10 @@ def open_pipeline_parallel(model: ToOpen, choice: PipelineParallel) -> Placed:
         return open_cluster(model, replace(cluster, hosts=LocalHosts(secrets.token_bytes(32))))
     key = meet(rank, world)
     if rank:
-        return _follow(rank, world, key, model.options, None)
-    ranks = replace(cluster, hosts=RankHosts(key, _others(world)), spares=0)
+        return _follow(rank, world, key, model.options, Layers())
+    own = Stage(key, HOST, Layers())
+    hosts = RankHosts(key, [*_others(world), RankHost(0, own.address, own)])
+    ranks = replace(cluster, hosts=hosts, spares=0)
     placed = open_cluster(model, ranks)
     runner: Any = placed.runner
     followers = Followers(runner.group.members[:-1])
@@ -109,11 +108,9 @@ def _others(world: int) -> list[RankHost]:
     return [RankHost(rank, (HOST, int(ports[rank]))) for rank in range(1, world)]
 
 
-def _follow(
-    rank: int, world: int, key: bytes, options: EngineOptions, share: RankShare | None
-) -> Placed:
+def _follow(rank: int, world: int, key: bytes, options: EngineOptions, share: Served) -> Placed:
     """Open a rank other than 0 of ranks that the user started."""
-    stage = Stage(key, HOST, share=share)
+    stage = Stage(key, HOST, share)
     follower = Follower(stage)
     try:
         exchange(rank, world, str(stage.address[1]))
@@ -127,69 +124,40 @@ def _follow(
 def _lead(group: RankGroup, model: ToOpen, choice: TensorParallel) -> Leading:
     """Open the share of every rank."""
     loaded, source, options, limit, draft = model
-    timeout_s, size = choice.timeout_s, choice.size
-    dtype = str(inner_model(loaded.module).config.dtype).removeprefix("torch.")
-    kv_dtype = "auto" if options.kv_dtype is None else _name(options.kv_dtype)
+    size = choice.size
     num_threads = options.num_threads or max(1, torch.get_num_threads() // size)
-    meeting = group.folder / "meeting"
-    answers = group.ask(
-        {
-            "do": "open",
-            "source": asdict(source),
-            "dtype": dtype,
-            "kv_dtype": kv_dtype,
-            "size": size,
-            "meeting": str(meeting),
-            "timeout_s": timeout_s,
-            "num_threads": num_threads,
-            "draft": describe(draft),
-        }
-    )
-    own = numerics_key(dtype, kv_dtype)
-    for rank, answer in enumerate(answers, start=1):
-        if answer["key"] != own:
-            raise NotSupported(differing(rank, answer["key"], own))
-    group.tell({"do": "share"})
-    with ExitStack() as undo:
+    order: Message = {
+        "do": "open",
+        "source": source,
+        "options": replace(options, num_threads=num_threads),
+        "size": size,
+        "timeout_s": choice.timeout_s,
+        "draft": describe(draft),
+    }
+    own = RankShare(loaded, source, partial(Leading, group=group))
+    with ExitStack() as undo, TemporaryDirectory(prefix="verbatim-ranks-") as folder:
+        undo.callback(own.close)
+        order["meeting"] = str(Path(folder, "meeting"))
+        keys = [own.open({**order, "rank": 0})["key"]]
+        keys += [answer["key"] for answer in group.ask(order)]
+        for rank, key in enumerate(keys):
+            if key != keys[0]:
+                raise NotSupported(differing(rank, key, keys[0]))
+        group.tell({"do": "share"})
         try:
-            ranks = Gloo(meeting, 0, size, timeout_s)
-            undo.callback(ranks.close)
-            shared = open_share(loaded, source, ranks, num_threads, draft)
+            own.share({"do": "share"})
         except TierFailed as error:
             raise group.failure(error) from error
-        spec = shared.decoder.spec
-        cache_dtype = options.kv_dtype or spec.dtype
+        spec = own.shared.decoder.spec
         state_bytes = size * sum(state.nbytes for state in spec.states)
         num_states = options.num_states(state_bytes)
-        blocks = _num_blocks(shared, size, options, cache_dtype, limit, num_states * state_bytes)
-        told = {
-            "num_blocks": blocks,
-            "block_size": options.block_size,
-            "kv_dtype": _name(cache_dtype),
-        }
-        others = group.ask({"do": "store", "num_states": num_states, **told})
-        store = HeadStore(
-            spec.layers,
-            spec.query_heads,
-            ranks,
-            blocks,
-            options.block_size,
-            cache_dtype,
-            open_states(spec.states, num_states),
-        )
-        undo.callback(store.release)
-        shared.draft_layers.open_stores(blocks, options.block_size, cache_dtype)
-        runner = Leading(
-            shared,
-            store,
-            num_threads,
-            group=group,
-            weight_bytes=[shared.weight_bytes, *(other["weight_bytes"] for other in others)],
-            kv_bytes=[
-                store.nbytes + shared.draft_layers.nbytes,
-                *(other["kv_bytes"] for other in others),
-            ],
-        )
+        blocks = _num_blocks(own.shared, size, options, limit, num_states * state_bytes)
+        stores = {"do": "allocate", "num_blocks": blocks, "num_states": num_states}
+        others = group.ask(stores)
+        memory = [own.allocate(stores), *others]
+        runner = own.runner
+        assert isinstance(runner, Leading)
+        runner.memory = memory
         runner.forward(dummy_batch())  # whatever can go wrong between ranks does so here
         runner.num_forwards = 0
         undo.pop_all()
@@ -200,12 +168,12 @@ def _num_blocks(
     shared: Shared,
     size: int,
     options: EngineOptions,
-    dtype: KVDtype,
     limit: int | None,
     state_bytes: int,
 ) -> int:
     """Return the number of blocks, the same on all ranks; the budget is that of all together."""
     spec = shared.decoder.spec
+    dtype = options.kv_dtype or spec.dtype
     layers = [
         layer
         for rank in range(size)
@@ -227,10 +195,7 @@ def open_expert_parallel(model: ToOpen, choice: ExpertParallel) -> Placed:
             f"placement=ExpertParallel: {type(inner_model(module)).__name__} hands no tokens to experts "
             "through transformers' experts interface; TensorParallel shares its products"
         )
-    dtype = str(inner_model(module).config.dtype).removeprefix("torch.")
-    kv_dtype = "auto" if options.kv_dtype is None else _name(options.kv_dtype)
-    kind = loaded.quantization
-    group.check_equal(numerics_key(dtype, kv_dtype, None if kind is None else kind.name))
+    group.check_equal(key_of(loaded, options))
     cut = take_share(loaded, source, group, head=None, linears=False, share=ExchangedExperts)
     decoder = Decoder(module, fused=options.fused)
     layers = open_draft_layers(draft, decoder, loaded)
@@ -247,7 +212,3 @@ def open_expert_parallel(model: ToOpen, choice: ExpertParallel) -> Placed:
         "split_experts": len(cut.experts),
     }
     return Placed(runner, options, group)
-
-
-def _name(dtype: KVDtype) -> str:
-    return str(dtype.name if hasattr(dtype, "name") else dtype).removeprefix("torch.")

@@ -1,42 +1,48 @@
-"""The share of a rank other than 0, as rank 0 calls it."""
+"""The share of a rank of a tensor-parallel model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from verbatim.errors import TierFailed, VerbatimError
-from verbatim.kv.quantized import resolve_kv_dtype
 from verbatim.kv.states import open_states
 from verbatim.model.loader import LoadedModel, ModelSource
-from verbatim.numerics import numerics_key
 from verbatim.placement.cluster.drafts import options_of
 from verbatim.placement.parallel.heads import HeadStore
 from verbatim.placement.parallel.ranks import Gloo
 from verbatim.placement.parallel.runner import Rank
-from verbatim.placement.parallel.share import Shared, open_share
+from verbatim.placement.parallel.share import Shared, key_of, open_share
 from verbatim.placement.served import Message, Served
-from verbatim.weights.reopen import reopen
 
 
 class RankShare(Served):
-    """A rank's share of a model, served by a `Stage`.
+    """A rank's share of a model: rank 0 calls its own, and those of the others by messages.
 
     A message that rank 0 waits for no answer to is a call that all ranks make: an error of the batch or the
     model is rank 0's as well.
 
     Args:
-        loaded: the model without its weights, where it was opened here before; None opens the one that
-            rank 0 names.
+        make_runner: makes the runner of (shared, store, num_threads).
+
+    Attributes:
+        shared: the weights, since `share`.
     """
 
-    calls = Served.calls | {"open", "share", "store", "forward"}
+    calls = Served.calls | {"share", "forward"}
 
-    def __init__(self, loaded: LoadedModel | None = None) -> None:
-        self._loaded = loaded
+    def __init__(
+        self,
+        loaded: LoadedModel | None = None,
+        source: ModelSource | None = None,
+        make_runner: Callable[[Shared, HeadStore, int], Rank] = Rank,
+    ) -> None:
+        super().__init__(loaded, source)
+        self._make_runner = make_runner
         self._ranks: Gloo | None = None
-        self._shared: Shared
         self._told: Message = {}
+        self.shared: Shared
 
     def call(self, message: Message) -> Any:
         try:
@@ -50,31 +56,34 @@ class RankShare(Served):
             raise
 
     def open(self, message: Message) -> Message:
-        """Inspect the model, and return the numerics key."""
+        """Inspect the model, and return the numerics key.
+
+        Args:
+            message: `rank`, `size`, `source`, `options`, `draft` as of `drafts.describe`, and `meeting` and
+                `timeout_s` as of `Gloo`.
+        """
         self._told = message
-        if self._loaded is None:
-            self._loaded = reopen(ModelSource(**message["source"]))
-        return {"key": numerics_key(message["dtype"], message["kv_dtype"])}
+        return {"key": key_of(self.skeleton(message["source"]), message["options"])}
 
     def share(self, message: Message) -> None:
-        """Read this rank's share of the weights."""
-        assert self._loaded is not None
+        """Read this rank's share of the weights; all ranks do so at once."""
         told = self._told
         meeting = Path(told["meeting"])
         self._ranks = Gloo(meeting, told["rank"], told["size"], told["timeout_s"])
-        draft = options_of(told["draft"])
-        source = ModelSource(**told["source"])
-        self._shared = open_share(self._loaded, source, self._ranks, told["num_threads"], draft)
+        assert self._loaded is not None
+        threads, draft = told["options"].num_threads, options_of(told["draft"])
+        self.shared = open_share(self._loaded, told["source"], self._ranks, threads, draft)
 
-    def store(self, message: Message) -> Message:
-        """Allocate this rank's K and V."""
-        shared, blocks, size = self._shared, message["num_blocks"], message["block_size"]
-        spec, kv_dtype = shared.decoder.spec, resolve_kv_dtype(message["kv_dtype"])
+    def allocate(self, message: Message) -> Message:
+        """Allocate this rank's K and V: `num_blocks` and `num_states`."""
+        shared, blocks, options = self.shared, message["num_blocks"], self._told["options"]
+        spec, size = shared.decoder.spec, options.block_size
+        dtype = options.kv_dtype or spec.dtype
         states = open_states(spec.states, message["num_states"])
         heads = spec.layers, spec.query_heads, shared.ranks
-        store = HeadStore(*heads, blocks, size, kv_dtype, states)
-        shared.draft_layers.open_stores(blocks, size, kv_dtype)
-        self.runner = Rank(shared, store, self._told["num_threads"])
+        store = HeadStore(*heads, blocks, size, dtype, states)
+        shared.draft_layers.open_stores(blocks, size, dtype)
+        self.runner = self._make_runner(shared, store, options.num_threads)
         kv_bytes = store.nbytes + shared.draft_layers.nbytes
         return {"kv_bytes": kv_bytes, "weight_bytes": shared.weight_bytes}
 

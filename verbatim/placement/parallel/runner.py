@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -49,7 +51,9 @@ class Leading(Rank):
 
     Args:
         group: the others.
-        weight_bytes: of each rank.
+
+    Attributes:
+        memory: of each rank, as of `RankShare.allocate`.
     """
 
     def __init__(
@@ -57,15 +61,13 @@ class Leading(Rank):
         shared: Shared,
         store: HeadStore,
         num_threads: int,
-        *,
         group: RankGroup,
-        weight_bytes: list[int],
-        kv_bytes: list[int],
     ) -> None:
         super().__init__(shared, store, num_threads)
         self.group = group
-        self._weight_bytes = weight_bytes
-        self._kv_bytes = kv_bytes
+        # Runs if it is never closed; its arguments must not refer to this object.
+        self._let_go = weakref.finalize(self, group.close, os.getpid())
+        self.memory: list[dict[str, int]] = []
 
     def forward(self, batch: Batch) -> Forward:
         made: Forward = self._together("forward", partial(super().forward, batch), batch=batch)
@@ -148,9 +150,9 @@ class Leading(Rank):
             "exact": True,
             "parameters": self.cut.total_parameters,
             "weight_bytes": self.cut.total_bytes,
-            "rank_weight_bytes": self._weight_bytes,
-            "kv_bytes": sum(self._kv_bytes),
-            "rank_kv_bytes": self._kv_bytes,
+            "rank_weight_bytes": [rank["weight_bytes"] for rank in self.memory],
+            "kv_bytes": sum(rank["kv_bytes"] for rank in self.memory),
+            "rank_kv_bytes": [rank["kv_bytes"] for rank in self.memory],
             "split_linears": len(self.cut.columns),
             "split_experts": len(self.cut.experts),
             "whole_linears": self.cut.whole,
@@ -168,4 +170,4 @@ class Leading(Rank):
         with ExitStack() as last_first:
             last_first.callback(give_back_freed)
             last_first.callback(super().close)
-            last_first.callback(self.group.close)
+            last_first.callback(self._let_go)

@@ -24,6 +24,10 @@ from verbatim.model.patching import threads
 from verbatim.model.recurrent import reads_weight
 from verbatim.model.shard import COLUMNS, Columns, RankExperts, Ranks, bounds_of, splits_exactly
 from verbatim.model.spec import inner_model
+from verbatim.numerics import numerics_key
+from verbatim.options import dtype_name
+from verbatim.placement.cluster.wire import dtype_named
+from verbatim.placement.options import EngineOptions
 from verbatim.placement.parallel.heads import own_layers
 from verbatim.placement.parallel.ranks import Gloo
 from verbatim.weights.files import read_whole
@@ -46,6 +50,16 @@ class Cut:
     report: PackingReport | None = None  # of what this rank holds
     original: dict[str, Tensor] = field(default_factory=dict)  # the state dict of the whole model
     ranges: dict[str, Range] = field(default_factory=dict)  # what this rank holds of a weight
+
+
+def key_of(loaded: LoadedModel, options: EngineOptions) -> str:
+    """Return the numerics key of a model that is about to be opened, which all ranks must have in common."""
+    kv_dtype, kind = options.kv_dtype, loaded.quantization
+    return numerics_key(
+        dtype_name(inner_model(loaded.module).config.dtype),
+        "auto" if kv_dtype is None else dtype_named(kv_dtype),
+        None if kind is None else kind.name,
+    )
 
 
 def take_share(
