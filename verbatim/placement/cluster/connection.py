@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verbatim.errors import VerbatimError
-from verbatim.placement.cluster.frame import Expected, Leaving
+from verbatim.placement.cluster.rows import FIRST, Rows, decode_rows, encode_rows
 from verbatim.placement.cluster.wire import PREFIX, decode, encode, sizes
 
 _SAY_S = 10.0  # in which a message has to be on its way, or the other side is taken for dead
@@ -22,11 +22,7 @@ class LinkLost(VerbatimError):
 
 
 class Connection:
-    """A link over TCP; over a Unix socket, which is faster, between processes of one machine.
-
-    Attributes:
-        expected: what the next message is likely to be, for which memory is ready; set by any thread.
-    """
+    """A link over TCP; over a Unix socket, which is faster, between processes of one machine."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(None)
@@ -39,38 +35,17 @@ class Connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         self._connection = connection
         self._sending = threading.Lock()
-        self._leaving: Leaving | None = None
-        self.expected: Expected | None = None
         # What has come and was not asked for yet, so that a small message is one call to the system.
         self._came = bytearray(_AHEAD)
         self._ahead = memoryview(self._came)
         self._begin = self._end = 0
 
     def send(self, message: Mapping[str, Any]) -> None:
-        if message.get("do") == "rows":
-            return self._send_rows(message)
-        buffers = encode(message)
+        rows = message.get("rows")
+        buffers = encode_rows(rows) if isinstance(rows, Rows) else encode(message)
         with self._sending:
             try:
                 self._send(buffers)
-            except OSError as error:
-                self.close()
-                raise LinkLost(f"the connection is lost: {error}") from None
-
-    def _send_rows(self, message: Mapping[str, Any]) -> None:
-        """Send hidden states from a buffer that is kept."""
-        with self._sending:
-            try:
-                if self._leaving is None or not self._leaving.fill(message):
-                    self._send(encode(message))
-                    # What is large is better sent from where it is.
-                    small = message["hidden"].nbytes < _AHEAD // 2
-                    self._leaving = Leaving(message) if small else None
-                    return
-                raw = self._leaving.raw
-                sent = self._connection.send(raw)
-                if sent < len(raw):
-                    self._connection.sendall(memoryview(raw)[sent:])
             except OSError as error:
                 self.close()
                 raise LinkLost(f"the connection is lost: {error}") from None
@@ -88,23 +63,21 @@ class Connection:
 
     def receive(self) -> dict[str, Any]:
         try:
-            if self._begin == self._end:
-                self._begin, self._end = 0, self._receive(self._ahead)
-                expected = self.expected
-                if expected is not None:
-                    message = expected.read(self._came, self._end)
-                    if message is not None:
-                        self.expected = None
-                        self._begin = self._end
-                        return message
-            header_size, array_size = sizes(bytes(self._take(PREFIX.size)))
+            header_size, array_size = sizes(self._take(PREFIX.size))
             header, arrays = self._take(header_size), self._take(array_size)
         except OSError as error:
             raise LinkLost(f"the connection is lost: {error}") from None
-        return decode(bytes(header), arrays)
+        if header and header[0] == FIRST:
+            return {"do": "rows", "rows": decode_rows(header, arrays)}
+        return decode(header, arrays)
 
     def _take(self, count: int) -> bytearray:
         """Return the next bytes, in memory that is allocated as they arrive, since `count` may be a lie."""
+        if self._begin == self._end and 0 < count < _AHEAD:
+            self._begin, self._end = 0, self._receive(self._ahead)
+        if self._begin + count <= self._end:
+            self._begin += count
+            return self._came[self._begin - count : self._begin]
         found = bytearray(min(count, _AT_ONCE))
         self._fill(memoryview(found))
         while len(found) < count:

@@ -17,14 +17,14 @@ class Figures:
 
     def note(self, seconds: float, parts: int, answer: dict[str, Any]) -> None:
         """Add a step in `parts` micro-batches that took `seconds`, with the times in its answer."""
-        busy = answer["busy"]
         self.steps += 1
         self.total_s += seconds
-        self.compute_s += sum(busy)
+        self.compute_s += answer["busy"]
         self.draw_s += answer["draw_s"]
         if parts == 1:
-            self._hops += answer["hops"]
-            self._rest.append(seconds - sum(busy) - answer["draw_s"])
+            if answer["num_hops"]:
+                self._hops.append(answer["hops"] / answer["num_hops"])
+            self._rest.append(seconds - answer["busy"] - answer["draw_s"])
             del self._hops[:-1000], self._rest[:-1000]
 
     def as_dict(self) -> dict[str, float | None]:

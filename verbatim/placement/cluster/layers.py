@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from verbatim.model.patching import threads
 from verbatim.numerics import numerics_key
 from verbatim.options import available_memory, dtype_name
 from verbatim.placement.cluster.drafts import open_part
-from verbatim.placement.cluster.part import Part
+from verbatim.placement.cluster.part import Part, PartOutput
 from verbatim.placement.cluster.split import Split
 from verbatim.placement.cluster.tiered import limits_of
 from verbatim.placement.cluster.wire import dtype_named
@@ -32,17 +31,6 @@ from verbatim.protocols import Forward
 from verbatim.weights.identity import fingerprint
 
 Message = dict[str, Any]
-
-
-@dataclass(slots=True)
-class Made:
-    """The output of a stage for a micro-batch."""
-
-    leaving: Tensor | None  # [T, H], for the next stage
-    logits: Tensor | None  # [R, V], of the last stage
-    hidden: Tensor | None  # [R, H], what its head saw, where the batch wants it
-    busy: list[float] = field(default_factory=list)  # seconds in each stage
-    hops: list[float] = field(default_factory=list)  # seconds between them, where that can be told
 
 
 class Layers(Served):
@@ -135,7 +123,7 @@ class Layers(Served):
                 self._kept = HiddenStore(shape.hidden_size, kept, size, shape.hidden_dtype, cpu)
         return {"kv_bytes": self.runner.store.nbytes, "kept_blocks": kept}
 
-    def run(self, batch: Batch, hidden: Tensor | None, *, kept: bool = False) -> Made:
+    def run(self, batch: Batch, hidden: Tensor | None, *, kept: bool = False) -> PartOutput:
         """Run one micro-batch.
 
         Args:
@@ -146,13 +134,13 @@ class Layers(Served):
         store = runner.store
         if kept:
             assert self._kept is not None
-            return Made(self._kept.read(batch.slots(store.block_size)), None, None)
+            return PartOutput(self._kept.read(batch.slots(store.block_size)), None, None)
         batch.forced_experts = self._own("routing", batch.forced_experts)
         batch.forced_keys = self._own("indices", batch.forced_keys)
         out = part.run(runner.forward, batch, hidden)
         if out.leaving is not None and self._kept is not None:
             self._keep(batch, store, out.leaving)
-        return Made(*out)
+        return out
 
     def _own(self, name: str, forced: Tensor | None) -> Tensor | None:
         """Return what the layers here are forced to choose, of that of all layers."""

@@ -38,7 +38,7 @@ class Link(Protocol):
     """A connection for messages both ways. One thread at a time may receive, any may send."""
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send one message whole.
+        """Send one message whole; one with `rows` as hidden states, and nothing else of it.
 
         Raises:
             LinkLost: the other side is gone, or takes nothing.

@@ -7,10 +7,8 @@ import time
 from typing import Any
 
 from verbatim.errors import VerbatimError
-from verbatim.placement.cluster.connection import Connection
-from verbatim.placement.cluster.frame import Expected
 from verbatim.placement.cluster.link import Link, LinkLost, connect
-from verbatim.placement.cluster.messages import Mark
+from verbatim.placement.cluster.rows import Rows
 from verbatim.placement.cluster.wire import Garbage
 
 _ECHOES = 3  # round trips by which a new connection is measured
@@ -110,21 +108,15 @@ class Neighbours:
             if self.epoch == epoch and not self._closed:
                 self.tell({"epoch": epoch, "unreachable": str(error)})
 
-    def pass_on(self, mark: Mark, rows: Message) -> None:
+    def pass_on(self, rows: Rows) -> None:
         """Send to the next stage, unless that epoch is over; LinkLost if it can't be reached."""
         with self._lock:
-            link, stale = self._next, self.epoch != mark.epoch
+            link, stale = self._next, self.epoch != rows.mark.epoch
         if stale:
             return
         if link is None:
             raise LinkLost(f"stage {self.index} has no connection to stage {self.index + 1}")
-        link.send(rows)
-
-    def expect(self, rows: Expected) -> None:
-        """Prepare a buffer for what the previous stage is about to send."""
-        before = self._before
-        if isinstance(before, Connection):
-            before.expected = rows
+        link.send({"rows": rows})
 
     def tell(self, message: Message) -> None:
         """Send a report to the head, if there is one."""

@@ -162,7 +162,7 @@ class Stage:
     def _do(self, link: Link, message: Message) -> None:
         do = message.get("do", "")
         if do == "rows" or do == "work":  # first: what comes in every step
-            self._steps.take(do, message)
+            self._steps.take(message)
         elif do in self._share.calls:
             answer(link, message, self._share.call)
         elif do == "tell":

@@ -22,7 +22,7 @@ from verbatim.options import SENT_DTYPES
 from verbatim.placement.cluster.messages import FIELDS
 
 PREFIX = struct.Struct("<4sIQ")  # magic, bytes of JSON, bytes of arrays
-_MAGIC = b"vbt1"
+MAGIC = b"vbt1"
 _MAX_HEADER = 1 << 28
 _MAX_ARRAYS = 1 << 38
 # Keys that stand for what JSON lacks; no message of ours has one otherwise.
@@ -54,8 +54,6 @@ def encode(message: Mapping[str, Any]) -> list[Buffer]:
     Raises:
         TypeError: it holds something else than plain data, tensors on the CPU and objects of `FIELDS`.
     """
-    if message.get("do") == "rows":
-        return _encode_rows(message)
     writer = _Writer()
     header = json.dumps(writer.plain(message), separators=(",", ":")).encode()
     header += b" " * (-(PREFIX.size + len(header)) % _ALIGNED)
@@ -68,29 +66,27 @@ def encode(message: Mapping[str, Any]) -> list[Buffer]:
             padding = -len(data) % _ALIGNED
             buffers += [data, bytes(padding)] if padding else [data]
             size += len(data) + padding
-    return [PREFIX.pack(_MAGIC, len(header), size) + header, *buffers]
+    return [PREFIX.pack(MAGIC, len(header), size) + header, *buffers]
 
 
-def sizes(prefix: bytes) -> tuple[int, int]:
+def sizes(prefix: bytes | bytearray) -> tuple[int, int]:
     """Return the bytes of JSON and of arrays that follow these `PREFIX.size` bytes.
 
     Raises:
         Garbage: nothing of ours begins like that.
     """
     magic, header, arrays = PREFIX.unpack(prefix)
-    if magic != _MAGIC or header > _MAX_HEADER or arrays > _MAX_ARRAYS:
-        raise Garbage(f"{prefix[:8]!r} is not how a message of Verbatim's cluster begins")
+    if magic != MAGIC or header > _MAX_HEADER or arrays > _MAX_ARRAYS:
+        raise Garbage(f"{bytes(prefix[:8])!r} is not how a message of Verbatim's cluster begins")
     return header, arrays
 
 
-def decode(header: bytes, arrays: bytearray) -> dict[str, Any]:
+def decode(header: bytes | bytearray, arrays: bytearray) -> dict[str, Any]:
     """Decode a message, whose tensors are views of `arrays`.
 
     Raises:
         Garbage: this is no message.
     """
-    if header[:1] == _ROWS_FIRST:
-        return _decode_rows(header, arrays)
     try:
         message = json.loads(header, object_hook=_Reader(arrays).put_in)
     except Exception as error:  # the objects' own checks raise more than those of this file
@@ -185,69 +181,3 @@ class _Reader:
         made = kind(**dict(zip(FIELDS[kind], entries, strict=True)))
         self._objects.append(made)
         return made
-
-
-# Hidden states have a form of their own, made for `frame.py`: what is known beforehand comes first.
-_ROWS = struct.Struct("<BBHHqqqqq36s")
-_ROWS_FIRST = b"\1"  # no JSON begins like that
-# Where epoch, step and micro-batch stand in such a message, 8 bytes each.
-MARK_AT = PREFIX.size + struct.calcsize("<BBHH")
-_ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-def rows_begin(
-    mark: tuple[int, int, int],
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    times: tuple[int, int],
-    clock: str,
-) -> bytes:
-    """Return the first part of a message of hidden states, up to its times as float64: when they were sent,
-    seconds in each stage, seconds between stages. The states follow.
-
-    Args:
-        mark: epoch, step and micro-batch.
-        times: how many of the last two sorts there are.
-        clock: which one it is that they are read from.
-    """
-    raw = _ROWS.pack(1, _ROW_DTYPES.index(dtype), *times, *mark, *shape, clock.encode())
-    size = _ROWS.size + 8 * (1 + sum(times))
-    return PREFIX.pack(_MAGIC, size, shape[0] * shape[1] * dtype.itemsize) + raw
-
-
-def _encode_rows(message: Mapping[str, Any]) -> list[Buffer]:
-    hidden: Tensor = message["hidden"].contiguous()
-    busy, hops, (clock, sent) = message["busy"], message["hops"], message["sent"]
-    mark = message["epoch"], message["step"], message["part"]
-    rows, width = hidden.shape
-    begin = rows_begin(mark, (rows, width), hidden.dtype, (len(busy), len(hops)), clock)
-    begin += struct.pack(f"<{1 + len(busy) + len(hops)}d", sent, *busy, *hops)
-    data = memoryview(hidden.reshape(-1).view(torch.uint8).numpy().data)
-    return [begin, data] if hidden.nbytes else [begin]
-
-
-def _decode_rows(header: bytes, arrays: bytearray) -> dict[str, Any]:
-    try:
-        _, code, num_busy, num_hops, epoch, step, part, rows, width, clock = _ROWS.unpack_from(
-            header
-        )
-        sent, *times = struct.unpack_from(f"<{1 + num_busy + num_hops}d", header, _ROWS.size)
-        dtype = _ROW_DTYPES[code]
-        if rows < 0 or width < 0 or rows * width * dtype.itemsize != len(arrays):
-            raise ValueError(f"{len(arrays)} bytes for {rows} rows of {width}")
-        if arrays:
-            hidden = torch.frombuffer(arrays, dtype=dtype).view(rows, width)
-        else:
-            hidden = torch.empty(rows, width, dtype=dtype)
-    except (ValueError, IndexError, RuntimeError, struct.error) as error:
-        raise Garbage(f"not a message of Verbatim's cluster: {error}") from None
-    return {
-        "do": "rows",
-        "epoch": epoch,
-        "step": step,
-        "part": part,
-        "hidden": hidden,
-        "busy": times[:num_busy],
-        "hops": times[num_busy:],
-        "sent": [clock.rstrip(b"\0").decode(errors="replace"), sent],
-    }

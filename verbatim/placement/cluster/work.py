@@ -7,23 +7,32 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from verbatim.batch import Batch
 from verbatim.errors import VerbatimError
-from verbatim.placement.cluster.frame import Expected
-from verbatim.placement.cluster.layers import Layers, Made
+from verbatim.placement.cluster.layers import Layers
 from verbatim.placement.cluster.link import Link, LinkLost
 from verbatim.placement.cluster.messages import Mark
 from verbatim.placement.cluster.neighbours import Neighbours
+from verbatim.placement.cluster.part import PartOutput
+from verbatim.placement.cluster.rows import Rows
 
 _SPANS = 4096  # of the past, for benchmarks
 _RECENT_S = 10.0  # over which the speed is told
 
 Message = dict[str, Any]
-_NO_ROWS: Message = {"hidden": None, "busy": [], "hops": [], "sent": ["", 0.0]}
+
+
+class Computed(NamedTuple):
+    """What the last stage has computed of a micro-batch, and the times as of `Rows`."""
+
+    out: PartOutput
+    busy: float
+    hops: float
+    num_hops: int
 
 
 class Work:
@@ -42,8 +51,9 @@ class Work:
         self.num_tokens = 0
         self.busy_s = 0.0
         self.spans: deque[tuple[int, int, float, float, int]] = deque(maxlen=_SPANS)
-        self._halves: dict[Mark, dict[str, Message]] = {}  # what came of a micro-batch so far
-        self._made: dict[int, list[Made]] = {}  # by step, what the last stage has computed
+        self._work: dict[Mark, Message] = {}  # micro-batches whose hidden states have not come yet
+        self._rows: dict[Mark, Rows] = {}  # hidden states of which there is no micro-batch yet
+        self._computed: dict[int, list[Computed]] = {}  # by step, what the last stage has computed
         self._waiting: dict[int, list[tuple[Link, Message]]] = {}  # until that is there
 
     def status(self) -> Message:
@@ -57,81 +67,83 @@ class Work:
             "tokens_per_s": recent / _RECENT_S,  # that went through here lately, waiting included
         }
 
-    def take(self, do: str, message: Message) -> None:
+    def take(self, message: Message) -> None:
         """Take one half of a micro-batch: the work from the head, or hidden states from the previous stage.
 
         The head tells all stages at once, so that batches are decoded before their hidden states arrive.
         """
+        rows: Rows | None = message.get("rows")
+        mark = Mark(-1, -1, -1) if rows is None else rows.mark
         try:
-            mark = Mark(message["epoch"], message["step"], message["part"])
+            if rows is None:
+                mark = Mark(message["epoch"], message["step"], message["part"])
             if mark.epoch != self._neighbours.epoch or mark <= self.done:
                 raise VerbatimError(f"{mark} is of the past: this stage has done {self.done}")
-            if do == "work":
-                if not isinstance(message["batch"], Batch):
-                    raise TypeError("the batch of a piece of work is none")
-                if self._neighbours.index in message["fresh"]:
-                    # Of blocks whose contents came with its replay, or are gone.
-                    message["batch"].block_copies = []
-                if message["first"] == self._neighbours.index:
-                    return self._run(mark, message, _NO_ROWS)
-            halves = self._halves.setdefault(mark, {})
-            halves[do] = message
-            if len(halves) == 2:
-                self._run(mark, halves["work"], halves["rows"])
-            elif do == "work":
-                self._expect(mark, message)
+            if rows is not None:
+                self._rows[mark] = rows
+                work = self._work.get(mark)
+            else:
+                work = self._work[mark] = self._checked(message)
+                rows = self._rows.get(mark)
+            if work is not None and (rows is not None or work["first"] == self._neighbours.index):
+                self._run(mark, work, rows)
         except LinkLost as error:
-            self._neighbours.tell({**_failed(message), "unreachable": str(error)})
+            self._neighbours.tell({**_failed(mark), "unreachable": str(error)})
         except Exception as error:
-            self._neighbours.tell({**_failed(message), "error": described(error)})
+            self._neighbours.tell({**_failed(mark), "error": described(error)})
 
-    def _expect(self, mark: Mark, work: Message) -> None:
-        """Prepare a buffer for hidden states that have not arrived yet."""
-        part = self._layers.part
-        if part is not None:
-            shape = work["batch"].num_tokens, part.shape.hidden_size
-            before = self._neighbours.index - work["first"]
-            rows = Expected(mark, shape, part.shape.hidden_dtype, before, _CLOCK)
-            self._neighbours.expect(rows)
+    def _checked(self, work: Message) -> Message:
+        if not isinstance(work["batch"], Batch):
+            raise TypeError("the batch of a piece of work is none")
+        if self._neighbours.index in work["fresh"]:
+            # Of blocks whose contents came with its replay, or are gone.
+            work["batch"].block_copies = []
+        return work
 
-    def _run(self, mark: Mark, work: Message, rows: Message) -> None:
+    def _run(self, mark: Mark, work: Message, rows: Rows | None) -> None:
         """Run one micro-batch, and send it to the next stage."""
         self.done = mark
-        batch, hidden, (clock, sent) = work["batch"], rows["hidden"], rows["sent"]
-        kept = work["kept"] and work["first"] == self._neighbours.index
+        index, batch, hidden = self._neighbours.index, work["batch"], rows and rows.hidden
         begin = time.monotonic()
-        made = self._layers.run(batch, hidden, kept=kept)
+        out = self._layers.run(batch, hidden, kept=work["kept"] and work["first"] == index)
         ended = time.monotonic()
         # From here to the `begin` of the next stage it is a hop. The books can wait.
-        made.busy = [*rows["busy"], ended - begin]
-        made.hops = [*rows["hops"], begin - sent] if clock == _CLOCK else rows["hops"]
+        busy, hops, num_hops = ended - begin, 0.0, 0
+        if rows is not None:
+            busy, hops, num_hops = busy + rows.busy, rows.hops, rows.num_hops
+            if rows.clock == _CLOCK:
+                hops, num_hops = hops + begin - rows.sent, num_hops + 1
         try:
-            if work["stop"] > self._neighbours.index:
-                self._neighbours.pass_on(mark, _rows(mark, made, ended))
+            if work["stop"] > index:
+                assert out.leaving is not None
+                self._neighbours.pass_on(
+                    Rows(mark, out.leaving, _CLOCK, ended, busy, hops, num_hops)
+                )
             elif work["replays"]:
                 self._neighbours.tell({"ended": list(mark)})
             else:
-                self._keep(mark.step, work["parts"], made)
+                self._keep(mark.step, work["parts"], Computed(out, busy, hops, num_hops))
         finally:
             self._note(mark, batch.num_tokens, begin, ended)
 
     def _note(self, mark: Mark, num_tokens: int, begin: float, ended: float) -> None:
         """Record the time of a piece of work, by the monotonic clock."""
-        for old in [other for other in self._halves if other <= mark]:
-            del self._halves[old]
+        for halves in (self._work, self._rows):
+            for old in [other for other in halves if other <= mark]:
+                del halves[old]
         self.num_frames += 1
         self.num_tokens += num_tokens
         self.busy_s += ended - begin
         ahead = time.time() - time.monotonic()  # of the clock on the wall
         self.spans.append((mark.step, mark.part, begin + ahead, ended + ahead, num_tokens))
 
-    def _keep(self, step: int, parts: int, made: Made) -> None:
+    def _keep(self, step: int, parts: int, computed: Computed) -> None:
         """Keep the logits of the last stage until they are sampled."""
-        for past in (self._made, self._waiting):
+        for past in (self._computed, self._waiting):
             for old in [other for other in past if other < step]:
                 del past[old]
-        self._made.setdefault(step, []).append(made)
-        if len(self._made[step]) == parts:  # else one of them failed on the way
+        self._computed.setdefault(step, []).append(computed)
+        if len(self._computed[step]) == parts:  # else one of them failed on the way
             for link, message in self._waiting.pop(step, []):
                 answer(link, message, self._draw)
 
@@ -141,24 +153,25 @@ class Work:
         if message.get("epoch") != self._neighbours.epoch or step < self.done.step:
             stale = VerbatimError(f"step {step} of epoch {message.get('epoch')} is of the past")
             self._neighbours.tell({"call": message.get("call"), "error": described(stale)})
-        elif len(self._made.get(step, ())) == message["parts"]:
+        elif len(self._computed.get(step, ())) == message["parts"]:
             answer(link, message, self._draw)
         else:
             self._waiting.setdefault(step, []).append((link, message))
 
     def _draw(self, message: Message) -> Message:
         begin = time.perf_counter()
-        made = self._made[message["step"]]
-        rows = [part.logits for part in made if part.logits is not None]
+        parts = self._computed[message["step"]]
+        rows = [part.out.logits for part in parts if part.out.logits is not None]
         logits = torch.cat(rows) if len(rows) > 1 else rows[0]
         if message["do"] == "logits":
             return {"logits": logits[message["rows"]].float()}
-        hidden = [part.hidden for part in made if part.hidden is not None]
+        hidden = [part.out.hidden for part in parts if part.out.hidden is not None]
         return {
             "draws": self._layers.sample(logits, message["plan"]),
             "hidden": torch.cat(hidden) if hidden else None,
-            "busy": [*map(sum, zip(*(part.busy for part in made), strict=True))],
-            "hops": [hop for part in made for hop in part.hops],
+            "busy": sum(part.busy for part in parts),
+            "hops": sum(part.hops for part in parts),
+            "num_hops": sum(part.num_hops for part in parts),
             "draw_s": time.perf_counter() - begin,
         }
 
@@ -183,30 +196,16 @@ def described(error: Exception) -> list[str]:
     return [type(error).__name__, str(error) or type(error).__name__]
 
 
-def _rows(mark: Mark, made: Made, ended: float) -> Message:
-    """Return the message for the next stage."""
-    return {
-        "do": "rows",
-        "epoch": mark.epoch,
-        "step": mark.step,
-        "part": mark.part,
-        "hidden": made.leaving,
-        "busy": made.busy,
-        "hops": made.hops,
-        "sent": [_CLOCK, ended],
-    }
+def _failed(mark: Mark) -> Message:
+    return {"failed": mark.step, "epoch": mark.epoch}
 
 
-def _failed(message: Message) -> Message:
-    return {"failed": message.get("step"), "epoch": message.get("epoch")}
-
-
-def _clock() -> str:
+def _clock() -> bytes:
     """Return an id of the monotonic clock, equal for processes of the same boot."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
     except OSError:
-        return secrets.token_hex(8)  # equal to no other
+        return secrets.token_bytes(8).hex().encode()  # equal to no other
 
 
 _CLOCK = _clock()
