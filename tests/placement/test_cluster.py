@@ -34,14 +34,13 @@ from verbatim import (
 )
 from verbatim.draft import EarlyExit
 from verbatim.errors import ModelChanged
-from verbatim.placement import served
-from verbatim.placement.cluster import layers as stage_layers
-from verbatim.placement.cluster import neighbours
-from verbatim.placement.cluster import opening as cluster_opening
-from verbatim.placement.cluster import stage as stage_module
-from verbatim.placement.cluster.link import LinkLost
-from verbatim.placement.cluster.link import connect as connect_to
-from verbatim.placement.cluster.plan import Layout, divide
+from verbatim.placement.distributed import layers as stage_layers
+from verbatim.placement.distributed import neighbours, served
+from verbatim.placement.distributed import opening as cluster_opening
+from verbatim.placement.distributed import stage as stage_module
+from verbatim.placement.distributed.link import LinkLost
+from verbatim.placement.distributed.link import connect as connect_to
+from verbatim.placement.distributed.plan import Layout, divide
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": dict(

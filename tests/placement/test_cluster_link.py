@@ -34,15 +34,14 @@ from verbatim.batch import (
     dummy_batch,
 )
 from verbatim.core import Completion, DraftStats, FinishReason, Metrics, Result
-from verbatim.placement.cluster import link as link_module
-from verbatim.placement.cluster.connection import Connection
-from verbatim.placement.cluster.group import StageGroup
-from verbatim.placement.cluster.layers import Layers
-from verbatim.placement.cluster.link import Link, LinkLost, Listener, Refused, connect
-from verbatim.placement.cluster.messages import Mark
-from verbatim.placement.cluster.rows import Rows, decode_rows, encode_rows
-from verbatim.placement.cluster.stage import Stage
-from verbatim.placement.cluster.wire import PREFIX, Garbage, decode, encode, sizes
+from verbatim.placement.distributed import link as link_module
+from verbatim.placement.distributed.connection import Connection
+from verbatim.placement.distributed.group import StageGroup
+from verbatim.placement.distributed.layers import Layers
+from verbatim.placement.distributed.link import Link, LinkLost, Listener, Refused, connect
+from verbatim.placement.distributed.rows import Mark, Rows, decode_rows, encode_rows
+from verbatim.placement.distributed.stage import Stage
+from verbatim.placement.distributed.wire import PREFIX, Garbage, decode, encode, sizes
 
 KEY = b"k" * 32
 

@@ -24,7 +24,7 @@ from verbatim import (
     PipelineParallel,
 )
 from verbatim.draft import EarlyExit
-from verbatim.placement.cluster import layers as stage_layers
+from verbatim.placement.distributed import layers as stage_layers
 
 ON_DISK: dict[str, Any] = dict(weights=(0, 0, 100), kv=(0, 0, 100), activations=(0, 0, 100))
 PARTLY: dict[str, Any] = dict(weights=(30, 0, 70), batch_size=2, micro_batches=3)

@@ -40,13 +40,13 @@ from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.attention import paged_attention
 from verbatim.model import products
 from verbatim.model.shard import bounds_of
-from verbatim.placement.cluster.hosts import LocalHosts
-from verbatim.placement.cluster.stage import Stage
-from verbatim.placement.launcher import HOST
-from verbatim.placement.parallel import opening as parallel_opening
-from verbatim.placement.parallel.group import RankGroup, RankHost, RankHosts
-from verbatim.placement.parallel.heads import split_heads
-from verbatim.placement.served import Served
+from verbatim.placement.distributed import rank_opening as parallel_opening
+from verbatim.placement.distributed.heads import split_heads
+from verbatim.placement.distributed.hosts import LocalHosts
+from verbatim.placement.distributed.launcher import HOST
+from verbatim.placement.distributed.rank_group import RankGroup, RankHost, RankHosts
+from verbatim.placement.distributed.served import Served
+from verbatim.placement.distributed.stage import Stage
 
 Folders = Callable[[str], Path]
 

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from verbatim.placement.cluster.hosts import NoHost
-from verbatim.placement.cluster.layers import Layers
-from verbatim.placement.cluster.link import Address
-from verbatim.placement.cluster.stage import Stage
+from verbatim.placement.distributed.hosts import NoHost
+from verbatim.placement.distributed.layers import Layers
+from verbatim.placement.distributed.link import Address
+from verbatim.placement.distributed.stage import Stage
 
 _MOST_BLOCKS = 512  # that a test takes
 _opening = threading.Lock()
