@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -163,8 +164,10 @@ class Leading(Rank):
         self.group.ask({"do": "sleep", "weights": weights})
 
     def wake(self) -> None:
-        super().wake()
-        self.group.ask({"do": "wake"})
+        with ThreadPoolExecutor(1) as pool:  # all ranks read at the same time
+            own = pool.submit(super().wake)
+            self.group.ask({"do": "wake"})
+            own.result()
 
     def close(self) -> None:
         with ExitStack() as last_first:
