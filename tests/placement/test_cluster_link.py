@@ -306,10 +306,10 @@ def test_a_connection_carries_hidden_states(near: bool, monkeypatch: pytest.Monk
             (1, torch.float32),
         ]
     ):
-        message = {"do": "rows", "rows": some_rows(step, rows, dtype)}
-        sending = threading.Thread(target=link.send, args=(message,))
+        sent = some_rows(step, rows, dtype)
+        sending = threading.Thread(target=link.send, args=(encode_rows(sent),))
         sending.start()
-        assert same(there.receive(), message), step
+        assert same(there.receive(), {"do": "rows", "rows": sent}), step
         sending.join()
     # They may come with something behind them, or in pieces.
     message = {"do": "rows", "rows": some_rows(20, 2, torch.bfloat16)}

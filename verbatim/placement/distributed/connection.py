@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from verbatim.errors import VerbatimError
-from verbatim.placement.distributed.rows import FIRST, Rows, decode_rows, encode_rows
-from verbatim.placement.distributed.wire import PREFIX, decode, encode, sizes
+from verbatim.placement.distributed.rows import FIRST, decode_rows
+from verbatim.placement.distributed.wire import PREFIX, Buffer, decode, encode, sizes
 
 _SAY_S = 10.0  # in which a message has to be on its way, or the other side is taken for dead
 _AHEAD = 1 << 16  # bytes
@@ -40,9 +40,8 @@ class Connection:
         self._ahead = memoryview(self._came)
         self._begin = self._end = 0
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        rows = message.get("rows")
-        buffers = encode_rows(rows) if isinstance(rows, Rows) else encode(message)
+    def send(self, message: Mapping[str, Any] | list[Buffer]) -> None:
+        buffers = message if isinstance(message, list) else encode(message)
         with self._sending:
             try:
                 self._send(buffers)
@@ -50,7 +49,7 @@ class Connection:
                 self.close()
                 raise LinkLost(f"the connection is lost: {error}") from None
 
-    def _send(self, buffers: list[bytes | memoryview]) -> None:
+    def _send(self, buffers: list[Buffer]) -> None:
         if len(buffers) <= 64:
             sent = self._connection.sendmsg(buffers)
             for buffer in buffers:

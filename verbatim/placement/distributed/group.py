@@ -21,6 +21,7 @@ from verbatim.errors import (
 from verbatim.placement.distributed.hosts import Host, Hosts, NoHost
 from verbatim.placement.distributed.link import Link, LinkLost, Refused, connect
 from verbatim.placement.distributed.served import versions
+from verbatim.placement.distributed.wire import Buffer
 from verbatim.shield import Shield
 
 _PING_S = 0.5  # between two looks at who is still there, while something is waited for
@@ -84,7 +85,7 @@ class StageHandle:
         except VerbatimError as error:
             inbox.put((self, str(error)))
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any] | list[Buffer]) -> None:
         """Send, or mark the stage as lost."""
         try:
             with Shield().up():  # half a message would be the end of the connection

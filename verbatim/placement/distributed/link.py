@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from verbatim.errors import VerbatimError
 from verbatim.placement.distributed.connection import Connection, LinkLost
-from verbatim.placement.distributed.wire import Garbage
+from verbatim.placement.distributed.wire import Buffer, Garbage
 
 PROTOCOL = 1
 _GREETING = b"verbatim-cluster-%d\n" % PROTOCOL
@@ -37,8 +37,8 @@ class Refused(VerbatimError):
 class Link(Protocol):
     """A connection for messages both ways. One thread at a time may receive, any may send."""
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Send one message whole; one with `rows` as hidden states, and nothing else of it.
+    def send(self, message: Mapping[str, Any] | list[Buffer]) -> None:
+        """Send one message whole; it may be encoded already.
 
         Raises:
             LinkLost: the other side is gone, or takes nothing.

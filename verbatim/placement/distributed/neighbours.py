@@ -8,7 +8,7 @@ from typing import Any
 
 from verbatim.errors import VerbatimError
 from verbatim.placement.distributed.link import Link, LinkLost, connect
-from verbatim.placement.distributed.rows import Rows
+from verbatim.placement.distributed.rows import Rows, encode_rows
 from verbatim.placement.distributed.wire import Garbage
 
 _ECHOES = 3  # round trips by which a new connection is measured
@@ -116,7 +116,7 @@ class Neighbours:
             return
         if link is None:
             raise LinkLost(f"stage {self.index} has no connection to stage {self.index + 1}")
-        link.send({"rows": rows})
+        link.send(encode_rows(rows))
 
     def tell(self, message: Message) -> None:
         """Send a report to the head, if there is one."""

@@ -11,6 +11,7 @@ from verbatim.placement.distributed.group import Message, StageGone, StageGroup,
 from verbatim.placement.distributed.hosts import Host, Hosts, LocalHost, NoHost
 from verbatim.placement.distributed.link import Address
 from verbatim.placement.distributed.stage import Stage
+from verbatim.placement.distributed.wire import encode
 
 _TELL_S = 3.0  # in which it becomes known who is gone
 _MORE_S = 0.05  # for the reports of others, which may have caused it
@@ -86,8 +87,9 @@ class RankGroup(StageGroup):
         Raises:
             TierFailed: one is gone; the message names it. The others have got it.
         """
+        encoded = encode(message)
         for member in self.members:
-            member.send(message)
+            member.send(encoded)
         if self.lost:
             raise self.failure(None)
 
@@ -133,8 +135,9 @@ class Followers:
 
     def tell(self, told: Mapping[str, Any]) -> None:
         """Send their programs a message; TierFailed if one is gone."""
+        encoded = encode({"do": "tell", "told": told})
         for member in self._members:
-            member.send({"do": "tell", "told": told})
+            member.send(encoded)
         for member in self._members:
             if member.lost is not None:
                 raise TierFailed(str(member))

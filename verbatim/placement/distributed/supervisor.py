@@ -23,6 +23,7 @@ from verbatim.placement.distributed.hosts import NoHost
 from verbatim.placement.distributed.plan import Range
 from verbatim.placement.distributed.rows import Mark
 from verbatim.placement.distributed.stage_launcher import StageLauncher
+from verbatim.placement.distributed.wire import encode
 
 _LOOK_S = 5.0  # between two looks for machines that have joined
 _log = logging.getLogger("verbatim.cluster")
@@ -257,8 +258,9 @@ class Supervisor:
             "replays": replays,
             "batch": batch,
         }
+        encoded = encode(work)
         for member in self.group.members[first : stop + 1]:
-            member.send(work)
+            member.send(encoded)
 
     def raise_if_failed(self, member: StageHandle, report: Message, step: int) -> None:
         """Raise the error that a stage reports of this step, or of its connection to the next stage."""
