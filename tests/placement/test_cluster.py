@@ -38,8 +38,8 @@ from verbatim.placement.distributed import layers as stage_layers
 from verbatim.placement.distributed import neighbours, served
 from verbatim.placement.distributed import opening as cluster_opening
 from verbatim.placement.distributed import stage as stage_module
+from verbatim.placement.distributed.handshake import connect as connect_to
 from verbatim.placement.distributed.link import LinkLost
-from verbatim.placement.distributed.link import connect as connect_to
 from verbatim.placement.distributed.plan import Layout, divide
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -34,11 +34,11 @@ from verbatim.batch import (
     dummy_batch,
 )
 from verbatim.core import Completion, DraftStats, FinishReason, Metrics, Result
-from verbatim.placement.distributed import link as link_module
-from verbatim.placement.distributed.connection import Connection
+from verbatim.placement.distributed import handshake
 from verbatim.placement.distributed.group import StageGroup
+from verbatim.placement.distributed.handshake import Listener, Refused, connect
 from verbatim.placement.distributed.layers import Layers
-from verbatim.placement.distributed.link import Link, LinkLost, Listener, Refused, connect
+from verbatim.placement.distributed.link import Link, LinkLost
 from verbatim.placement.distributed.rows import Mark, Rows, decode_rows, encode_rows
 from verbatim.placement.distributed.stage import Stage
 from verbatim.placement.distributed.wire import PREFIX, Garbage, decode, encode, sizes
@@ -229,7 +229,7 @@ def test_fuzzed_frames_are_messages_or_garbage() -> None:
         with ours, theirs:
             theirs.sendall(raw)
             theirs.shutdown(socket.SHUT_WR)
-            link = Connection(ours)
+            link = Link(ours)
             with contextlib.suppress(Garbage, LinkLost):
                 while True:
                     assert isinstance(link.receive(), dict)
@@ -289,12 +289,11 @@ def test_who_knows_the_key_is_let_in_and_heard(guests: Guests) -> None:
 
 @pytest.mark.parametrize("near", [True, False], ids=["one-machine", "tcp"])
 def test_a_connection_carries_hidden_states(near: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "_HAS_NAMES", near and sys.platform == "linux")
+    monkeypatch.setattr(handshake, "_HAS_NAMES", near and sys.platform == "linux")
     guests = Guests()
     link = connect(guests.address, KEY, {"name": "me"})
     link.receive()
     there = guests.links[0]
-    assert isinstance(link, Connection)
     if sys.platform == "linux":
         assert (link._connection.family == socket.AF_UNIX) == near
     for step, (rows, dtype) in enumerate(
@@ -331,7 +330,7 @@ def some_rows(step: int, rows: int, dtype: torch.dtype) -> Rows:
     return Rows(Mark(3, step, 5), hidden, b"a clock", 12345.678, 1e-9 * step, 0.3, 2)
 
 
-def send_slowly(link: Connection, pieces: list[bytes]) -> None:
+def send_slowly(link: Link, pieces: list[bytes]) -> None:
     for piece in pieces:
         link._connection.sendall(piece)
         time.sleep(0.02)
@@ -346,7 +345,7 @@ def send_often(link: Link, message: dict[str, Any]) -> None:
 def test_who_does_not_is_told_why(guests: Guests, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Refused, match="the cluster's key is another one"):
         connect(guests.address, b"x" * 32, {"name": "me"})
-    monkeypatch.setattr(link_module, "_GREETING", b"verbatim-cluster-7\n")
+    monkeypatch.setattr(handshake, "_GREETING", b"verbatim-cluster-7\n")
     with pytest.raises(
         Refused, match="it speaks verbatim-cluster-1, and this side verbatim-cluster-7"
     ):
@@ -391,7 +390,7 @@ def test_an_impostor_behind_the_address_is_found_out() -> None:
         for answer in (b"+" + bytes(32), b"HTTP/1.1 400 Bad Request\r\n"):
             peer, _ = server.accept()
             if answer[:1] == b"+":
-                peer.sendall(link_module._GREETING + bytes(32))
+                peer.sendall(handshake._GREETING + bytes(32))
                 peer.recv(1000)
             peer.sendall(answer)
             with contextlib.suppress(ConnectionError):
@@ -412,10 +411,10 @@ def test_an_impostor_behind_the_address_is_found_out() -> None:
 def test_strangers_of_all_kinds_leave_a_door_open_for_friends(
     guests: Guests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "_SHAKE_S", 0.3)
+    monkeypatch.setattr(handshake, "_SHAKE_S", 0.3)
     strangers = [socket.create_connection(guests.address) for _ in range(20)]
     for i, stranger in enumerate(strangers[:15]):
-        said = [b"GET / HTTP/1.1\r\n\r\n" * 10, b"\0" * 5000, link_module._GREETING + bytes(64)][
+        said = [b"GET / HTTP/1.1\r\n\r\n" * 10, b"\0" * 5000, handshake._GREETING + bytes(64)][
             i % 3
         ]
         stranger.sendall(said)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from verbatim.errors import NotSupported
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.early_exit import EarlyExit, EarlyExitLayers, open_draft_layers
@@ -13,8 +11,7 @@ from verbatim.model.spec import inner_model
 from verbatim.placement.distributed.part import Part
 from verbatim.placement.distributed.split import Split
 from verbatim.placement.distributed.tiered import placing
-
-Message = dict[str, Any]
+from verbatim.placement.distributed.wire import Message
 
 
 def describe(draft: Mtp | EarlyExit | None) -> Message | None:

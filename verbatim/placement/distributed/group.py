@@ -18,10 +18,11 @@ from verbatim.errors import (
     OutOfBlocks,
     VerbatimError,
 )
+from verbatim.placement.distributed.handshake import Refused, connect
 from verbatim.placement.distributed.hosts import Host, Hosts, NoHost
-from verbatim.placement.distributed.link import Link, LinkLost, Refused, connect
+from verbatim.placement.distributed.link import Link, LinkLost
 from verbatim.placement.distributed.served import versions
-from verbatim.placement.distributed.wire import Buffer
+from verbatim.placement.distributed.wire import Buffer, Message
 from verbatim.shield import Shield
 
 _PING_S = 0.5  # between two looks at who is still there, while something is waited for
@@ -29,7 +30,6 @@ _LOADING_S = 60.0  # who reads weights and imports libraries may be silent for s
 
 _log = logging.getLogger("verbatim.cluster")
 
-Message = dict[str, Any]
 
 _ERRORS = {
     kind.__name__: kind

@@ -6,8 +6,8 @@ import time
 from typing import Any, Protocol
 
 from verbatim.errors import VerbatimError
+from verbatim.placement.distributed.handshake import Address
 from verbatim.placement.distributed.launcher import HOST, Launcher, WorkerProcess
-from verbatim.placement.distributed.link import Address
 
 _START_S = 120.0  # until a process listens: the first one imports torch and transformers
 

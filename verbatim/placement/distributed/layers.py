@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,14 +22,12 @@ from verbatim.placement.distributed.part import Part, PartOutput
 from verbatim.placement.distributed.served import Served
 from verbatim.placement.distributed.split import Split
 from verbatim.placement.distributed.tiered import limits_of
-from verbatim.placement.distributed.wire import dtype_named
+from verbatim.placement.distributed.wire import Message, dtype_named
 from verbatim.placement.offload.opening import open_tiered
 from verbatim.placement.options import EngineOptions
 from verbatim.placement.resident import Resident
 from verbatim.protocols import Forward
 from verbatim.weights.identity import fingerprint
-
-Message = dict[str, Any]
 
 
 class Layers(Served):

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
 from verbatim.errors import VerbatimError
-from verbatim.placement.distributed.link import Link, LinkLost, connect
+from verbatim.placement.distributed.handshake import connect
+from verbatim.placement.distributed.link import Link, LinkLost
 from verbatim.placement.distributed.rows import Rows, encode_rows
-from verbatim.placement.distributed.wire import Garbage
+from verbatim.placement.distributed.wire import Garbage, Message
 
 _ECHOES = 3  # round trips by which a new connection is measured
-
-Message = dict[str, Any]
 
 
 class Neighbours:

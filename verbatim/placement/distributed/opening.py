@@ -16,7 +16,7 @@ from verbatim.errors import InvalidRequest, OutOfBlocks
 from verbatim.model.early_exit import EarlyExit
 from verbatim.placement.distributed.choice import Cluster
 from verbatim.placement.distributed.drafts import describe, extra_bytes
-from verbatim.placement.distributed.group import Message, StageGroup, StageHandle
+from verbatim.placement.distributed.group import StageGroup, StageHandle
 from verbatim.placement.distributed.hosts import Hosts, LocalHosts
 from verbatim.placement.distributed.plan import Layout
 from verbatim.placement.distributed.ray_hosts import RayHosts
@@ -25,6 +25,7 @@ from verbatim.placement.distributed.split import Split
 from verbatim.placement.distributed.stage_launcher import StageLauncher
 from verbatim.placement.distributed.supervisor import Supervisor
 from verbatim.placement.distributed.tiered import joined_limits
+from verbatim.placement.distributed.wire import Message
 from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions, Placed, ToOpen
 from verbatim.weights.identity import fingerprint
 

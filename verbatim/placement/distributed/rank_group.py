@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verbatim.errors import TierFailed
-from verbatim.placement.distributed.group import Message, StageGone, StageGroup, StageHandle
+from verbatim.placement.distributed.group import StageGone, StageGroup, StageHandle
+from verbatim.placement.distributed.handshake import Address
 from verbatim.placement.distributed.hosts import Host, Hosts, LocalHost, NoHost
-from verbatim.placement.distributed.link import Address
 from verbatim.placement.distributed.stage import Stage
-from verbatim.placement.distributed.wire import encode
+from verbatim.placement.distributed.wire import Message, encode
 
 _TELL_S = 3.0  # in which it becomes known who is gone
 _MORE_S = 0.05  # for the reports of others, which may have caused it

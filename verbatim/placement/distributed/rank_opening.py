@@ -36,10 +36,11 @@ from verbatim.placement.distributed.rank_group import (
     RankHosts,
 )
 from verbatim.placement.distributed.rank_share import RankShare
-from verbatim.placement.distributed.served import Message, Served
+from verbatim.placement.distributed.served import Served
 from verbatim.placement.distributed.stage import Stage
 from verbatim.placement.distributed.tensor import Leading
 from verbatim.placement.distributed.torchrun import check_size, exchange, launched, meet
+from verbatim.placement.distributed.wire import Message
 from verbatim.placement.options import EngineOptions, Placed, ToOpen
 
 

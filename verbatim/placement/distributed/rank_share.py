@@ -13,8 +13,9 @@ from verbatim.placement.distributed.columns import Shared, key_of, open_share
 from verbatim.placement.distributed.drafts import options_of
 from verbatim.placement.distributed.gloo import Gloo
 from verbatim.placement.distributed.heads import HeadStore
-from verbatim.placement.distributed.served import Message, Served
+from verbatim.placement.distributed.served import Served
 from verbatim.placement.distributed.tensor import Rank
+from verbatim.placement.distributed.wire import Message
 
 
 class RankShare(Served):

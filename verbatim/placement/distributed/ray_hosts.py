@@ -14,8 +14,8 @@ from typing import Any
 
 from verbatim.errors import NotSupported, VerbatimError, first_line
 from verbatim.placement.distributed.contact import NAMESPACE, answers, begin_ray, import_ray
+from verbatim.placement.distributed.handshake import Address
 from verbatim.placement.distributed.hosts import Host, NoHost
-from verbatim.placement.distributed.link import Address
 
 _START_S = 60.0  # for a process to come up, imports included
 _LOOK_S = 2.0  # between two looks at whether a machine is there, while a process comes up on it

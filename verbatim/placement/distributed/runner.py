@@ -21,8 +21,9 @@ from verbatim.errors import NotSupported, StageFailed, VerbatimError
 from verbatim.model.routing import joined
 from verbatim.params import CHOICES
 from verbatim.placement.distributed.choice import Cluster
-from verbatim.placement.distributed.group import Message, StageGone, StageGroup, StageHandle
+from verbatim.placement.distributed.group import StageGone, StageGroup, StageHandle
 from verbatim.placement.distributed.supervisor import Supervisor
+from verbatim.placement.distributed.wire import Message
 from verbatim.placement.offload.cut import cut
 from verbatim.protocols import Forward
 from verbatim.weights.update import NewWeights

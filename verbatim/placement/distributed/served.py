@@ -16,12 +16,11 @@ from verbatim.errors import VerbatimError
 from verbatim.kv.flat import row_bytes
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.options import available_memory
+from verbatim.placement.distributed.wire import Message
 from verbatim.placement.resident import Resident
 from verbatim.weights.identity import changed
 from verbatim.weights.reopen import reopen
 from verbatim.weights.update import WeightWriter
-
-Message = dict[str, Any]
 
 
 def versions() -> dict[str, str]:

@@ -16,12 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 from verbatim.errors import VerbatimError
-from verbatim.placement.distributed.link import Address, Link, LinkLost, Listener
+from verbatim.placement.distributed.handshake import Address, Listener
+from verbatim.placement.distributed.link import Link, LinkLost
 from verbatim.placement.distributed.neighbours import Neighbours
-from verbatim.placement.distributed.wire import Garbage
+from verbatim.placement.distributed.wire import Garbage, Message
 from verbatim.placement.distributed.work import Work, answer, described
-
-Message = dict[str, Any]
 
 
 class Stage:

@@ -7,8 +7,9 @@ from collections import Counter
 from verbatim.batch import Adapter
 from verbatim.errors import NotSupported
 from verbatim.params import CHOICES
-from verbatim.placement.distributed.group import Message, StageGroup, StageHandle
+from verbatim.placement.distributed.group import StageGroup, StageHandle
 from verbatim.placement.distributed.plan import Layout, Range
+from verbatim.placement.distributed.wire import Message
 
 
 class StageLauncher:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.loader import LoadedModel
 from verbatim.model.mtp_source import Mtp
 from verbatim.model.spec import ModelSpec
+from verbatim.placement.distributed.wire import Message
 from verbatim.placement.offload.planner import BUDGET_SHARE
 from verbatim.placement.offload.report import plan_line
 from verbatim.placement.offload.tiers import Tiers
 from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions
-
-Message = dict[str, Any]
 
 _LIMITS = ("max_sequences", "max_batch_tokens", "prompt_rows")  # of `EngineOptions`
 

@@ -87,6 +87,7 @@ FIELDS: dict[type, tuple[str, ...]] = {
 _KINDS = {kind.__name__: kind for kind in FIELDS}
 
 Buffer = bytes | memoryview
+Message = dict[str, Any]
 
 
 def dtype_named(dtype: torch.dtype | Packing) -> str:

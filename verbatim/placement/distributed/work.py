@@ -18,11 +18,10 @@ from verbatim.placement.distributed.link import Link, LinkLost
 from verbatim.placement.distributed.neighbours import Neighbours
 from verbatim.placement.distributed.part import PartOutput
 from verbatim.placement.distributed.rows import Mark, Rows
+from verbatim.placement.distributed.wire import Message
 
 _SPANS = 4096  # of the past, for benchmarks
 _RECENT_S = 10.0  # over which the speed is told
-
-Message = dict[str, Any]
 
 
 class Computed(NamedTuple):
