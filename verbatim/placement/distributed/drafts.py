@@ -1,16 +1,13 @@
-"""Draft layers on a stage: MTP layers on the last one, and the model's first layers on the first one."""
+"""Draft layers in other processes: their options as plain data, and their sizes."""
 
 from __future__ import annotations
 
 from verbatim.errors import NotSupported
-from verbatim.model.draft_layers import DraftLayers
-from verbatim.model.early_exit import EarlyExit, EarlyExitLayers, open_draft_layers
+from verbatim.model.early_exit import EarlyExit
 from verbatim.model.loader import LoadedModel
 from verbatim.model.mtp_source import Mtp, mtp_size
 from verbatim.model.spec import inner_model
-from verbatim.placement.distributed.part import Part
 from verbatim.placement.distributed.split import Split
-from verbatim.placement.distributed.tiered import placing
 from verbatim.placement.distributed.wire import Message
 
 
@@ -52,36 +49,3 @@ def extra_bytes(
     assert loaded.folder is not None
     _, nbytes = mtp_size(inner_model(loaded.module), loaded.folder, draft.beside)
     return 0, split.embedding_bytes + nbytes
-
-
-def open_part(loaded: LoadedModel, split: Split, message: Message) -> tuple[Part, DraftLayers]:
-    """Open the layers of a stage, and its draft layers.
-
-    Args:
-        message: `first`, `end`, and `draft`, as of `describe`.
-
-    Raises:
-        UnsupportedModel, TierFailed: as of `Part`.
-        NotSupported, InvalidRequest, ModelError: the draft layers can't be opened.
-    """
-    first, end, draft = message["first"], message["end"], options_of(message["draft"])
-    mtp = draft if isinstance(draft, Mtp) and end == split.num_layers else None
-    exits = isinstance(draft, EarlyExit) and first == 0
-    part = Part(
-        loaded,
-        first,
-        end,
-        split=split,
-        embeds=mtp is not None,
-        exits=exits,
-        place=placing(message, (end - first) / split.num_layers, mtp),
-    )
-    try:
-        if isinstance(draft, EarlyExit) and exits:
-            return part, EarlyExitLayers(part.decoder, draft.layers, part.whole)
-        if mtp is not None:
-            return part, open_draft_layers(mtp, part.decoder, loaded)
-    except BaseException:
-        part.close()
-        raise
-    return part, DraftLayers()

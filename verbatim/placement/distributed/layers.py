@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,21 +15,28 @@ from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.states import open_states
 from verbatim.kv.store import KVStore, cache_info, make_store
 from verbatim.model.draft_layers import DraftLayers
+from verbatim.model.early_exit import EarlyExit, EarlyExitLayers, open_draft_layers
 from verbatim.model.loader import LoadedModel, ModelSource
+from verbatim.model.mtp_source import Mtp
 from verbatim.model.patching import threads
+from verbatim.model.spec import ModelSpec
 from verbatim.numerics import numerics_key
 from verbatim.options import available_memory, dtype_name
-from verbatim.placement.distributed.drafts import open_part
+from verbatim.placement.distributed.drafts import options_of
 from verbatim.placement.distributed.part import Part, PartOutput
 from verbatim.placement.distributed.served import Served
 from verbatim.placement.distributed.split import Split
-from verbatim.placement.distributed.tiered import limits_of
 from verbatim.placement.distributed.wire import Message, dtype_named
 from verbatim.placement.offload.opening import open_tiered
-from verbatim.placement.options import EngineOptions
+from verbatim.placement.offload.planner import BUDGET_SHARE
+from verbatim.placement.offload.report import plan_line
+from verbatim.placement.offload.tiers import Tiers
+from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions
 from verbatim.placement.resident import Resident
 from verbatim.protocols import Forward
 from verbatim.weights.identity import fingerprint
+
+LIMITS = ("max_sequences", "max_batch_tokens", "prompt_rows")  # of `EngineOptions`, by a plan
 
 
 class Layers(Served):
@@ -65,7 +74,7 @@ class Layers(Served):
         with self._inspecting, threads(options.num_threads):
             loaded = self.skeleton(message["source"])
             assert self._split is not None
-            self.part, self._drafts = open_part(loaded, self._split, message)
+            self.part, self._drafts = _open_part(loaded, self._split, message)
             part = self.part
         for adapter in message.get("adapters", ()):
             part.decoder.load_adapter(adapter, partial=True)
@@ -80,7 +89,7 @@ class Layers(Served):
             "draft": self._drafts.info(),
             "limits": None
             if part.tiers is None
-            else limits_of(part.tiers, part.decoder.spec, self._drafts),
+            else _limits_of(part.tiers, part.decoder.spec, self._drafts),
             "numerics_key": numerics_key(
                 dtype_name(part.shape.dtype),
                 dtype_named(dtype),
@@ -202,6 +211,75 @@ class Layers(Served):
         if self.part is None:
             raise VerbatimError("this stage holds no layers yet, or sleeps")
         return self.part
+
+
+def _open_part(loaded: LoadedModel, split: Split, message: Message) -> tuple[Part, DraftLayers]:
+    """Open the layers of a stage, and its draft layers.
+
+    Args:
+        message: `first`, `end`, and `draft`, as of `describe`.
+
+    Raises:
+        UnsupportedModel, TierFailed: as of `Part`.
+        NotSupported, InvalidRequest, ModelError: the draft layers can't be opened.
+    """
+    first, end, draft = message["first"], message["end"], options_of(message["draft"])
+    mtp = draft if isinstance(draft, Mtp) and end == split.num_layers else None
+    exits = isinstance(draft, EarlyExit) and first == 0
+    place = None
+    if message["offload"] is not None:
+        place = partial(_tiers_of, message, (end - first) / split.num_layers, mtp)
+    part = Part(
+        loaded,
+        first,
+        end,
+        split=split,
+        embeds=mtp is not None,
+        exits=exits,
+        place=place,
+    )
+    try:
+        if isinstance(draft, EarlyExit) and exits:
+            return part, EarlyExitLayers(part.decoder, draft.layers, part.whole)
+        if mtp is not None:
+            return part, open_draft_layers(mtp, part.decoder, loaded)
+    except BaseException:
+        part.close()
+        raise
+    return part, DraftLayers()
+
+
+def _tiers_of(message: Message, share: float, draft: Mtp | None, own: LoadedModel) -> Tiers:
+    """Return the weights of a stage, read into the tiers of a plan.
+
+    Args:
+        message: as of `Layers.open`. `memory` is this stage's, and so are `kv_bytes`, which are None if such
+            a stage was never opened.
+        share: the part of the model's layers that the stage has.
+        draft: MTP layers beside them.
+        own: the layers.
+    """
+    offload, options, kv_bytes = message["offload"], message["options"], message["kv_bytes"]
+    if kv_bytes is None and options.kv_bytes is not None:
+        kv_bytes = int(options.kv_bytes * share)
+    if offload.gpu is None and offload.cpu is None:
+        if offload.weights is None:
+            offload = offload.replace(gpu=int(message["memory"] * BUDGET_SHARE))
+        elif kv_bytes is None:
+            kv_bytes = int(message["memory"] * DEFAULT_KV_SHARE)
+    options = replace(options, kv_bytes=kv_bytes, quantization=own.quantization)
+    return Tiers(own, offload, options, message["limit"], draft)
+
+
+def _limits_of(tiers: Tiers, spec: ModelSpec, drafts: DraftLayers) -> Message:
+    """Return what a stage's plan has room for."""
+    blocks, states = tiers.num_blocks(spec, drafts)
+    return {
+        "num_blocks": blocks,
+        "num_states": states if spec.states else None,
+        **{name: getattr(tiers.options, name) for name in LIMITS},
+        "plan": plan_line(tiers.plan, tiers.forecast.prediction),
+    }
 
 
 def _bytes_per_second() -> float:

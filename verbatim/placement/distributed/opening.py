@@ -8,6 +8,7 @@ import os
 import secrets
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -18,13 +19,13 @@ from verbatim.placement.distributed.choice import Cluster
 from verbatim.placement.distributed.drafts import describe, extra_bytes
 from verbatim.placement.distributed.group import StageGroup, StageHandle
 from verbatim.placement.distributed.hosts import Hosts, LocalHosts
+from verbatim.placement.distributed.layers import LIMITS
 from verbatim.placement.distributed.plan import Layout
 from verbatim.placement.distributed.ray_hosts import RayHosts
 from verbatim.placement.distributed.runner import Clustered
 from verbatim.placement.distributed.split import Split
 from verbatim.placement.distributed.stage_launcher import StageLauncher
 from verbatim.placement.distributed.supervisor import Supervisor
-from verbatim.placement.distributed.tiered import joined_limits
 from verbatim.placement.distributed.wire import Message
 from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions, Placed, ToOpen
 from verbatim.weights.identity import fingerprint
@@ -87,7 +88,7 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
             blocks = options.num_blocks(token_bytes, limit, num_states * state_bytes)
         else:
             limits = [member.shape["limits"] for member in members]
-            options, blocks, num_states = joined_limits(options, limits)
+            options, blocks, num_states = _joined_limits(options, limits)
             # A stage that is opened again has the same room.
             kv_bytes = blocks * options.block_size * token_bytes + num_states * state_bytes
             told["options"] = replace(told["options"], kv_bytes=kv_bytes)
@@ -187,3 +188,13 @@ def _with_kv(options: EngineOptions, members: list[StageHandle]) -> EngineOption
         for own in by_machine.values()
     )
     return replace(options, kv_bytes=int(share * weight(members)))
+
+
+def _joined_limits(
+    options: EngineOptions, limits: Sequence[Message]
+) -> tuple[EngineOptions, int, int]:
+    """Return options, blocks and slots of states that all stages have room for."""
+    least: dict[str, int] = {name: min(stage[name] for stage in limits) for name in LIMITS}
+    states = [stage["num_states"] for stage in limits if stage["num_states"] is not None]
+    blocks = min(stage["num_blocks"] for stage in limits)
+    return replace(options, **least), blocks, min(states, default=0)  # type: ignore[arg-type]
