@@ -28,9 +28,13 @@ if TYPE_CHECKING:
     from verbatim.llm import LLM
     from verbatim.model.quantization import Quantization
     from verbatim.params import SamplingParams
-    from verbatim.placement.cluster.choice import Cluster
+    from verbatim.placement.distributed.choice import (
+        Cluster,
+        ExpertParallel,
+        PipelineParallel,
+        TensorParallel,
+    )
     from verbatim.placement.offload.choice import Offload
-    from verbatim.placement.parallel.choice import ExpertParallel, PipelineParallel, TensorParallel
     from verbatim.sampling.sampler import sample
     from verbatim.session import Session
     from verbatim.tensors import generate
@@ -40,11 +44,11 @@ if TYPE_CHECKING:
 _HOMES = {
     "LLM": "verbatim.llm",
     "SamplingParams": "verbatim.params",
-    "Cluster": "verbatim.placement.cluster.choice",
+    "Cluster": "verbatim.placement.distributed.choice",
     "Offload": "verbatim.placement.offload.choice",
-    "TensorParallel": "verbatim.placement.parallel.choice",
-    "ExpertParallel": "verbatim.placement.parallel.choice",
-    "PipelineParallel": "verbatim.placement.parallel.choice",
+    "TensorParallel": "verbatim.placement.distributed.choice",
+    "ExpertParallel": "verbatim.placement.distributed.choice",
+    "PipelineParallel": "verbatim.placement.distributed.choice",
     "Quantization": "verbatim.model.quantization",
     "Session": "verbatim.session",
     "sample": "verbatim.sampling.sampler",

@@ -24,11 +24,10 @@ from verbatim.model.unused import check_unused_weights
 from verbatim.opening import open_engine, open_runner
 from verbatim.options import positive, switch
 from verbatim.params import SamplingParams
-from verbatim.placement.cluster.choice import Cluster
-from verbatim.placement.cluster.runner import Clustered
+from verbatim.placement.distributed.choice import Cluster, PipelineParallel, Ranked
+from verbatim.placement.distributed.runner import Clustered
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.options import DEFAULT_FOLDER_BYTES, EngineOptions, engine_options
-from verbatim.placement.parallel.choice import PipelineParallel, Ranked
 from verbatim.progress import progress_bar
 from verbatim.prompts import as_params, as_prompts
 from verbatim.protocols import Runner
