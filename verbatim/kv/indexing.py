@@ -20,7 +20,7 @@ from torch import Tensor
 from verbatim import kernels
 from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions, IndexOptions
-from verbatim.kv.attention import tree_sum
+from verbatim.kv.recurrence import tree_sum
 
 _TILE = 64  # keys scored at once, at absolute positions
 _MAX_ELEMENTS = 1 << 22  # of the largest temporary
@@ -114,9 +114,9 @@ def index_scores(
         return out
     tiles = []
     for tile in keys.split(_TILE):
-        scores = tree_sum(q[:, :, None] * tile, -1)[..., 0]
+        scores = tree_sum(q[:, :, None] * tile, -1)
         if weights is not None:
-            scores = tree_sum(scores.relu() * weights[..., None], 1)
+            scores = tree_sum(scores.relu() * weights[..., None], 1, keepdim=True)
         tiles.append(scores)
     return torch.cat(tiles, -1)
 

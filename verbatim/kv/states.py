@@ -19,6 +19,7 @@ from torch import Tensor
 from verbatim.batch import ZERO_STATE, Batch
 from verbatim.core import Sequence, SessionCache
 from verbatim.kv.blocks import BlockPool
+from verbatim.kv.flat import BlockStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,53 +57,40 @@ class StateRows(NamedTuple):
         return cls(batch.query_starts, sources, rows, targets)
 
 
-class StateStore:
+class StateStore(BlockStore):
     """The states of `num_slots` slots, in a tensor `[num_slots, *shape]` for each recurrent operation.
 
     Slot `ZERO_STATE` holds zeros, the state before the first token.
     """
 
-    token_axis: int | None = None  # of `read_blocks`
-
     def __init__(self, shapes: list[StateShape], num_slots: int, device: torch.device) -> None:
         self.shapes = shapes
         self.num_slots = num_slots
         self._device = device
-        self.tensors: list[Tensor] = []
+        self._tensors: list[Tensor] = []
         self.allocate()
 
     @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+    def tensors(self) -> list[Tensor]:
+        """One tensor for each recurrent operation; empty after `release`."""
+        return self._tensors
 
-    def read_blocks(self, slots: list[int]) -> list[Tensor]:
-        """Copy slots: one tensor `[n, *shape]` for each recurrent operation."""
-        return [tensor[slots] for tensor in self.tensors]
-
-    def write_blocks(self, slots: list[int], contents: list[Tensor]) -> None:
-        """Write slots, given as `read_blocks` returns them."""
-        for tensor, content in zip(self.tensors, contents, strict=True):
-            tensor[slots] = content.to(tensor.device)
-
-    def poison(self, slots: Iterable[int]) -> None:
-        """Fill slots with NaN, so that tests detect reads of states that were not written."""
-        poisoned = [slot for slot in slots if slot != ZERO_STATE]
-        for tensor in self.tensors:
-            tensor[poisoned] = torch.nan
+    def poison(self, blocks: list[int]) -> None:
+        super().poison([slot for slot in blocks if slot != ZERO_STATE])
 
     def release(self) -> None:
         """Free the memory."""
-        self.tensors.clear()
+        self._tensors.clear()
 
     def allocate(self) -> None:
         """Allocate memory, uninitialized but for the zero state, unless it is there."""
-        if not self.tensors:
+        if not self._tensors:
             with torch.inference_mode(False):
                 for s in self.shapes:
                     size = (self.num_slots, *s.shape)
                     tensor = torch.empty(size, dtype=s.dtype, device=self._device)
                     tensor[ZERO_STATE] = 0
-                    self.tensors.append(tensor)
+                    self._tensors.append(tensor)
 
 
 def open_states(
