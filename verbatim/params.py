@@ -30,19 +30,7 @@ _FLOAT32_MAX = 3.4028235e38
 CHOICES = ("routing", "indices")  # what layers choose for a token, and is recorded and replayed
 STRUCTURES = ("json_schema", "regex", "grammar", "choice")  # at most one of them in a request
 
-
 _NOT_HASHED = frozenset({"logit_bias", "replay_routing", "replay_indices"})
-_SWITCHES = (
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "skip_special_tokens",
-    "any_whitespace",
-    "draft",
-    "record_routing",
-    "record_indices",
-    "hidden_states",
-    "support",
-)
 
 
 @suggests_names
@@ -178,18 +166,28 @@ class SamplingParams:
         return hash(tuple(plain))
 
     @property
+    def structure(self) -> str | None:
+        """The field of structured output that is set, one of `STRUCTURES`; None if there is none."""
+        return next((name for name in STRUCTURES if getattr(self, name) is not None), None)
+
+    @property
     def records(self) -> list[str]:
         """The choices of layers that are recorded: "routing", "indices"."""
         return [name for name in CHOICES if getattr(self, f"record_{name}")]
 
     @property
     def forces_choices(self) -> bool:
-        """Return whether experts or keys are replayed, so that K and V depend on more than the ids."""
+        """True if experts or keys are replayed, so that K and V depend on more than the ids."""
         return any(getattr(self, f"replay_{name}") is not None for name in CHOICES)
 
     def replace(self, **changes: Any) -> SamplingParams:
         """Return a copy with some fields changed, validated again."""
         return dataclasses.replace(self, **changes)
+
+    def changed(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults."""
+        pairs = ((name, getattr(self, name), getattr(_DEFAULTS, name)) for name in self.__slots__)
+        return {name: value for name, value, default in pairs if not _same(value, default)}
 
     def _check_numbers(self) -> None:
         integer, number = self._integer, self._number
@@ -308,17 +306,12 @@ class SamplingParams:
     def _integer(
         self, name: str, low: int, high: int | None = None, *, optional: bool = False
     ) -> None:
-        value = getattr(self, name)
-        if value is None and optional:
+        given = getattr(self, name)
+        if given is None and optional:
             return
-        try:
-            if isinstance(value, bool):
-                raise TypeError
-            value = operator.index(value)
-        except TypeError:
-            raise InvalidRequest(
-                f"{name}={value!r}: must be an integer{' or None' * optional}"
-            ) from None
+        value = as_index(given)
+        if value is None:
+            raise InvalidRequest(f"{name}={given!r}: must be an integer{' or None' * optional}")
         object.__setattr__(self, name, value)
         if value < low or (high is not None and value > high):
             upper = f" to {high}" if high is not None else " or more"
@@ -342,6 +335,14 @@ class SamplingParams:
             lower = f"above {low:g}" if open_low else f"{low:g} or more"
             upper = f" and at most {high:g}" if high is not None else ""
             raise InvalidRequest(f"{name}={value}: must be {lower}{upper}")
+
+
+def as_index(value: Any) -> int | None:
+    """Return an integer of Python, numpy or torch as Python's; None for anything else, a bool included."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except (TypeError, RuntimeError):  # a tensor without data is the latter
+        return None
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -370,11 +371,8 @@ def _entries(name: str, value: Any) -> list[Any]:
 
 
 def _id(name: str, value: Any) -> int:
-    try:
-        index = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        index = -1
-    if index < 0:
+    index = as_index(value)
+    if index is None or index < 0:
         raise InvalidRequest(f"{name}: {value!r} is not a token id (an integer, 0 or more)")
     return index
 
@@ -520,3 +518,7 @@ def _biases(value: Any) -> dict[int, float]:
             )
         biases[token_id] = float(bias)
     return biases
+
+
+_SWITCHES = [field.name for field in dataclasses.fields(SamplingParams) if field.type == "bool"]
+_DEFAULTS = SamplingParams()

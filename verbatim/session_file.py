@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -262,15 +261,10 @@ def _digest(session: str, tensors: Mapping[str, Tensor]) -> str:
 
 def _plain_params(params: SamplingParams) -> dict[str, Any]:
     """Return the parameters that differ from the defaults."""
-    default = SamplingParams()
-    plain = {}
-    for name in (field.name for field in dataclasses.fields(params)):
-        value = getattr(params, name)
-        if name in ("logits_processors", "replay_routing", "replay_indices"):
-            if value is not None and len(value):
-                raise NotSupported(f"save: the session's params have {name}, which can't be saved")
-        elif value != getattr(default, name):
-            plain[name] = dict(value) if name == "logit_bias" else value
+    plain = params.changed()
+    for name in ("logits_processors", "replay_routing", "replay_indices"):
+        if len(plain.pop(name, ())):
+            raise NotSupported(f"save: the session's params have {name}, which can't be saved")
     return plain
 
 
