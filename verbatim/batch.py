@@ -153,8 +153,8 @@ class Adapter:
     """A LoRA adapter of a model (Hu et al. 2021).
 
     Attributes:
-        number: its identity, 1 or more; another load under the same name has another one.
-        layers: by the names of the model's linear layers.
+        number: its identity, 1 or more; a later adapter of the same name has another number.
+        layers: its matrices, by the names of the model's linear layers.
     """
 
     name: str
@@ -164,13 +164,13 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The choices of layers of a model for each token: `[layers, k]` numbers.
+    """The shape of what a model's layers choose for each token (experts, or keys): `[layers, k]` numbers.
 
     Attributes:
-        layers: that choose, in the order they run.
-        k: numbers of each; the last are -1 where there are fewer.
-        count: experts to choose from; 0: positions up to the token's own.
-        reason: why nothing is recorded; None: it is.
+        layers: number of layers that choose, in the order they run.
+        k: choices of each layer; -1 fills the end if there are fewer.
+        count: number of experts; 0: the choices are positions up to the token's own.
+        reason: the reason why choices can't be recorded; None if they can.
     """
 
     layers: int = 0

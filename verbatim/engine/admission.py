@@ -41,8 +41,8 @@ class Admission:
         limit_source: where `max_length` comes from, for error messages.
         eos_ids: the model's end-of-sequence ids.
         drafts: the engine uses speculative decoding.
-        adapters: those that requests may name.
-        placeholders: ids that stand for images or sounds in a prompt, with the config field that names each.
+        adapters: the loaded adapters.
+        placeholders: ids that represent images or sounds, with the config field of each; refused in prompts.
     """
 
     def __init__(
@@ -234,11 +234,11 @@ class Admission:
         """Return the ids of a prompt.
 
         Args:
-            begins: it is the beginning of the sequence, so the tokenizer adds its special tokens to text.
+            begins: the prompt begins a sequence, so the tokenizer adds its special tokens to text.
 
         Raises:
             InvalidRequest: as `admit`.
-            NotSupported: an id that stands for an image or a sound.
+            NotSupported: an id that represents an image or a sound.
         """
         if isinstance(prompt, str):
             tokenizer = self._need_tokenizer("a prompt given as text")
