@@ -226,10 +226,7 @@ class SamplingParams:
 
         assign("stop", _stops(self.stop))
         assign("stop_token_ids", _id_sequences("stop_token_ids", self.stop_token_ids))
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidRequest(
-                f"stop_token_ids has {len(self.stop_token_ids)} entries; at most {MAX_STOP_TOKEN_IDS}"
-            )
+        _check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS, "entries")
         assign("bad_words", _words(self.bad_words))
         if self.allowed_token_ids is not None:
             name = "allowed_token_ids"
@@ -271,8 +268,7 @@ class SamplingParams:
         for name in given:
             value = getattr(self, name)
             size = sum(map(len, value)) if isinstance(value, tuple) else len(value)
-            if size > MAX_STRUCTURE_CHARS:
-                raise InvalidRequest(f"{name} has {size} characters; at most {MAX_STRUCTURE_CHARS}")
+            _check_count(name, size, MAX_STRUCTURE_CHARS, "characters")
 
     def _check_beams(self) -> None:
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
@@ -359,6 +355,11 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _check_count(what: str, count: int, most: int, unit: str) -> None:
+    if count > most:
+        raise InvalidRequest(f"{what} has {count} {unit}; at most {most}")
+
+
 def _entries(name: str, value: Any) -> list[Any]:
     """Return the entries of a list, a tuple or an array; an empty list for None."""
     if value is None:
@@ -391,15 +392,11 @@ def _id_sequences(name: str, values: Any) -> tuple[tuple[int, ...], ...]:
 
 def _stops(value: Any) -> tuple[str, ...]:
     stops = (value,) if isinstance(value, str) else tuple(_entries("stop", value))
-    if len(stops) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"stop has {len(stops)} strings; at most {MAX_STOP_STRINGS}")
+    _check_count("stop", len(stops), MAX_STOP_STRINGS, "strings")
     for text in stops:
         if not isinstance(text, str) or not text:
             raise InvalidRequest(f"stop={text!r}: each stop must be a non-empty string")
-        if len(text) > MAX_STOP_STRING_CHARS:
-            raise InvalidRequest(
-                f"a stop string has {len(text)} characters; at most {MAX_STOP_STRING_CHARS}"
-            )
+        _check_count("a stop string", len(text), MAX_STOP_STRING_CHARS, "characters")
     return stops
 
 
@@ -408,15 +405,12 @@ def _words(value: Any) -> tuple[str | tuple[int, ...], ...]:
         raise InvalidRequest(f"bad_words={value!r}: must be a list of strings")
     words: list[str | tuple[int, ...]] = []
     entries = _entries("bad_words", value)
-    if len(entries) > MAX_BAD_WORDS:
-        raise InvalidRequest(f"bad_words has {len(entries)} entries; at most {MAX_BAD_WORDS}")
+    _check_count("bad_words", len(entries), MAX_BAD_WORDS, "entries")
     for word in entries:
         if word == "":
             raise InvalidRequest("bad_words: an empty string can't be banned")
-        if isinstance(word, str) and len(word) > MAX_STOP_STRING_CHARS:
-            raise InvalidRequest(
-                f"a string of bad_words has {len(word)} characters; at most {MAX_STOP_STRING_CHARS}"
-            )
+        if isinstance(word, str):
+            _check_count("a string of bad_words", len(word), MAX_STOP_STRING_CHARS, "characters")
         words += [word] if isinstance(word, str) else _id_sequences("bad_words", [word])
     return tuple(words)
 
@@ -426,8 +420,7 @@ def _callables(value: Any) -> tuple[Callable[..., Any], ...]:
     for function in functions:
         if not callable(function):
             raise InvalidRequest(f"logits_processors: {function!r} is not callable")
-    if len(functions) > MAX_PROCESSORS:
-        raise InvalidRequest(f"logits_processors has {len(functions)}; at most {MAX_PROCESSORS}")
+    _check_count("logits_processors", len(functions), MAX_PROCESSORS, "functions")
     return functions
 
 

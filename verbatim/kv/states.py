@@ -49,7 +49,7 @@ class StateRows(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch) -> StateRows:
-        """Return those of a batch; one without states begins with zeros and writes nothing."""
+        """Return the slots of a batch; without states, sequences begin with zeros and write nothing."""
         sources, rows, targets = batch.state_sources, batch.state_rows, batch.state_targets
         if sources is None or rows is None or targets is None:
             sources = torch.zeros_like(batch.context_lens)
@@ -83,7 +83,7 @@ class StateStore(BlockStore):
         self._tensors.clear()
 
     def allocate(self) -> None:
-        """Allocate memory, uninitialized but for the zero state, unless it is there."""
+        """Allocate memory, unless it is allocated; only the zero state is initialized."""
         if not self._tensors:
             with torch.inference_mode(False):
                 for s in self.shapes:
@@ -103,11 +103,11 @@ def open_states(
 class StateSlots:
     """Allocates slots to sequences. `Sequence.states` maps a number of tokens to the slot after them.
 
-    Between two steps, a sequence has a slot for its computed tokens. A step reserves slots for the states
-    that it writes; what is not kept after the step is freed.
+    Between two steps, a sequence has one slot, for its computed tokens. A step reserves slots for the states
+    that it writes; slots that are not kept after the step are freed.
 
     Args:
-        num_slots: including that of the zero state; 0 for a model without recurrent layers.
+        num_slots: number of slots, including the zero state; 0 for a model without recurrent layers.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -115,7 +115,7 @@ class StateSlots:
         self.enabled = self.pool is not None
 
     def num_free(self, wanted: int) -> int:
-        """Return how many of `wanted` slots can be taken; all of them where there are no states."""
+        """Return how many of `wanted` slots can be taken; all of them if the model has no states."""
         return wanted if self.pool is None else min(wanted, self.pool.num_free)
 
     def reserve(self, sequence: Sequence | SessionCache, positions: Iterable[int]) -> None:
@@ -125,7 +125,7 @@ class StateSlots:
             sequence.states.update(zip(new, self.pool.take(len(new)), strict=True))
 
     def keep(self, sequence: Sequence | SessionCache, position: int) -> None:
-        """Free a sequence's slots but for that of the state after `position` tokens."""
+        """Free a sequence's slots, except the one of the state after `position` tokens."""
         if len(sequence.states) > (position in sequence.states):
             assert self.pool is not None
             unused = [slot for p, slot in sequence.states.items() if p != position]
@@ -168,7 +168,7 @@ class StateSlots:
             self.pool.forget()
 
     def longest(self, keys: list[bytes]) -> int:
-        """Return for how many of the leading keys there is a cached state after all of them."""
+        """Return the largest number of leading keys after which a state is cached."""
         if self.pool is None:
             return len(keys)
         return next((n for n in range(len(keys), 0, -1) if self.pool.has(keys[n - 1])), 0)

@@ -28,7 +28,7 @@ class LayerShape:
 
     Attributes:
         value_dim: 0 for the keys of an indexer.
-        records: keys are values too, and what lies in the place of values are records of windows.
+        records: keys are also the values, and the store of values has records of windows.
     """
 
     kv_heads: int
@@ -140,7 +140,7 @@ class KVStore(BlockStore):
         yield [self] * len(batches)
 
     def release(self) -> None:
-        """Free the memory, that of the states included."""
+        """Free the memory, including that of the states."""
         if self.states is not None:
             self.states.release()
         self.layers.clear()
@@ -213,10 +213,10 @@ def bytes_per_token(layers: list[LayerShape], dtype: KVDtype) -> int:
 def cache_info(
     layers: list[LayerShape], states: list[StateShape], dtype: KVDtype, draft_bytes: int
 ) -> dict[str, Any]:
-    """Return the bytes that `LLM.info` has of each token, and of the state of each sequence, by kind too.
+    """Return the fields of `LLM.info` for the bytes of a token and of a state, in total and by kind.
 
     Args:
-        draft_bytes: of a token, in layers that draft.
+        draft_bytes: bytes of a token in draft layers.
     """
     records = [LayerShape(s.kv_heads, 0, s.value_dim) for s in layers if s.records]
     both = [replace(s, value_dim=0) if s.records else s for s in layers if s.value_dim]
