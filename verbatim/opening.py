@@ -171,7 +171,7 @@ def _open_prefix_folder(handle: EngineHandle, options: EngineOptions, files: str
     kept_as = options.block_size, repr(options.quantization), placed
     model = f"{files} {info['numerics_key']} {kept_as}"
     pools = {"blocks": scheduler.pool}
-    if scheduler.states.pool is not None:
+    if scheduler.states.enabled:
         pools["states"] = scheduler.states.pool
     try:
         folder = PrefixFolder(path, options.prefix_folder_bytes, model, handle.runner, pools)

@@ -90,7 +90,7 @@ class SavedSession:
                 empty = {kind: runner.read_cache(kind, []) for kind in kv.rows}
             except NotSupported:
                 return
-            counts = {"blocks": count} | ({} if slots.pool is None else {"states": 1})
+            counts = {"blocks": count} | ({"states": 1} if slots.enabled else {})
             fits = counts == {kind: len(rows) for kind, rows in kv.rows.items()}
             for kind, like in empty.items():
                 fits = fits and like is not None and like.shape[1:] == kv.rows[kind].shape[1:]

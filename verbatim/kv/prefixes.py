@@ -65,9 +65,9 @@ class Prefixes:
         if self.pool.num_free >= needed and self.states.num_free(3) == 3:
             usable = len(found) + folder.leading(keys[len(found) :])
             has_state = False
-            if self.states.pool is not None:
-                state = self.states.pool.has
-                while usable and not (has_state := state(keys[usable - 1])):
+            if self.states.enabled:
+                cached = self.states.pool.has
+                while usable and not (has_state := cached(keys[usable - 1])):
                     if folder.has("states", keys[usable - 1]):
                         break
                     usable -= 1
@@ -127,9 +127,8 @@ class Prefixes:
     def withdraw(self, sequence: Sequence) -> list[bytes]:
         """Unregister a sequence that lost its blocks; return its keys still in flight."""
         sequence.num_indexed = 0
-        if sequence.snapshot is not None and self.states.pool is not None:
-            if self.states.pool.has(sequence.snapshot):
-                self._note(sequence, "states", [sequence.snapshot], len(sequence.keys))
+        if sequence.snapshot is not None and self.states.pool.has(sequence.snapshot):
+            self._note(sequence, "states", [sequence.snapshot], len(sequence.keys))
         return self._drop(sequence, None)
 
     def snapshots(self, sequence: Sequence, end: int) -> list[int]:
@@ -158,7 +157,7 @@ class Prefixes:
             self.states.remember(sequence, position, key)
             if position >= sequence.request.num_input_tokens:
                 if sequence.snapshot is not None:
-                    self.states.drop(sequence.snapshot)
+                    self.states.pool.drop(sequence.snapshot)
                 sequence.snapshot = key  # the last snapshot is written to a file
             else:
                 self._note(sequence, "states", [key], blocks)
@@ -166,12 +165,12 @@ class Prefixes:
     def drop_cached(self) -> None:
         """Drop unused cache entries."""
         self.pool.drop_cached()
-        self.states.drop_cached()
+        self.states.pool.drop_cached()
 
     def forget(self) -> None:
         """Clear the cache; running sequences keep what they use."""
         self.pool.forget()
-        self.states.forget()
+        self.states.pool.forget()
 
     def _drop(self, sequence: Sequence, computed: set[bytes] | None) -> list[bytes]:
         """Unregister the keys in `computed`, or all if it is None; return them."""

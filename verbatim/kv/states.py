@@ -111,37 +111,37 @@ class StateSlots:
     """
 
     def __init__(self, num_slots: int) -> None:
-        self.pool = BlockPool(num_slots) if num_slots else None
-        self.enabled = self.pool is not None
+        self.enabled = num_slots > 0
+        self.pool = BlockPool(
+            num_slots if self.enabled else 2
+        )  # nothing is taken if it is not enabled
 
     def num_free(self, wanted: int) -> int:
         """Return how many of `wanted` slots can be taken; all of them if the model has no states."""
-        return wanted if self.pool is None else min(wanted, self.pool.num_free)
+        return min(wanted, self.pool.num_free) if self.enabled else wanted
 
     def reserve(self, sequence: Sequence | SessionCache, positions: Iterable[int]) -> None:
         """Take a slot for the state after each of these numbers of tokens; a slot must be free for each."""
-        if self.pool is not None:
+        if self.enabled:
             new = [p for p in positions if p not in sequence.states]
             sequence.states.update(zip(new, self.pool.take(len(new)), strict=True))
 
     def keep(self, sequence: Sequence | SessionCache, position: int) -> None:
         """Free a sequence's slots, except the one of the state after `position` tokens."""
         if len(sequence.states) > (position in sequence.states):
-            assert self.pool is not None
-            unused = [slot for p, slot in sequence.states.items() if p != position]
-            self.pool.give_back(unused)
+            self.pool.give_back([slot for p, slot in sequence.states.items() if p != position])
             sequence.states = {p: slot for p, slot in sequence.states.items() if p == position}
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Give `child` the state of `parent`."""
         slot = parent.states.get(parent.num_computed)
-        if slot is not None and self.pool is not None:
+        if slot is not None:
             self.pool.share([slot])
             child.states = {parent.num_computed: slot}
 
     def attach(self, sequence: Sequence, position: int, keys: list[bytes]) -> None:
         """Give a sequence the cached state after `position` tokens, the prefix with these keys."""
-        if self.pool is not None and keys:
+        if self.enabled and keys:
             (slot,) = self.pool.find(keys[-1:])
             self.pool.share([slot])
             sequence.states = {position: slot}
@@ -149,26 +149,11 @@ class StateSlots:
     def remember(self, sequence: Sequence, position: int, key: bytes) -> None:
         """Cache the state after the prefix with this key, if the sequence has it."""
         slot = sequence.states.get(position)
-        if slot is not None and self.pool is not None:
+        if slot is not None:
             sequence.states[position] = self.pool.remember(slot, key)
-
-    def drop(self, key: bytes) -> None:
-        """Free the cached state with this key, unless it is used."""
-        if self.pool is not None:
-            self.pool.drop(key)
-
-    def drop_cached(self) -> None:
-        """Drop the cached states that are not used."""
-        if self.pool is not None:
-            self.pool.drop_cached()
-
-    def forget(self) -> None:
-        """Clear the cache."""
-        if self.pool is not None:
-            self.pool.forget()
 
     def longest(self, keys: list[bytes]) -> int:
         """Return the largest number of leading keys after which a state is cached."""
-        if self.pool is None:
+        if not self.enabled:
             return len(keys)
         return next((n for n in range(len(keys), 0, -1) if self.pool.has(keys[n - 1])), 0)
