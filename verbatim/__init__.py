@@ -39,41 +39,6 @@ if TYPE_CHECKING:
     from verbatim.session import Session
     from verbatim.tensors import generate
 
-# The module of each public name. Names are imported on first use, so that `verbatim --help` does not wait
-# for torch.
-_HOMES = {
-    "LLM": "verbatim.llm",
-    "SamplingParams": "verbatim.params",
-    "Cluster": "verbatim.placement.distributed.choice",
-    "Offload": "verbatim.placement.offload.choice",
-    "TensorParallel": "verbatim.placement.distributed.choice",
-    "ExpertParallel": "verbatim.placement.distributed.choice",
-    "PipelineParallel": "verbatim.placement.distributed.choice",
-    "Quantization": "verbatim.model.quantization",
-    "Session": "verbatim.session",
-    "sample": "verbatim.sampling.sampler",
-    "generate": "verbatim.tensors",
-    **dict.fromkeys(("Completion", "Delta", "FinishReason", "Result"), "verbatim.core"),
-    **dict.fromkeys(
-        (
-            "EngineClosed",
-            "InvalidRequest",
-            "ModelError",
-            "NotSupported",
-            "OutOfBlocks",
-            "PromptTooLong",
-            "QueueFull",
-            "RequestFailed",
-            "SessionBusy",
-            "StageFailed",
-            "TierFailed",
-            "UnsupportedModel",
-            "VerbatimError",
-        ),
-        "verbatim.errors",
-    ),
-}
-
 __all__ = [
     "LLM",
     "Cluster",
@@ -105,6 +70,24 @@ __all__ = [
     "generate",
     "sample",
 ]
+
+# The module of each public name. Names are imported on first use, so that `verbatim --help` does not wait
+# for torch.
+_HOMES = {
+    **dict.fromkeys(__all__, "verbatim.errors"),  # the names that are not below
+    "LLM": "verbatim.llm",
+    "SamplingParams": "verbatim.params",
+    "Cluster": "verbatim.placement.distributed.choice",
+    "Offload": "verbatim.placement.offload.choice",
+    "TensorParallel": "verbatim.placement.distributed.choice",
+    "ExpertParallel": "verbatim.placement.distributed.choice",
+    "PipelineParallel": "verbatim.placement.distributed.choice",
+    "Quantization": "verbatim.model.quantization",
+    "Session": "verbatim.session",
+    "sample": "verbatim.sampling.sampler",
+    "generate": "verbatim.tensors",
+    **dict.fromkeys(("Completion", "Delta", "FinishReason", "Result"), "verbatim.core"),
+}
 
 
 def __getattr__(name: str) -> Any:
