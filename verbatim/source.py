@@ -40,8 +40,8 @@ def open_model(
     dcp = find_dcp(model) if isinstance(model, str | os.PathLike) else None
     if config is not None and dcp is None:
         raise InvalidRequest(
-            f"config={config!r}: only for a torch.distributed.checkpoint, and model={model!r} is not "
-            "one; leave it at None"
+            f"config={config!r:.80}: only for a torch.distributed.checkpoint, and model={str(model)!r} holds "
+            "none: neither .metadata nor pp0, nor a link latest"
         )
     if isinstance(tokenizer, str | os.PathLike):
         tokenizer = Tokenizer.open(

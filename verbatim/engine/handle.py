@@ -41,6 +41,7 @@ from verbatim.model.patching import holds_exclusive
 from verbatim.model.products import probe_report
 from verbatim.numerics import numerics_key
 from verbatim.options import dtype_name
+from verbatim.placement.actor import run_alone
 from verbatim.protocols import Runner
 from verbatim.shield import Shield
 
@@ -155,6 +156,11 @@ class EngineHandle:
     def runner(self) -> Runner:
         """The model in its placement. Its methods are called inside `call`."""
         return self._engine.runner
+
+    @property
+    def module(self) -> Any:
+        """The model's module, if it is whole and unquantized in this process's memory; else None."""
+        return getattr(self.runner, "whole_module", None)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -385,6 +391,20 @@ class EngineHandle:
             if not self._inbox.empty():
                 self._take_over(_nothing)
         return cast("_T", job.result())
+
+    def call_module(self, method: str, *args: Any, seed: int | None = None, **kwargs: Any) -> Any:
+        """Call a method of `module` in eval mode, while no engine of this process computes.
+
+        Args:
+            method: its name; "forward" calls the module itself, hooks included.
+            seed: of torch's generator during the call; None leaves the generator as it is.
+
+        Raises:
+            NotSupported: the module is not whole in this process.
+        """
+        if self.module is None:
+            raise NotSupported(f"{method}: the model is not whole and unquantized in this process")
+        return run_alone(self.module, method, *args, seed=seed, **kwargs)
 
     def pause(self, mode: str = "keep") -> None:
         """Make no more steps until `resume`; return when that is so. The latest call decides.
