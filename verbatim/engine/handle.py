@@ -245,8 +245,8 @@ class EngineHandle:
             yield from unread
             call.raise_error()
 
-    def steps(self, requests: list[Request]) -> Generator[None, None, None]:
-        """Make steps, and yield after each that added to one of `requests` and when all have ended.
+    def steps(self, requests: list[Request]) -> Generator[list[Delta], None, None]:
+        """Make steps, and yield what each added to `requests`; the last time when all have ended.
 
         Leaving the loop aborts them. The error of a request is raised after the last yield.
         """
@@ -258,8 +258,9 @@ class EngineHandle:
             while not ended:
                 self._wait(waiter, lambda: bool(news) or not call.num_open)
                 ended = not call.num_open
-                news.clear()
-                yield
+                deltas = news[:]
+                del news[: len(deltas)]
+                yield deltas
             call.raise_error()
 
     async def arun(self, requests: list[Request]) -> list[Result]:
