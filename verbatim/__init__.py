@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from verbatim.core import Completion, Delta, FinishReason, Result
+    from verbatim.engine.lockstep import run_together
     from verbatim.errors import (
         EngineClosed,
         InvalidRequest,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         VerbatimError,
     )
     from verbatim.llm import LLM
+    from verbatim.model.kempner.config import KempnerConfig
     from verbatim.model.quantization import Quantization
     from verbatim.params import SamplingParams
     from verbatim.placement.distributed.choice import (
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from verbatim.placement.offload.choice import Offload
     from verbatim.sampling.sampler import sample
     from verbatim.session import Session
-    from verbatim.tensors import generate
+    from verbatim.tensors import generate, open_forward
 
 __all__ = [
     "LLM",
@@ -48,6 +50,7 @@ __all__ = [
     "ExpertParallel",
     "FinishReason",
     "InvalidRequest",
+    "KempnerConfig",
     "ModelError",
     "NotSupported",
     "Offload",
@@ -68,6 +71,8 @@ __all__ = [
     "VerbatimError",
     "__version__",
     "generate",
+    "open_forward",
+    "run_together",
     "sample",
 ]
 
@@ -85,7 +90,9 @@ _HOMES = {
     "Quantization": "verbatim.model.quantization",
     "Session": "verbatim.session",
     "sample": "verbatim.sampling.sampler",
-    "generate": "verbatim.tensors",
+    "KempnerConfig": "verbatim.model.kempner.config",
+    "run_together": "verbatim.engine.lockstep",
+    **dict.fromkeys(("generate", "open_forward"), "verbatim.tensors"),
     **dict.fromkeys(("Completion", "Delta", "FinishReason", "Result"), "verbatim.core"),
 }
 

@@ -19,8 +19,8 @@ from verbatim.kv.store import bytes_per_token
 from verbatim.model.patching import exclusive, threads
 from verbatim.model.rowwise import NotRowwise
 from verbatim.model.tree import Tree
-from verbatim.options import dtype_name
-from verbatim.placement.external import ExternalRunner, Piece, on_cpu
+from verbatim.options import dtype_name, on_cpu
+from verbatim.placement.external import ExternalRunner, Piece
 from verbatim.placement.kv_protocol import (
     CacheShape,
     Findings,
