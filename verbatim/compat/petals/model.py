@@ -16,7 +16,6 @@ from verbatim.compat.opened import Opened
 from verbatim.compat.petals.generation import RemoteGenerationMixin
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
-from verbatim.placement.actor import run_alone
 from verbatim.placement.distributed.choice import Cluster
 
 _SET_WHEN_OPENED = frozenset("bfloat16 cpu cuda double float half train".split())
@@ -131,7 +130,8 @@ class DistributedModelForCausalLM(Opened, RemoteGenerationMixin):  # type: ignor
         Raises:
             NotSupported: the whole unquantized module is not in this process.
         """
-        return run_alone(self._whole("forward"), "forward", *args, **kwargs)
+        self._whole("forward")
+        return self.llm.engine.call_module("forward", *args, **kwargs)
 
     forward = __call__
 
