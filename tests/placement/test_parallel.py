@@ -257,7 +257,7 @@ def test_started_ranks_serve_all_there_is_and_are_gone_afterwards(folders: Folde
             llm.wake()
             assert all_facts(llm.generate(prompts[:3], params[:3])) == expected[:3]
         group = llm.engine.runner.group
-        process = group.members[0].host.process
+        process = group.members[0].host
         # A rank dies in the middle of a request: an error that names it, and soon.
         stream = llm.stream([5, 6, 7], ROLLOUT)
         next(stream)
@@ -332,21 +332,21 @@ def test_ctrl_c_leaves_the_ranks_in_step(folders: Folders) -> None:
         with pytest.raises(KeyboardInterrupt):
             llm.generate(prompts, params)
         assert all_facts(llm.generate(prompts, params)) == expected
-        process = llm.engine.runner.group.members[0].host.process
+        process = llm.engine.runner.group.members[0].host
     assert process.returncode is not None
 
 
 @pytest.mark.slow
 def test_ranks_end_with_their_llm_however_it_ends(folders: Folders) -> None:
     llm = LLM(folders("llama"), placement=TensorParallel(2))
-    process = llm.engine.runner.group.members[0].host.process
+    process = llm.engine.runner.group.members[0].host
     del llm  # forgotten
     gc.collect()
     assert process.wait(20)
     script = (
         "import os, signal, sys; from verbatim import LLM, TensorParallel\n"
         "llm = LLM(sys.argv[1], placement=TensorParallel(2))\n"
-        "print(llm.engine.runner.group.members[0].host.process.pid, flush=True)\n"
+        "print(llm.engine.runner.group.members[0].host.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run(

@@ -61,19 +61,6 @@ class Hosts(Protocol):
         ...
 
 
-class LocalHost:
-    """A worker process of this machine."""
-
-    machine = HOST
-
-    def __init__(self, process: WorkerProcess) -> None:
-        self.process = process
-        self.address: Address = (HOST, 0)
-
-    def kill(self) -> None:
-        self.process.kill()
-
-
 class LocalHosts(Hosts):
     """Starts processes on this machine.
 
@@ -85,24 +72,24 @@ class LocalHosts(Hosts):
     def __init__(self, key: bytes, share: str = "serve_layers") -> None:
         self.key = key
         self._launcher = Launcher(f"verbatim.placement.distributed.worker:{share}")
-        self._prepared: list[LocalHost] = []
+        self._prepared: list[WorkerProcess] = []
 
     def start(self, count: int, avoid: set[str]) -> list[Host]:
         if HOST in avoid:
             raise NoHost("there is no other machine for a stage")
-        usable = [host for host in self._prepared if host.process.returncode is None]
+        usable = [host for host in self._prepared if host.returncode is None]
         hosts, self._prepared = usable[:count], usable[count:]
         hosts += [self._create(None) for _ in range(count - len(hosts))]
         deadline = time.monotonic() + _START_S
         for host in hosts:
             try:
-                host.address = (HOST, host.process.wait_for_message(deadline))
+                host.address = (HOST, host.wait_for_message(deadline))
             except VerbatimError as error:
                 raise NoHost(str(error)) from None
         return list(hosts)
 
-    def _create(self, model: dict[str, Any] | None) -> LocalHost:
-        return LocalHost(self._launcher.start(key=self.key.hex(), model=model))
+    def _create(self, model: dict[str, Any] | None) -> WorkerProcess:
+        return self._launcher.start(key=self.key.hex(), model=model)
 
     def prepare(self, count: int, model: dict[str, Any]) -> None:
         self._prepared += [self._create(model) for _ in range(count - len(self._prepared))]

@@ -37,13 +37,17 @@ class WorkerProcess:
         pid: None until it is forked.
         message: what it reported by `report`; None so far.
         returncode: as of `subprocess.Popen`; None while it runs.
+        address: where it listens, of one that serves others.
     """
+
+    machine = HOST
 
     def __init__(self, number: int, launcher: Launcher) -> None:
         self.number = number
         self.pid: int | None = None
         self.message: Any = None
         self.returncode: int | None = None
+        self.address = (HOST, 0)
         self._launcher = launcher
 
     def wait_for_message(self, deadline: float) -> Any:

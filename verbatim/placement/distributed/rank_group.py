@@ -9,7 +9,8 @@ from typing import Any
 from verbatim.errors import TierFailed
 from verbatim.placement.distributed.group import StageGone, StageGroup, StageHandle
 from verbatim.placement.distributed.handshake import Address
-from verbatim.placement.distributed.hosts import Host, Hosts, LocalHost, NoHost
+from verbatim.placement.distributed.hosts import Host, Hosts, NoHost
+from verbatim.placement.distributed.launcher import WorkerProcess
 from verbatim.placement.distributed.stage import Stage
 from verbatim.placement.distributed.wire import Message, encode
 
@@ -78,8 +79,8 @@ class RankGroup(StageGroup):
             raise
         for rank, member in enumerate(self.members, start=1):
             member.index, member.name = rank, f"rank {rank} of {size}"
-            if isinstance(member.host, LocalHost):
-                member.name += f": process {member.host.process.pid}"
+            if isinstance(member.host, WorkerProcess):
+                member.name += f": process {member.host.pid}"
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """Let all ranks make a call that this one makes as well.
@@ -117,9 +118,9 @@ class RankGroup(StageGroup):
             self.pump(_MORE_S)
         # Who went without a word took the others along.
         for member in self.lost:
-            process = member.host.process if isinstance(member.host, LocalHost) else None
-            has_ended = process is not None and process.wait(_ENDED_S)
-            ended = f" has ended ({process.ended})" if process is not None and has_ended else ""
+            ended, host = "", member.host
+            if isinstance(host, WorkerProcess) and host.wait(_ENDED_S):
+                ended = f" has ended ({host.ended})"
             return TierFailed(f"{member.name}{ended}: {member.lost}")
         for member, report in reports:
             return TierFailed(f"{member.name}: {': '.join(report['error'])}")

@@ -6,14 +6,13 @@ caches: then each piece of code and each object that is touched costs more than 
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from verbatim.placement.distributed.wire import MAGIC, PREFIX, Buffer, Garbage
+from verbatim.placement.distributed.wire import MAGIC, PREFIX, Buffer, Garbage, bytes_of
 
 _HEADER = struct.Struct("<BBHqqqqqddd36s")
 FIRST = 1  # the first byte of the header; no JSON begins like that
@@ -52,10 +51,10 @@ def encode_rows(rows: Rows) -> list[Buffer]:
     """Encode a message as buffers."""
     mark, hidden, clock, sent, busy, hops, num_hops = rows
     hidden, (count, width) = hidden.contiguous(), hidden.shape
-    size, kind = count * width * hidden.itemsize, _DTYPES.index(hidden.dtype)
+    size, kind = hidden.nbytes, _DTYPES.index(hidden.dtype)
     header = _HEADER.pack(FIRST, kind, num_hops, *mark, count, width, sent, busy, hops, clock)
     begin = PREFIX.pack(MAGIC, _HEADER.size, size) + header
-    return [begin, ctypes.string_at(hidden.data_ptr(), size)]
+    return [begin, bytes_of(hidden)] if size else [begin]
 
 
 def decode_rows(header: bytes | bytearray, states: bytearray) -> Rows:
