@@ -73,7 +73,7 @@ def write(
 
     def add(name: str, tensor: torch.Tensor, how: Any) -> torch.Tensor:
         numbers = tensor.float().contiguous().numpy()
-        if how.name in ("IQ4_NL", *Encoding.__members__):
+        if how.name in ("IQ4_NL", "IQ4_XS", *Encoding.__members__):
             data = blocks(numbers.shape, how)
         else:
             data = gguf.quantize(numbers, how)
@@ -128,6 +128,7 @@ FILES: dict[str, tuple[str, str, str, dict[str, Any], str, str | None]] = {
     "Q2_K": ("Q2_K", "auto", "qwen3", WIDE, "qwen3", "q2_k"),
     "Q5_0": ("Q5_0", "auto", "qwen3", SHAPE, "qwen3", "int8-g32"),
     "IQ4_NL": ("IQ4_NL", "auto", "qwen3", SHAPE, "qwen3", "int8-g32"),
+    "IQ4_XS": ("IQ4_XS", "auto", "qwen3", WIDE, "qwen3", "int8-g32"),
     "Q4_1": ("Q4_1", "auto", "qwen3", SHAPE, "qwen3", None),
 }
 
@@ -146,7 +147,7 @@ def written(name: str, folder: Path) -> tuple[Any, str]:
 
 @pytest.mark.parametrize(
     "name",
-    slow_but(("float32", "Q8_0", "Q4_0, reordered", "Q4_K", "Q6_K", "Q5_0", "IQ4_NL"), FILES),
+    slow_but(("float32", "Q8_0", "Q4_0, reordered", "Q4_K", "Q6_K", "Q5_0", "IQ4_XS"), FILES),
 )
 def test_the_tokens_are_those_of_the_numbers_in_the_file(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM

@@ -14,7 +14,7 @@ from verbatim.errors import ModelError, NotSupported
 from verbatim.model.loader import auto_class
 from verbatim.model.quantization import Quantization
 from verbatim.model.weight_packing import BLOCKS, Encoding, WeightPacking
-from verbatim.weights.formats.checkpoint import laid_out
+from verbatim.weights.formats.checkpoint import laid_out, pairs
 from verbatim.weights.formats.stored import Decoded, Grouped
 from verbatim.weights.lazy import Computed, LazyWeight, Stored, Traced, stamp_of, traced
 
@@ -158,11 +158,26 @@ def _q5_0(blocks: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 
 def _iq4_nl(blocks: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    code, heads = _q4_0(blocks, name)
+    return _iq4_numbers(code), heads
+
+
+def _iq4_xs(blocks: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    d = _halves(blocks[..., :2], name).float()
+    lower = pairs(blocks[..., 4:8])
+    upper = (blocks[..., 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3).flatten(-2)
+    scale = d * ((lower | upper << 4).float() - 32)
+    both = blocks[..., 8:].unflatten(-1, (8, 16))
+    code = torch.cat([both & 15, both >> 4], -1).flatten(-2)
+    return _iq4_numbers(code), scale.flatten(1).view(torch.int32)
+
+
+def _iq4_numbers(code: Tensor) -> Tensor:
+    """Return what codes of IQ4 types stand for, -127 to 113, plus 128."""
     from gguf.quants import IQ4_NL
 
-    code, heads = _q4_0(blocks, name)
     numbers = torch.tensor(IQ4_NL.kvalues, dtype=torch.int8).view(torch.uint8) ^ 128
-    return numbers[code.int()], heads
+    return numbers[code.int()]
 
 
 # Encoding, bits, and what gives codes and heads of blocks `[N, blocks, bytes]`; None: they stay as they are.
@@ -171,6 +186,7 @@ _KINDS: dict[str, tuple[Encoding, int, Callable[..., tuple[Tensor, Tensor]] | No
     "Q4_0": (Encoding.HALF, 4, _q4_0),
     "Q5_0": (Encoding.HALF, 8, _q5_0),
     "IQ4_NL": (Encoding.HALF, 8, _iq4_nl),
+    "IQ4_XS": (Encoding.SIGNED, 8, _iq4_xs),
     # `quantization="int4"` is for those of more than 4 bits.
     **{kind.name: (kind, 4 if kind.name < "Q5" else 8, None) for kind in BLOCKS},
 }
