@@ -21,7 +21,7 @@ _ATTRIBUTES = (
 
 
 def described(runner: Runner) -> dict[str, Any]:
-    """Return what `Following` is made of, as plain data."""
+    """Return what `FollowingRunner` is made of, as plain data."""
     reason = None
     if runner.choices["routing"].layers:
         try:
@@ -36,7 +36,7 @@ def described(runner: Runner) -> dict[str, Any]:
     }
 
 
-class Following:
+class FollowingRunner:
     """A Runner for admission only: requests are checked here as on rank 0, and run there.
 
     Args:

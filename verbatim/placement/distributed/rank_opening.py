@@ -22,7 +22,7 @@ from verbatim.placement.distributed.choice import (
 )
 from verbatim.placement.distributed.columns import Shared, check_keys
 from verbatim.placement.distributed.drafts import describe
-from verbatim.placement.distributed.following import Following, described
+from verbatim.placement.distributed.following import FollowingRunner, described
 from verbatim.placement.distributed.heads import own_layers
 from verbatim.placement.distributed.hosts import LocalHosts
 from verbatim.placement.distributed.launcher import HOST
@@ -38,7 +38,7 @@ from verbatim.placement.distributed.rank_group import (
 from verbatim.placement.distributed.rank_share import RankShare
 from verbatim.placement.distributed.served import Served
 from verbatim.placement.distributed.stage import Stage
-from verbatim.placement.distributed.tensor import Leading
+from verbatim.placement.distributed.tensor import LeadingRank
 from verbatim.placement.distributed.torchrun import check_size, exchange, launched, meet
 from verbatim.placement.distributed.wire import Message
 from verbatim.placement.options import EngineOptions, Placed, ToOpen
@@ -109,14 +109,14 @@ def _follow(rank: int, world: int, key: bytes, options: EngineOptions, share: Se
     follower = Follower(stage)
     try:
         exchange(rank, world, str(stage.address[1]))
-        runner: Any = Following(follower, follower.wait())
+        runner: Any = FollowingRunner(follower, follower.wait())
         return Placed(runner, options, follower)
     except BaseException:
         follower.close()
         raise
 
 
-def _lead(group: RankGroup, model: ToOpen, choice: TensorParallel) -> Leading:
+def _lead(group: RankGroup, model: ToOpen, choice: TensorParallel) -> LeadingRank:
     """Open the share of every rank."""
     loaded, source, options, limit, draft = model
     size = choice.size
@@ -129,7 +129,7 @@ def _lead(group: RankGroup, model: ToOpen, choice: TensorParallel) -> Leading:
         "timeout_s": choice.timeout_s,
         "draft": describe(draft),
     }
-    own = RankShare(loaded, source, partial(Leading, group=group))
+    own = RankShare(loaded, source, partial(LeadingRank, group=group))
     with ExitStack() as undo, TemporaryDirectory(prefix="verbatim-ranks-") as folder:
         undo.callback(own.close)
         order["meeting"] = str(Path(folder, "meeting"))
@@ -149,7 +149,7 @@ def _lead(group: RankGroup, model: ToOpen, choice: TensorParallel) -> Leading:
         others = group.ask(stores)
         memory = [own.allocate(stores), *others]
         runner = own.runner
-        assert isinstance(runner, Leading)
+        assert isinstance(runner, LeadingRank)
         runner.memory = memory
         runner.forward(dummy_batch())  # whatever can go wrong between ranks does so here
         runner.num_forwards = 0
