@@ -10,7 +10,7 @@ from verbatim.engine.handle import Collective, EngineHandle
 from verbatim.engine.lockstep import run_together
 from verbatim.errors import InvalidRequest, RequestFailed, TierFailed
 from verbatim.placement.distributed.experts import ExpertGroup
-from verbatim.placement.distributed.rank_group import Follower, Followers
+from verbatim.placement.distributed.following import Follower, Followers
 
 _T = TypeVar("_T")
 
