@@ -17,7 +17,7 @@ from verbatim.placement.distributed.layers import Layers
 from verbatim.placement.distributed.link import Link, LinkLost
 from verbatim.placement.distributed.neighbours import Neighbours
 from verbatim.placement.distributed.part import PartOutput
-from verbatim.placement.distributed.rows import HiddenStates, Mark
+from verbatim.placement.distributed.rows import Mark, RowsMessage
 from verbatim.placement.distributed.wire import Message
 
 _SPANS = 4096  # of the past, for benchmarks
@@ -25,7 +25,7 @@ _RECENT_S = 10.0  # over which the speed is told
 
 
 class ComputedPart(NamedTuple):
-    """What the last stage has computed of a micro-batch, and the times as of `HiddenStates`."""
+    """The output of the last stage for a micro-batch, and the times of `RowsMessage`."""
 
     out: PartOutput
     busy: float
@@ -51,7 +51,7 @@ class Work:
         self.spans: deque[tuple[int, int, float, float, int]] = deque(maxlen=_SPANS)
         self._work: dict[Mark, Message] = {}  # micro-batches whose hidden states have not come yet
         self._rows: dict[
-            Mark, HiddenStates
+            Mark, RowsMessage
         ] = {}  # hidden states of which there is no micro-batch yet
         self._computed: dict[
             int, list[ComputedPart]
@@ -74,7 +74,7 @@ class Work:
 
         The head tells all stages at once, so that batches are decoded before their hidden states arrive.
         """
-        rows: HiddenStates | None = message.get("rows")
+        rows: RowsMessage | None = message.get("rows")
         mark = Mark(-1, -1, -1) if rows is None else rows.mark
         try:
             if rows is None:
@@ -102,7 +102,7 @@ class Work:
             work["batch"].block_copies = []
         return work
 
-    def _run(self, mark: Mark, work: Message, rows: HiddenStates | None) -> None:
+    def _run(self, mark: Mark, work: Message, rows: RowsMessage | None) -> None:
         """Run one micro-batch, and send it to the next stage."""
         self.done = mark
         index, batch, hidden = self._neighbours.index, work["batch"], rows and rows.hidden
@@ -119,7 +119,7 @@ class Work:
             if work["stop"] > index:
                 assert out.leaving is not None
                 self._neighbours.pass_on(
-                    HiddenStates(mark, out.leaving, _CLOCK, ended, busy, hops, num_hops)
+                    RowsMessage(mark, out.leaving, _CLOCK, ended, busy, hops, num_hops)
                 )
             elif work["replays"]:
                 self._neighbours.tell({"ended": list(mark)})
