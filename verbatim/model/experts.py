@@ -14,7 +14,6 @@ import itertools
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -77,7 +76,7 @@ class Stack(NamedTuple):
         """Return one quantized matrix; None if they are not quantized."""
         if self.packing is None:
             return None
-        one = replace(self.packing, shape=self.packing.shape[1:])
+        one = self.packing.one
         data: Tensor = self.weight[0][self.weight[1]]
         return Packed(data[expert * one.nbytes : (expert + 1) * one.nbytes], one)
 
@@ -98,12 +97,12 @@ class Stack(NamedTuple):
         tensor: Any = self.weight[0][self.weight[1]]
         biases = self.bias[0].get(self.bias[1])
         first = matrix_at(tensor, biases, dtype, self.cols, self.depth, self.packing)
-        first.transposed = self.transposed and not (self.packing and self.packing.interleaved)
-        first.stride = self.cols if self.transposed else self.depth
-        if self.packing is None:
-            step = self.cols * self.depth * tensor.element_size()
+        if self.packing is not None:
+            step = self.packing.one.nbytes
         else:
-            step = replace(self.packing, shape=self.packing.shape[1:]).nbytes
+            step = self.cols * self.depth * tensor.element_size()
+            first.transposed = self.transposed
+            first.stride = self.cols if self.transposed else self.depth
         return StackStruct(first, step, 0 if biases is None else self.cols * biases.element_size())
 
 

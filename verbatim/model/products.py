@@ -156,7 +156,7 @@ def _multiply(name: str | None, dtype: torch.dtype) -> _Function | None:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight [N, K] quantized, as `quantize.pack` makes it: rows, one matrix; or interleaved."""
+    """A quantized weight, one matrix, as `quantize.pack` makes it; or interleaved."""
 
     data: Tensor
     packing: WeightPacking
@@ -173,9 +173,9 @@ def packed_linear(
 ) -> Tensor:
     """Compute `linear(x, unpack(packed, packing), bias)`, bit for bit, without that matrix in memory.
 
-    packed is `[packing.nbytes]` uint8 at any address, so an expert's slice of a stack of rows serves;
-    `packing.shape` is [N, K], or [K, N] with `packing.columns`, which is unpacked first. The rest is
-    as in `linear`. With `packing.interleaved` activations become codes, too (`integers.py`).
+    packed is `[packing.nbytes]` uint8 at any address, so an expert's slice of a stack serves;
+    `packing.shape` is [N, K], or [K, N] with `packing.columns`. The rest is as in `linear`. With
+    `packing.interleaved` activations become codes, too (`integers.py`).
     """
     return linear_many(x, [Packed(packed, packing)], [bias], backend=backend, float32=float32)
 
@@ -204,8 +204,7 @@ def linear_many(
         if isinstance(weight, Packed):
             packing = weight.packing
             shape = packing.shape[::-1] if packing.columns else packing.shape
-            by_rows = packing.interleaved or not packing.columns
-            served = by_rows and weight.data.is_cpu and packing.dtype is x.dtype
+            served = weight.data.is_cpu and packing.dtype is x.dtype
         else:
             shape, served = tuple(weight.shape), weight.is_cpu and weight.dtype is x.dtype
             served = served and weight.dim() == 2 and weight.stride(1) == 1 and weight.stride(0) > 0

@@ -35,7 +35,7 @@ from verbatim.weights.headers import stored_in
 from verbatim.weights.identity import fingerprint
 from verbatim.weights.lazy import Stored, sources, stamp_of
 
-FORMAT = 2  # of the file and of what is packed how: raised with either
+FORMAT = 3  # of the file and of what is packed how: raised with either
 THREADS = 2
 _WORTH = 32_000_000  # bytes of weights from which a cache is kept: less is packed while one blinks
 _NAMES = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float32: "F32"}
