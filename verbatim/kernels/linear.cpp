@@ -54,8 +54,10 @@ template <typename T> constexpr bool IN_REGISTERS = sizeof(T) == 2;
 template <typename T> constexpr int64_t FEW_ROWS = PANEL_ROWS;
 template <typename T> constexpr bool IN_REGISTERS = false;
 #endif
+constexpr int64_t FEW_OF_COLUMNS = PANEL_ROWS == 6 ? 8 : PANEL_ROWS;  // of w[K, N]
 
 template <typename T> static bool in_streams(const Matrix &m, int64_t rows) {
+    if (m.transposed) return rows <= FEW_OF_COLUMNS;
     return rows <= FEW_ROWS<T> && (IN_REGISTERS<T> || !is_packed(m));
 }
 
