@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -18,17 +17,17 @@ from verbatim.draft.config import DraftOptions, resolve_draft, resolve_draft_tok
 from verbatim.engine.admission import Prompt
 from verbatim.engine.handle import EngineHandle, check_not_forked
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
+from verbatim.model.limits import eos_ids_of, pad_id_of
 from verbatim.model.loader import LoadedModel, ModelSource, Skeleton
 from verbatim.model.quantization import Quantization
 from verbatim.model.unused import check_unused_weights
 from verbatim.opening import open_engine, open_runner
 from verbatim.options import positive, switch
-from verbatim.params import SamplingParams
-from verbatim.placement.cluster.choice import Cluster
-from verbatim.placement.cluster.runner import Clustered
+from verbatim.params import SamplingParams, as_index
+from verbatim.placement.distributed.choice import Cluster, PipelineParallel, Ranked
+from verbatim.placement.distributed.runner import Clustered
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.options import DEFAULT_FOLDER_BYTES, EngineOptions, engine_options
-from verbatim.placement.parallel.choice import PipelineParallel, Ranked
 from verbatim.progress import progress_bar
 from verbatim.prompts import as_params, as_prompts
 from verbatim.protocols import Runner
@@ -79,8 +78,8 @@ class LLM:
             `trust_remote_code`.
         prefix_folder_bytes: size of that folder: bytes, or "20GB". What was used longest ago is deleted.
         config: the model of a torch.distributed.checkpoint (DCP) folder, which requires it: KempnerForge's
-            TOML (a path that ends in .toml), a transformers config, or the folder, config.json or hub id of
-            one. None for every other format.
+            TOML (a path that ends in .toml) or a `KempnerConfig`, a transformers config, or the folder,
+            config.json or hub id of one. None for every other format.
         draft: how draft tokens are proposed (speculative decoding). Outputs do not depend on it. None,
             "ngram", "mtp", "early-exit"; the folder or hub id of a smaller model with the same tokenizer,
             or a module of one; an instance of `verbatim.draft`'s classes; or an object with the method of
@@ -239,9 +238,8 @@ class LLM:
         options: EngineOptions,
         *,
         name: str,
-        tokenizer: Any = None,
         max_length: tuple[int | None, str] = (None, ""),
-        eos_ids: frozenset[int] = frozenset(),
+        config: Any = None,
     ) -> LLM:
         """Return an LLM over an existing runner, for a model that `LLM(...)` does not open.
 
@@ -253,10 +251,11 @@ class LLM:
             runner,
             options,
             name=name,
-            tokenizer=tokenizer,
+            tokenizer=None,
             limit=max_length,
-            eos_ids=eos_ids,
+            eos_ids=eos_ids_of(None, config),
             live=True,
+            config=config,
         )
         llm._start(handle)
         return llm
@@ -584,17 +583,12 @@ class LLM:
 
     def info(self) -> dict[str, Any]:
         """Return the model's properties and how it is run, as plain values."""
-        return {
-            "model": self.name,
-            **self.engine.info(),
-            "default_params": self._default_params_or_why_not(),
-        }
-
-    def _default_params_or_why_not(self) -> dict[str, Any] | str:
+        default_params: dict[str, Any] | str
         try:
-            return _plain_params(self.default_params())
+            default_params = self.default_params().changed()
         except VerbatimError as error:
-            return f"unusable: {error}"
+            default_params = f"unusable: {error}"
+        return {"model": self.name, **self.engine.info(), "default_params": default_params}
 
     def close(self) -> None:
         """Free the KV cache and release the model; running requests end as "abort". May be called again."""
@@ -647,11 +641,8 @@ class LLM:
     @property
     def pad_token_id(self) -> int:
         """Id that pads rows: the model's pad id, else an end-of-sequence id, else 0."""
-        for config in (self.engine.generation_config, self.engine.config):
-            pad = getattr(config, "pad_token_id", None)
-            if isinstance(pad, int) and pad >= 0:
-                return pad
-        return min(self.engine.admission.eos_ids, default=0)
+        configs = self.engine.generation_config, self.engine.config
+        return pad_id_of(configs, self.engine.admission.eos_ids)
 
     def _chat_ids(self, messages: SequenceOf[dict[str, str]]) -> list[int]:
         if self.tokenizer is None:
@@ -668,20 +659,9 @@ def _adapter_name(name: Any) -> str:
 
 
 def _as_version(version: Any) -> int | None:
-    if version is None:
-        return None
-    if isinstance(version, bool) or not hasattr(version, "__index__"):
+    number = as_index(version)
+    if number is None and version is not None:
         raise InvalidRequest(f"version={version!r}: must be an integer or None")
-    if not 0 <= (number := operator.index(version)) < 2**63:
+    if number is not None and not 0 <= number < 2**63:
         raise InvalidRequest(f"version={version}: must be from 0 to {2**63 - 1}")
     return number
-
-
-def _plain_params(params: SamplingParams) -> dict[str, Any]:
-    default = SamplingParams()
-    names = [name for name in SamplingParams.__slots__ if name != "logits_processors"]
-    return {
-        name: getattr(params, name)
-        for name in names
-        if getattr(params, name) != getattr(default, name)
-    }
