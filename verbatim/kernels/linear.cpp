@@ -488,8 +488,6 @@ static void multiply_all(Groups<T> all, Output<T> out, int64_t out_stride, int t
     }
 }
 
-template <typename T> constexpr int32_t PLAIN = sizeof(T) == 4 ? FLOAT : BF16;
-
 }  // namespace
 
 template <typename T>
@@ -525,28 +523,3 @@ INSTANCES(bf16)
 
 EXPORT_MANY(vb_multiply_f32, float)
 EXPORT_MANY(vb_multiply_bf16, bf16)
-
-// out[rows, cols] = x[rows, depth] @ w + bias, with w[cols, depth] (vb_linear) or w[depth, cols]
-// (vb_linear_t). Strides are of rows, in elements. `bias` may be null. `out_f32` keeps the
-// result of bf16 operands in float32. `threads` 0 takes OpenMP's number.
-#define EXPORT(name, transposed, T)                                                                \
-    extern "C" void name(void *out, const T *x, const T *w, const T *bias, int64_t rows,           \
-                         int64_t cols, int64_t depth, int64_t x_stride, int64_t w_stride,          \
-                         int64_t out_stride, int out_f32, int threads) {                           \
-        const Matrix m{w, bias, cols, depth, w_stride, PLAIN<T>, 0, transposed};                   \
-        vb_multiply(out, x, rows, x_stride, &m, out_stride, out_f32, threads);                     \
-    }
-
-static void vb_multiply(void *out, const float *x, int64_t rows, int64_t x_stride, const Matrix *m,
-                        int64_t out_stride, int out_f32, int threads) {
-    vb_multiply_f32(out, x, rows, x_stride, m, 1, out_stride, out_f32, threads);
-}
-static void vb_multiply(void *out, const bf16 *x, int64_t rows, int64_t x_stride, const Matrix *m,
-                        int64_t out_stride, int out_f32, int threads) {
-    vb_multiply_bf16(out, x, rows, x_stride, m, 1, out_stride, out_f32, threads);
-}
-
-EXPORT(vb_linear_f32, 0, float)
-EXPORT(vb_linear_bf16, 0, bf16)
-EXPORT(vb_linear_t_f32, 1, float)
-EXPORT(vb_linear_t_bf16, 1, bf16)
