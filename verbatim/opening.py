@@ -70,7 +70,7 @@ def open_engine(
 
     Args:
         weak: keep only a weak reference to the module.
-        placement: as of `LLM`.
+        placement: as in `LLM`.
         source: the model's source for other processes; None for a live module.
     """
     if kernels.missing():

@@ -270,7 +270,7 @@ class Engine:
         """Change the model's weights with `write`, and discard all KV of the old ones.
 
         Args:
-            version: of the new weights; None adds one to the present version.
+            version: the new version; None adds one to the present version.
             restart: running requests start over, unless they are streamed and a delta was sent; else they
                 continue after the tokens they have.
         """

@@ -56,7 +56,7 @@ _NESTED = (
 
 
 class Mode(Enum):
-    """Whether steps are run."""
+    """The engine's state between two steps."""
 
     RUNNING = "running"
     DRAINING = "draining"  # steps run, new requests wait
@@ -628,7 +628,7 @@ class EngineHandle:
         """Become the owner, process the inbox and call `work`; return None if another thread is the owner.
 
         Args:
-            waiter: of a caller or thread that runs steps.
+            waiter: the waiter of a caller or thread that runs steps.
         """
         owned = True  # also after an exception
         try:
