@@ -441,13 +441,21 @@ class LLM:
                 running and queued requests first; new ones are queued. "abort": end all of them with finish
                 reason "abort".
 
+        A request's `timeout_s` keeps counting. A single-threaded program that pauses and then generates
+        waits until Ctrl-C.
+
         Raises:
             InvalidRequest: an unknown mode.
+            VerbatimError: draining while asleep.
         """
         self.engine.pause(mode)
 
     def resume(self) -> None:
-        """Resume after `pause`; no effect if the engine is not paused."""
+        """Resume after `pause`; no effect if the engine is not paused.
+
+        Raises:
+            VerbatimError: the engine is asleep; `wake()` resumes as well.
+        """
         self.engine.resume()
 
     def sleep(self, weights: bool = False) -> None:

@@ -387,17 +387,9 @@ class EngineHandle:
         return cast("_T", job.result())
 
     def pause(self, mode: str = "keep") -> None:
-        """Stop steps until `resume`; return once they have stopped. The latest call counts.
-
-        `timeout_s` keeps counting, and callers keep waiting: a single-threaded program that pauses and then
-        generates waits until Ctrl-C.
-
-        Args:
-            mode: "keep": running requests keep their KV and continue later. "drain": running and waiting
-                requests finish first; new ones wait. "abort": they end as "abort".
+        """Stop steps, as `LLM.pause`. Of several calls, the latest counts.
 
         Raises:
-            InvalidRequest: an unknown mode.
             VerbatimError: draining while asleep.
         """
         if mode not in PAUSE_MODES:
@@ -427,7 +419,7 @@ class EngineHandle:
                 self._set_mode(before)
 
     def resume(self) -> None:
-        """Resume steps after `pause`; no effect if the engine is not paused.
+        """Resume steps, as `LLM.resume`.
 
         Raises:
             VerbatimError: the engine is asleep.
@@ -441,14 +433,7 @@ class EngineHandle:
         self.call(resume)
 
     def sleep(self, weights: bool = False) -> None:
-        """Pause, and free the KV memory. Running requests keep their tokens; their KV is recomputed later.
-
-        Args:
-            weights: also free the model's weights.
-
-        Raises:
-            NotSupported, ModelChanged: the weights can't be read again; nothing has changed then.
-        """
+        """Pause and free memory, as `LLM.sleep`; nothing has changed after an error."""
 
         def sleep() -> None:
             self._engine.sleep(weights)
@@ -459,11 +444,7 @@ class EngineHandle:
         self._together(sleep)
 
     def wake(self) -> None:
-        """Allocate memory, read freed weights again, and resume; no effect if the engine is not asleep.
-
-        Raises:
-            ModelChanged: the checkpoint has changed; the engine stays asleep.
-        """
+        """Allocate memory and resume, as `LLM.wake`."""
 
         def wake() -> None:
             if self._asleep:
@@ -504,11 +485,7 @@ class EngineHandle:
         self._together(lambda: self._engine.load_adapter(name, layers, replace=replace))
 
     def unload_adapter(self, name: str) -> None:
-        """Unload an adapter between two steps; requests that use it run to their end.
-
-        Raises:
-            InvalidRequest: no adapter has this name.
-        """
+        """Unload an adapter between two steps, as `LLM.unload_adapter`."""
         self._together(lambda: self._engine.unload_adapter(name))
 
     def evict_all(self) -> None:
