@@ -400,11 +400,7 @@ class LLM:
             InvalidRequest: a value out of range; a file that is not a session, or is of another model.
             EngineClosed: this LLM is closed.
         """
-        if self.engine.collective is not None:
-            raise NotSupported(
-                "a session: not supported where each rank is a process of yours; ranks make all calls "
-                "together, and only generate, score and chat are available"
-            )
+        self.engine.refuse_collective("a session")
         return Session(
             self.engine,
             max_length=max_length,

@@ -69,8 +69,8 @@ class Session:
         self._request: Request | None = None
         self._cache = SessionCache(state.max_length, _seconds("idle_timeout_s", idle_timeout_s))
         sessions = engine.sessions
-        self._let_go = weakref.finalize(self, sessions.close_session, self._cache)
-        self._let_go.atexit = False  # nothing outlives the process
+        self._finalizer = weakref.finalize(self, sessions.close_session, self._cache)
+        self._finalizer.atexit = False  # nothing outlives the process
         self._reserve()
         sessions.release(self._cache)
         state.put_kv(engine, self._cache)
@@ -218,7 +218,7 @@ class Session:
 
     def close(self) -> None:
         """Free K, V and the reservation; a turn in progress ends as "abort". May be called again."""
-        self._let_go()
+        self._finalizer()
         if self._request is not None:
             self._handle.abort(self._request)
         self._handle.release_sessions()
