@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from verbatim.core import Completion, Delta, FinishReason, Result
+    from verbatim.engine.lockstep import run_together
     from verbatim.errors import (
         EngineClosed,
         InvalidRequest,
@@ -26,14 +27,19 @@ if TYPE_CHECKING:
         VerbatimError,
     )
     from verbatim.llm import LLM
+    from verbatim.model.kempner.config import KempnerConfig
     from verbatim.model.quantization import Quantization
     from verbatim.params import SamplingParams
-    from verbatim.placement.cluster.choice import Cluster
+    from verbatim.placement.distributed.choice import (
+        Cluster,
+        ExpertParallel,
+        PipelineParallel,
+        TensorParallel,
+    )
     from verbatim.placement.offload.choice import Offload
-    from verbatim.placement.parallel.choice import ExpertParallel, PipelineParallel, TensorParallel
     from verbatim.sampling.sampler import sample
     from verbatim.session import Session
-    from verbatim.tensors import generate
+    from verbatim.tensors import generate, open_forward
 
 __all__ = [
     "LLM",
@@ -44,6 +50,7 @@ __all__ = [
     "ExpertParallel",
     "FinishReason",
     "InvalidRequest",
+    "KempnerConfig",
     "ModelError",
     "NotSupported",
     "Offload",
@@ -64,6 +71,8 @@ __all__ = [
     "VerbatimError",
     "__version__",
     "generate",
+    "open_forward",
+    "run_together",
     "sample",
 ]
 
@@ -73,15 +82,17 @@ _HOMES = {
     **dict.fromkeys(__all__, "verbatim.errors"),  # the names that are not below
     "LLM": "verbatim.llm",
     "SamplingParams": "verbatim.params",
-    "Cluster": "verbatim.placement.cluster.choice",
+    "Cluster": "verbatim.placement.distributed.choice",
     "Offload": "verbatim.placement.offload.choice",
-    "TensorParallel": "verbatim.placement.parallel.choice",
-    "ExpertParallel": "verbatim.placement.parallel.choice",
-    "PipelineParallel": "verbatim.placement.parallel.choice",
+    "TensorParallel": "verbatim.placement.distributed.choice",
+    "ExpertParallel": "verbatim.placement.distributed.choice",
+    "PipelineParallel": "verbatim.placement.distributed.choice",
     "Quantization": "verbatim.model.quantization",
     "Session": "verbatim.session",
     "sample": "verbatim.sampling.sampler",
-    "generate": "verbatim.tensors",
+    "KempnerConfig": "verbatim.model.kempner.config",
+    "run_together": "verbatim.engine.lockstep",
+    **dict.fromkeys(("generate", "open_forward"), "verbatim.tensors"),
     **dict.fromkeys(("Completion", "Delta", "FinishReason", "Result"), "verbatim.core"),
 }
 

@@ -17,17 +17,17 @@ from verbatim.draft.config import DraftOptions, resolve_draft, resolve_draft_tok
 from verbatim.engine.admission import Prompt
 from verbatim.engine.handle import EngineHandle, check_not_forked
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
+from verbatim.model.limits import eos_ids_of, pad_id_of
 from verbatim.model.loader import LoadedModel, ModelSource, Skeleton
 from verbatim.model.quantization import Quantization
 from verbatim.model.unused import check_unused_weights
 from verbatim.opening import open_engine, open_runner
 from verbatim.options import positive, switch
 from verbatim.params import SamplingParams, as_index
-from verbatim.placement.cluster.choice import Cluster
-from verbatim.placement.cluster.runner import Clustered
+from verbatim.placement.distributed.choice import Cluster, PipelineParallel, Ranked
+from verbatim.placement.distributed.runner import Clustered
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.options import DEFAULT_FOLDER_BYTES, EngineOptions, engine_options
-from verbatim.placement.parallel.choice import PipelineParallel, Ranked
 from verbatim.progress import progress_bar
 from verbatim.prompts import as_params, as_prompts
 from verbatim.protocols import Runner
@@ -78,8 +78,8 @@ class LLM:
             `trust_remote_code`.
         prefix_folder_bytes: size of that folder: bytes, or "20GB". What was used longest ago is deleted.
         config: the model of a torch.distributed.checkpoint (DCP) folder, which requires it: KempnerForge's
-            TOML (a path that ends in .toml), a transformers config, or the folder, config.json or hub id of
-            one. None for every other format.
+            TOML (a path that ends in .toml) or a `KempnerConfig`, a transformers config, or the folder,
+            config.json or hub id of one. None for every other format.
         draft: how draft tokens are proposed (speculative decoding). Outputs do not depend on it. None,
             "ngram", "mtp", "early-exit"; the folder or hub id of a smaller model with the same tokenizer,
             or a module of one; an instance of `verbatim.draft`'s classes; or an object with the method of
@@ -237,9 +237,8 @@ class LLM:
         options: EngineOptions,
         *,
         name: str,
-        tokenizer: Any = None,
         max_length: tuple[int | None, str] = (None, ""),
-        eos_ids: frozenset[int] = frozenset(),
+        config: Any = None,
     ) -> LLM:
         """Return an LLM over an existing runner, for a model that `LLM(...)` does not open.
 
@@ -251,10 +250,11 @@ class LLM:
             runner,
             options,
             name=name,
-            tokenizer=tokenizer,
+            tokenizer=None,
             limit=max_length,
-            eos_ids=eos_ids,
+            eos_ids=eos_ids_of(None, config),
             live=True,
+            config=config,
         )
         llm._start(handle)
         return llm
@@ -644,11 +644,8 @@ class LLM:
     @property
     def pad_token_id(self) -> int:
         """Id that pads rows: the model's pad id, else an end-of-sequence id, else 0."""
-        for config in (self.engine.generation_config, self.engine.config):
-            pad = getattr(config, "pad_token_id", None)
-            if isinstance(pad, int) and pad >= 0:
-                return pad
-        return min(self.engine.admission.eos_ids, default=0)
+        configs = self.engine.generation_config, self.engine.config
+        return pad_id_of(configs, self.engine.admission.eos_ids)
 
     def _chat_ids(self, messages: SequenceOf[dict[str, str]]) -> list[int]:
         if self.tokenizer is None:

@@ -30,22 +30,26 @@ from verbatim.model.limits import eos_ids_of, max_length_of, placeholders_of
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.mtp_source import Mtp
 from verbatim.model.spec import inner_model
-from verbatim.placement.cluster.choice import Cluster
-from verbatim.placement.cluster.opening import open_cluster
-from verbatim.placement.cluster.runner import Clustered
+from verbatim.placement.distributed.choice import (
+    Cluster,
+    ExpertParallel,
+    PipelineParallel,
+    TensorParallel,
+)
+from verbatim.placement.distributed.experts import open_expert_parallel
+from verbatim.placement.distributed.following import Following
+from verbatim.placement.distributed.opening import open_cluster
+from verbatim.placement.distributed.rank_opening import (
+    open_pipeline_parallel,
+    open_tensor_parallel,
+)
+from verbatim.placement.distributed.runner import Clustered
 from verbatim.placement.kv_caches import open_kv_caches, speaks_kv_caches
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.offload.forecast import Forecast, forecast
 from verbatim.placement.offload.opening import open_offloaded
 from verbatim.placement.offload.tiers import units_of
 from verbatim.placement.options import EngineOptions, Placed, ToOpen
-from verbatim.placement.parallel.choice import ExpertParallel, PipelineParallel, TensorParallel
-from verbatim.placement.parallel.following import Following
-from verbatim.placement.parallel.opening import (
-    open_expert_parallel,
-    open_pipeline_parallel,
-    open_tensor_parallel,
-)
 from verbatim.placement.resident import move, open_resident
 from verbatim.protocols import Runner
 from verbatim.source import open_model

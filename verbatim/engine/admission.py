@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import secrets
@@ -68,6 +69,12 @@ class Admission:
         self.placeholders = placeholders
         self._count = itertools.count(1)
         self._compiler: GrammarCompiler | None = None  # created for the first structured request
+
+    def with_tokenizer(self, tokenizer: Tokenizer | None, max_length: int) -> Admission:
+        """Return an admission for the same engine, with another tokenizer and a lower limit."""
+        other = copy.copy(self)
+        other.tokenizer, other.max_length, other._compiler = tokenizer, max_length, None
+        return other
 
     def admit(self, prompt: Prompt, params: SamplingParams, *, first_sample: int = 0) -> Request:
         """Return a request for `prompt`, a string or a sequence of ids.

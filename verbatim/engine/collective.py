@@ -9,8 +9,8 @@ from verbatim.core import Request, Result
 from verbatim.engine.handle import Collective, EngineHandle
 from verbatim.engine.lockstep import run_together
 from verbatim.errors import InvalidRequest, RequestFailed, TierFailed
-from verbatim.placement.parallel.exchange import Group
-from verbatim.placement.parallel.group import Follower, Followers
+from verbatim.placement.distributed.experts import Group
+from verbatim.placement.distributed.rank_group import Follower, Followers
 
 _T = TypeVar("_T")
 

@@ -41,6 +41,7 @@ from verbatim.model.patching import holds_exclusive
 from verbatim.model.products import probe_report
 from verbatim.numerics import numerics_key
 from verbatim.options import dtype_name
+from verbatim.placement.actor import run_alone
 from verbatim.protocols import Runner
 from verbatim.shield import Shield
 
@@ -157,6 +158,11 @@ class EngineHandle:
         return self._engine.runner
 
     @property
+    def module(self) -> Any:
+        """The model's module, if it is whole and unquantized in this process's memory; else None."""
+        return getattr(self.runner, "whole_module", None)
+
+    @property
     def scheduler(self) -> Scheduler:
         """The scheduler. Read it inside `call`, or while nothing runs."""
         return self._engine.scheduler
@@ -239,8 +245,8 @@ class EngineHandle:
             yield from unread
             call.raise_error()
 
-    def steps(self, requests: list[Request]) -> Generator[None, None, None]:
-        """Run steps; yield after each that added to one of `requests`, and when all have ended.
+    def steps(self, requests: list[Request]) -> Generator[list[Delta], None, None]:
+        """Run steps; yield what each added to `requests`, the last time when all have ended.
 
         Leaving the loop aborts them. An error of a request is raised after the last yield.
         """
@@ -252,8 +258,9 @@ class EngineHandle:
             while not ended:
                 self._wait(waiter, lambda: bool(news) or not call.num_open)
                 ended = not call.num_open
-                news.clear()
-                yield
+                deltas = news[:]
+                del news[: len(deltas)]
+                yield deltas
             call.raise_error()
 
     async def arun(self, requests: list[Request]) -> list[Result]:
@@ -385,6 +392,20 @@ class EngineHandle:
             if not self._inbox.empty():
                 self._take_over(_no_work)
         return cast("_T", job.result())
+
+    def call_module(self, method: str, *args: Any, seed: int | None = None, **kwargs: Any) -> Any:
+        """Call a method of `module` in eval mode, while no engine of this process computes.
+
+        Args:
+            method: its name; "forward" calls the module itself, hooks included.
+            seed: of torch's generator during the call; None leaves the generator as it is.
+
+        Raises:
+            NotSupported: the module is not whole in this process.
+        """
+        if self.module is None:
+            raise NotSupported(f"{method}: the model is not whole and unquantized in this process")
+        return run_alone(self.module, method, *args, seed=seed, **kwargs)
 
     def pause(self, mode: str = "keep") -> None:
         """Stop steps, as `LLM.pause`. Of several calls, the latest counts.

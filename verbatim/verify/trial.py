@@ -14,7 +14,7 @@ from verbatim.core import Delta, Result
 from verbatim.errors import VerbatimError
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
-from verbatim.placement.cluster.choice import Cluster
+from verbatim.placement.distributed.choice import Cluster
 from verbatim.verify.requests import TestRequest
 
 

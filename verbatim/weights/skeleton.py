@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from verbatim.errors import ModelError, NotSupported, VerbatimError, first_line
-from verbatim.model.loader import auto_class, building
+from verbatim.model.loader import auto_class, building, refuse_missing
 from verbatim.model.packed import placeholder
 from verbatim.model.patching import quiet
 from verbatim.untrusted import check_dtypes, check_size, shards_of
@@ -45,13 +45,13 @@ def open_skeleton(
         NotSupported: weights in another format than safetensors.
     """
     adapter = None if adapter_folder is None else read_folder(adapter_folder)
+    quantization = None if folder.suffix == ".gguf" else quantization_of(config)
     if folder.suffix == ".gguf":
         tensors, nbytes = read_gguf(folder, config, dtype), folder.stat().st_size
     else:
         stored = tensors_of(folder, config)
         table: Mapping[str, LazyWeight] = stored
         nbytes = sum(tensor.nbytes for tensor in stored.values())
-        quantization = quantization_of(config)
         if quantization is not None:
             config = copy.deepcopy(config)
             forget_quantization(config)
@@ -61,11 +61,7 @@ def open_skeleton(
         tensors = {name: traced(lazy) for name, lazy in table.items()}
     with building, quiet(progress=False):
         module, report = _load_traced(folder, config, dtype, trust_remote_code, tensors, nbytes)
-    for kind in ("missing_keys", "mismatched_keys"):
-        names = sorted(str(name) for name in report[kind])
-        if names:
-            what = kind.replace("_keys", "")
-            raise ModelError(f"{folder}: {len(names)} weights are {what}, such as {names[0]}")
+    refuse_missing(folder, report, is_plain=quantization is None and folder.is_dir())
     lazy_weights = _hollow_parameters(module)
     _read_buffers(module)
     if adapter is not None:

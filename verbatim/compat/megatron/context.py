@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,7 +16,6 @@ from verbatim.compat.batches import draw_seed
 from verbatim.compat.megatron.request import DynamicInferenceRequest, InferenceRequest, Status
 from verbatim.compat.megatron.translation import Translation
 from verbatim.core import Delta, Request, TopLogprobs
-from verbatim.engine.calls import ThreadWaiter
 from verbatim.engine.handle import EngineHandle
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.protocols import Runner
@@ -97,7 +97,6 @@ class DynamicInferenceContext:
         # Entries with new output, so that the cost of a step does not grow with waiting requests.
         # Other threads add to both dicts during iteration, so loops go over copies.
         self._fresh: dict[_RunningRequest, None] = {}
-        self._waiter = ThreadWaiter()
         self._adding = threading.RLock()  # re-entrant, for signal handlers
         self._preemptions = 0  # the engine's count at the last check for paused requests
         self._seed = 0
@@ -170,12 +169,10 @@ class DynamicInferenceContext:
             raise
         self._row += 1
         self._next_index += 1
-        self._waiter.wake()
 
     def _mark_fresh(self, entry: _RunningRequest) -> None:
         if self._entries.get(entry.number) is entry:
             self._fresh[entry] = None
-            self._waiter.wake()
 
     def reset(self) -> None:
         """End all requests, and keep their output so far."""
@@ -189,13 +186,12 @@ class DynamicInferenceContext:
     def step(self) -> None:
         """Make one step of the engine, unless another thread's step has already produced output.
 
-        If no step is possible, for example while the engine is paused, wait briefly for output.
+        If no step is possible, for example while the engine is paused, wait briefly.
         """
         if not self._entries or any(entry.next for entry in list(self._fresh)):
             return
-        self._waiter.wait(0)  # clear an earlier wake-up
         if not self._handle.step() and not self._fresh:
-            self._waiter.wait(_IDLE_WAIT_S)
+            time.sleep(_IDLE_WAIT_S)
 
     def collect(self, stop: StopCallback | None) -> dict[str, Any] | None:
         """Return the output of the step, None without requests. A finished request is reported once."""

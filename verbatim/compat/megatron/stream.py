@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from typing import Any
 
 from verbatim.compat.batches import accepts
 from verbatim.compat.megatron.request import InferenceRequest
-from verbatim.engine.calls import TaskWaiter
 from verbatim.errors import InvalidRequest
 
 
@@ -32,7 +32,7 @@ class AsyncStream:
         self._cancel = cancel
         self._loop = loop
         self._items: deque[InferenceRequest | BaseException] = deque()
-        self._waiter: TaskWaiter | None = None
+        self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
         self._reader: AsyncGenerator[InferenceRequest, None] | None = None  # of `__anext__`
         self._finished = False
 
@@ -95,7 +95,8 @@ class AsyncStream:
             raise InvalidRequest(
                 f"the stream of request {self._request_id} was made for another event loop"
             )
-        self._waiter = TaskWaiter()
+        news = asyncio.Event()
+        self._waiting = asyncio.get_running_loop(), news
         try:
             while True:
                 # Read before emptying the queue: nothing is added once it is set.
@@ -107,19 +108,21 @@ class AsyncStream:
                     yield item
                 if finished:
                     return
-                await self._waiter.wait()
+                await news.wait()
+                news.clear()
         except (GeneratorExit, asyncio.CancelledError):
             if not self._finished:
                 self._finished = True
                 self._cancel_request()
             raise
         finally:
-            self._waiter = None
+            self._waiting = None
 
     def _wake_reader(self) -> None:
-        waiter = self._waiter
-        if waiter is not None:
-            waiter.wake()
+        if (waiting := self._waiting) is not None:
+            loop, news = waiting
+            with suppress(RuntimeError):  # the loop is closed, so no reader waits
+                loop.call_soon_threadsafe(news.set)
 
     def _cancel_request(self) -> None:
         if accepts(self._cancel, self._request_id):
