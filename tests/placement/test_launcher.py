@@ -22,7 +22,7 @@ def test_workers_that_end_together_end_no_other() -> None:
 
 
 def test_a_launcher_that_its_owner_has_left_ends_without_a_word() -> None:
-    line = [sys.executable, "-P", "-m", "verbatim.placement.launcher", "builtins:dict"]
+    line = [sys.executable, "-P", "-m", "verbatim.placement.distributed.launcher", "builtins:dict"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(line, **pipes)  # type: ignore[call-overload]
     process.stdout.close()

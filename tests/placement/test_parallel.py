@@ -196,7 +196,9 @@ def check_columns(
         assert ours["scores"] == scores and ours["after"] == ours["awake"] == after
         assert ours["adapted"] == adapted != after
         assert ours["updated"] == updated != after
-        assert ours["stream"].startswith("stream: where each rank is a process of the user's")
+        assert ours["stream"].startswith(
+            "stream: not supported where each rank is a process of yours"
+        )
         assert "id 1000000 is outside" in ours["refused"]
 
 

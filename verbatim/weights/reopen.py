@@ -33,7 +33,7 @@ def open_files(
     Args:
         tokenizer: a transformers tokenizer; None: the model's own; False: none.
         skeleton: leaves the weights in their files; None reads those that are not quantized.
-        dtype, revision, trust_remote_code, config, unused_weights: as of `LLM`.
+        dtype, revision, trust_remote_code, config, unused_weights: as in `LLM`.
 
     Raises:
         ModelError, UnsupportedModel, NotSupported: it can't be opened.
