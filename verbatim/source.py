@@ -40,8 +40,8 @@ def open_model(
     dcp = find_dcp(model) if isinstance(model, str | os.PathLike) else None
     if config is not None and dcp is None:
         raise InvalidRequest(
-            f"config={config!r:.80}: only for a torch.distributed.checkpoint, and model={str(model)!r} holds "
-            "none: neither .metadata nor pp0, nor a link latest"
+            f"config={config!r:.60}: only for a torch.distributed.checkpoint, and {model} holds no "
+            "checkpoint of that kind: neither .metadata nor pp0, nor a link latest. Leave it at None"
         )
     if isinstance(tokenizer, str | os.PathLike):
         tokenizer = Tokenizer.open(
