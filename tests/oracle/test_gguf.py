@@ -50,6 +50,7 @@ def write(
     """Write a module as a GGUF file with its matrices as `kind`.
 
     Args:
+        kind: after a "+", the type of one matrix.
         rope: type of the scaling of rotary frequencies; "": a factor without a type.
         factor: of that scaling.
         factors: what each rotary frequency is divided by.
@@ -57,7 +58,8 @@ def write(
     Returns:
         What the file holds, by transformers' names.
     """
-    how, config = getattr(gguf.GGMLQuantizationType, kind), module.config
+    usual, *other = (gguf.GGMLQuantizationType[name] for name in kind.split("+"))
+    config = module.config
     writer = gguf_writer(path, config, family)
     if rope:
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope))
@@ -82,6 +84,7 @@ def write(
 
     for name, tensor in module.state_dict().items():
         short = gguf_name(name)
+        how = other[0] if other and "layers.0.mlp.down" in name else usual
         if tensor.ndim < 2 or "mlp.gate.weight" in name:
             short = short.replace("mlp.gate.", "ffn_gate_inp.")
             held[name] = add(short, tensor, gguf.GGMLQuantizationType.F32)
@@ -123,6 +126,7 @@ FILES: dict[str, tuple[str, str, str, dict[str, Any], str, str | None]] = {
     "Q4_K, experts": ("Q4_K", "auto", "qwen3_moe", EXPERTS, "qwen3moe", "q4_k"),
     "Q6_K": ("Q6_K", "auto", "llama", WIDE, "llama", "q6_k"),
     "Q6_K, experts": ("Q6_K", "float32", "qwen3_moe", EXPERTS, "qwen3moe", "q6_k"),
+    "Q4_K and Q6_K": ("Q4_K+Q6_K", "auto", "qwen3", WIDE, "qwen3", "q4_k+q6_k"),
     "Q5_K": ("Q5_K", "auto", "qwen3", WIDE, "qwen3", "q5_k"),
     "Q3_K": ("Q3_K", "auto", "qwen3", WIDE, "qwen3", "q3_k"),
     "Q2_K": ("Q2_K", "auto", "qwen3", WIDE, "qwen3", "q2_k"),

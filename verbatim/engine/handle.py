@@ -547,7 +547,7 @@ class EngineHandle:
             "numerics_key": numerics_key(
                 placed["dtype"],
                 placed["kv_dtype"],
-                (placed.get("quantization") or {}).get("format"),
+                (placed.get("quantization") or {}).get("requested"),
                 placed.get("gpu"),
             ),
             "probe": _probe_findings(),

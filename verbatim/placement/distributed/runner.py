@@ -452,7 +452,9 @@ def _joined_quantization(stages: list[dict[str, Any] | None]) -> dict[str, Any]:
     if not found:
         return {}
     sums = {name: sum(stage[name] for stage in found) for name in ("bytes_before", "bytes_after")}
-    return {"quantization": {"format": found[0]["format"], **sums, "stages": found}}
+    formats = {name for stage in found for name in stage["format"].split("+")}
+    joined = {"format": "+".join(sorted(formats)), "requested": found[0]["requested"]}
+    return {"quantization": {**joined, **sums, "stages": found}}
 
 
 class StepTimes:
