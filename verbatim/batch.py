@@ -167,7 +167,7 @@ class Choices:
     """The shape of what a model's layers choose for each token (experts, or keys): `[layers, k]` numbers.
 
     Attributes:
-        layers: number of layers that choose, in the order they run.
+        layers: number of layers that choose; numbered in the order they run.
         k: choices of each layer; -1 fills the end if there are fewer.
         count: number of experts; 0: the choices are positions up to the token's own.
         reason: the reason why choices can't be recorded; None if they can.

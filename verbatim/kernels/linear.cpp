@@ -259,10 +259,10 @@ static void few_rows_packed(const Work<bf16> &work, const Strip &strip, const ch
     bool quick = false;
     of_kind(m.format, m.group, [&](auto code, auto group) {
         of_height(work.rows, [&](auto r, auto cols) {
-            // In registers, 4 bits are always a place in a table, if only one of 0 to 15. Those of 8 bits
-            // take more registers on their way.
-            constexpr bool WIDE = bits_of(code) == 8;
-            constexpr int R = r.value, C = WIDE && R > 6 ? 2 : cols.value, CODE = WIDE ? code.value : TABLE;
+            // In registers, 4 bits are always a place in a table, if only one of 0 to 15. Those that become
+            // numbers one by one take more registers on their way.
+            constexpr bool FOUR = bits_of(code) == 4, WIDE = !FOUR && code != Q4_K;
+            constexpr int R = r.value, C = WIDE && R > 6 ? 2 : cols.value, CODE = FOUR ? TABLE : code.value;
             quick = packed_strip<R, C, CODE, group.value>(p, first, row, strip.width, after);
         });
     });
