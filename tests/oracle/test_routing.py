@@ -168,12 +168,10 @@ def test_forced_experts_are_taken_with_the_weights_the_router_gives_them(case: s
 def weights_of(runner: Resident, forced: Tensor | None) -> tuple[Tensor, Tensor]:
     """The first routed layer's choice and weights for the first sequence, in float64."""
     decoder, work = runner.decoder, batch([0], WHOLE[:1], forced_experts=forced)
-    layers = decoder.spec.routed
-    assert layers is not None
+    spec = decoder.spec
+    routing = Routing(spec.routed, spec.routed_modules, LENGTHS[0], forced)
     seen: list[Tensor] = []
-    context = FlatContext(
-        decoder.spec.slots, work, runner.store, Routing(layers, LENGTHS[0], forced)
-    )
+    context = FlatContext(spec.slots, work, runner.store, routing)
     with before_experts(decoder.module, lambda n, block, args: seen.append(args[2])):
         decoder._forward(decoder.module, [context])
     assert context.routing is not None

@@ -31,7 +31,7 @@ from verbatim.model.patching import (
     plain_numbers,
     replaced_forwards,
 )
-from verbatim.model.routing import Records, RoutedLayers, Routing
+from verbatim.model.routing import Records, Routing
 from verbatim.model.spec import ModelSpec, inner_model
 from verbatim.model.tree import Tree, hooked_everywhere
 from verbatim.model.trial import inspect_model
@@ -263,7 +263,6 @@ class Decoder:
         with exclusive:
             if self._watched:
                 self.refresh()
-            layers = self.spec.routed
             if batch.forced_experts is not None and self.spec.replay_reason is not None:
                 raise NotSupported(f"its routing can't be replayed: {self.spec.replay_reason}")
             if batch.wants_hidden and self.spec.hidden_reason is not None:
@@ -283,7 +282,7 @@ class Decoder:
                         self.spec.slots,
                         part,
                         own,
-                        None if layers is None else _routing(layers, part, own.device),
+                        _routing(self.spec, part, own.device),
                         indices=indices,
                     )
                     for part, own in zip(batches, stores, strict=True)
@@ -299,7 +298,7 @@ class Decoder:
         """Return whether every forward runs the same operations, without hooks."""
         with exclusive:
             self.refresh()
-            plain = self.spec.routed is None and not self.spec.is_sparse
+            plain = not self.spec.routed.layers and not self.spec.is_sparse
             return plain and not self._tree.has_hooks()
 
     def forward_in_place(self, batch: Batch, rows: Tensor, store: KVStore) -> Tensor:
@@ -434,5 +433,8 @@ def _mode(tree: Tree, spec: ModelSpec, batch_invariant: bool) -> AbstractContext
     return InvariantMode() if override else nullcontext()
 
 
-def _routing(layers: RoutedLayers, batch: Batch, device: torch.device) -> Routing:
-    return Routing(layers, batch.num_tokens, batch.forced_experts, device)
+def _routing(spec: ModelSpec, batch: Batch, device: torch.device) -> Routing | None:
+    if not spec.routed.layers:
+        return None
+    rows, forced = batch.num_tokens, batch.forced_experts
+    return Routing(spec.routed, spec.routed_modules, rows, forced, device)

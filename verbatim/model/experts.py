@@ -26,7 +26,7 @@ from verbatim.model.context import route
 from verbatim.model.elementwise import activation_of
 from verbatim.model.fingerprint import Fingerprint, Place
 from verbatim.model.norms import Norm, norm_parts
-from verbatim.model.products import Matrix, Packed, linear, packed_linear
+from verbatim.model.products import Matrix, Packed, linear
 from verbatim.model.structs import NormStruct, NotFusable, matrix_at, norm_of
 from verbatim.model.weight_packing import WeightPacking
 
@@ -72,22 +72,14 @@ class Stack(NamedTuple):
     transposed: bool
     packing: WeightPacking | None
 
-    def packed(self, expert: int) -> Packed | None:
-        """Return one quantized matrix; None if they are not quantized."""
-        if self.packing is None:
-            return None
-        one = self.packing.one
-        data: Tensor = self.weight[0][self.weight[1]]
-        return Packed(data[expert * one.nbytes : (expert + 1) * one.nbytes], one)
-
     def project(self, expert: int, rows: Tensor) -> Tensor:
         """Multiply `rows` `[n, depth]` with one matrix: `[n, cols]`."""
         biases = self.bias[0].get(self.bias[1])
         bias = None if biases is None else biases[expert]
-        packed = self.packed(expert)
-        if packed is not None:
-            return packed_linear(rows, packed.data, packed.packing, bias)
         tensor: Tensor = self.weight[0][self.weight[1]]
+        if self.packing is not None:
+            one = self.packing.one
+            return linear(rows, Packed(tensor.view(-1, one.nbytes)[expert], one), bias)
         shape = (self.depth, self.cols) if self.transposed else (self.cols, self.depth)
         matrix = tensor.view(-1, *shape)[expert]
         return linear(rows, matrix.t() if self.transposed else matrix, bias)

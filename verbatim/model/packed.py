@@ -93,7 +93,7 @@ def hold_packed(layer: nn.Module, name: str, packed: Tensor, packing: WeightPack
     """
     kind: Any = type(layer)
     bias: Any = layer._parameters.get("bias")
-    if name == "weight" and kind in (nn.Linear, _conv1d()):
+    if name == "weight" and is_linear(layer):
         return PackedLinear(packed, packing, bias).train(layer.training)
     del layer._parameters[name]
     if isinstance(layer, nn.Embedding) and name == "weight":
@@ -108,11 +108,11 @@ def hold_packed(layer: nn.Module, name: str, packed: Tensor, packing: WeightPack
     return layer
 
 
-@functools.cache
-def _conv1d() -> type:
+def is_linear(layer: nn.Module) -> bool:
+    """Return whether a layer becomes a `PackedLinear` when its weight is quantized."""
     from transformers.pytorch_utils import Conv1D
 
-    return Conv1D
+    return type(layer) in (nn.Linear, Conv1D)
 
 
 @functools.cache

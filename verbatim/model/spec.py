@@ -29,7 +29,6 @@ from verbatim.model.positions import counts_by_padding, patch_positions
 from verbatim.model.recurrent import patch
 from verbatim.model.routing import (
     UNKNOWN_ROUTER,
-    RoutedLayers,
     RouterCall,
     indexed_layers_of,
     routed_layers_of,
@@ -51,8 +50,8 @@ class ModelSpec:
         takes_logit_rows: the model's forward has `logits_to_keep`, so that the head runs only on
             the rows that are asked for.
         takes_positions: the model's forward has `position_ids`, or passes them on.
-        routed: its mixture-of-experts layers; None: there are none, or `routing_reason` tells why
-            their routing can't be recorded.
+        routed: the experts that its mixture-of-experts layers choose.
+        routed_modules: the id of each one's experts module, in the order they run.
         replay_reason: why their experts can't be forced; None: they can.
         indexed: the keys that indexers of layers choose.
         hidden_reason: why what its head sees can't be handed back; None: it can.
@@ -68,8 +67,8 @@ class ModelSpec:
     needs_override: frozenset[str]
     takes_logit_rows: bool
     takes_positions: bool
-    routed: RoutedLayers | None
-    routing_reason: str | None
+    routed: Choices
+    routed_modules: tuple[int, ...]
     replay_reason: str | None
     indexed: Choices
     hidden_reason: str | None
@@ -83,9 +82,7 @@ class ModelSpec:
     @property
     def choices(self) -> dict[str, Choices]:
         """The choices of its layers for each token, by `CHOICES`."""
-        routed = self.routed
-        routing = Choices(reason=self.routing_reason) if routed is None else routed.choices
-        return {"routing": routing, "indices": self.indexed}
+        return {"routing": self.routed, "indices": self.indexed}
 
 
 class InspectionContext:
@@ -142,7 +139,7 @@ class InspectionContext:
 
     def route(self, experts: Any, index: Tensor) -> None:
         count: int = getattr(experts, "total_experts", None) or experts.num_experts
-        self.routed.append(RouterCall(id(experts), index.shape[0], index.shape[1], count))
+        self.routed.append(RouterCall(id(experts), index.shape[0], (index.shape[1], count)))
 
     def forced_experts(self) -> None:
         """Count a router that asks whether its choice is forced."""
@@ -204,7 +201,7 @@ def inspect_once(module: nn.Module, inner: Any, *, positions: bool | None = None
             if named
             else _NO_POSITIONS
         )
-    routed, routing_reason = routed_layers_of(context.routed, ids.numel())
+    routed = routed_layers_of(context.routed, ids.numel())
     return ModelSpec(
         slots=context.slots,
         layers=context.layers,
@@ -216,8 +213,8 @@ def inspect_once(module: nn.Module, inner: Any, *, positions: bool | None = None
         takes_logit_rows="logits_to_keep" in signature,
         takes_positions=positions,
         routed=routed,
-        routing_reason=routing_reason,
-        replay_reason=routing_reason
+        routed_modules=tuple(call.module for call in context.routed),
+        replay_reason=routed.reason
         or (UNKNOWN_ROUTER if context.choices != len(context.routed) else None),
         indexed=indexed_layers_of(context.indexed),
         hidden_reason=why_no_hidden(head_of(inner), seen, ids.numel()),

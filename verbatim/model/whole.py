@@ -125,8 +125,7 @@ class WholeModel:
         if slots != [*range(len(spec.layers))] or not all(x.is_complete for x in layers):
             raise NotFusable("parts of its layers are not in the kernels")
         experts = [x.experts for x in layers if x.experts is not None]
-        recorded = None if spec.routed is None else spec.routed.modules
-        if recorded is not None and tuple(map(id, experts)) != recorded:
+        if spec.routed.layers and tuple(map(id, experts)) != spec.routed_modules:
             raise NotFusable("its experts run in another order, or elsewhere than in its layers")
         body: Any = inner.get_decoder()
         if not all(type(m).__module__.startswith("transformers.models.") for m in (inner, body)):
