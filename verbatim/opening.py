@@ -37,7 +37,7 @@ from verbatim.placement.distributed.choice import (
     TensorParallel,
 )
 from verbatim.placement.distributed.experts import open_expert_parallel
-from verbatim.placement.distributed.following import Following
+from verbatim.placement.distributed.following import FollowingRunner
 from verbatim.placement.distributed.opening import open_cluster
 from verbatim.placement.distributed.rank_opening import (
     open_pipeline_parallel,
@@ -172,7 +172,7 @@ def _identify(loaded: LoadedModel, options: EngineOptions, source: ModelSource |
 
 def _open_prefix_folder(handle: EngineHandle, options: EngineOptions, files: str) -> None:
     """Let the engine read and write prefixes in files."""
-    if isinstance(handle.runner, Following):
+    if isinstance(handle.runner, FollowingRunner):
         return  # rank 0 reads and writes them
     scheduler, info, path = handle.scheduler, handle.info(), options.prefix_folder
     assert path is not None

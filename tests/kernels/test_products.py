@@ -24,7 +24,7 @@ from verbatim.model.products import (
 )
 from verbatim.model.quantization import GROUP_SIZES, Quantization
 from verbatim.model.quantize import pack, unpack
-from verbatim.model.weight_packing import Encoding, WeightPacking
+from verbatim.model.weight_packing import BLOCK, BLOCKS, Encoding, WeightPacking
 
 BACKENDS = [*kernels.available(), "torch"]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -114,6 +114,21 @@ def test_strides_do_not_change_the_bits(backend: str, dtype: torch.dtype) -> Non
     assert torch.equal(
         matmul(x, wide_stored[:, 7:40], backend=backend), matmul(x, stored, backend=backend)
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", kernels.available())
+def test_the_bits_are_the_same_whichever_way_the_weight_lies(
+    backend: str, dtype: torch.dtype
+) -> None:
+    for num_out, depth in ((1, 1), (5, 33), (70, 100), (33, 1000), (200, 70), (130, 4300)):
+        weight, bias = rand(num_out, depth, dtype=dtype), rand(num_out, dtype=dtype)
+        stored = weight.t().contiguous()
+        for count in (1, 2, 5, 8, 9, 20, 270):
+            x = rand(count, depth, dtype=dtype)
+            expected = linear(x, weight, bias, backend=backend)
+            with threads(2 if count == 20 else 1):
+                assert torch.equal(linear(x, stored.t(), bias, backend=backend), expected), count
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -287,8 +302,8 @@ OF_CHECKPOINTS = [
     (Quantization(4, 32), Encoding.MXFP4),
     (Quantization(8, 32), Encoding.HALF),
     (Quantization(4, 32), Encoding.HALF),
-    (Quantization(4, 32), Encoding.SUPER),
     (Quantization(4, 128), Encoding.CENTERED),
+    *((Quantization(8, 32), kind) for kind in BLOCKS),
 ]
 ENCODED = [*((kind, Encoding.AFFINE) for kind in KINDS), *OF_CHECKPOINTS]
 
@@ -312,7 +327,7 @@ def test_a_packed_product_is_that_of_the_matrix_it_is_read_back_as(
     backend: str, dtype: torch.dtype, kind: Quantization, encoding: Encoding
 ) -> None:
     for num_out, depth in ((5, 33), (70, 100), (33, 1000), (140, 256)):
-        depth = -(-depth // 256) * 256 if encoding is Encoding.SUPER else depth
+        depth = -(-depth // BLOCK) * BLOCK if encoding in BLOCKS else depth
         wide = rand(num_out, depth)
         wide[: num_out // 3] *= 1e-37  # numbers that the quick rounding would lose
         x, bias = rand(70, depth, dtype=dtype), rand(num_out, dtype=dtype)

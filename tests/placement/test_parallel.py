@@ -44,9 +44,10 @@ from verbatim.placement.distributed import rank_opening as parallel_opening
 from verbatim.placement.distributed.heads import split_heads
 from verbatim.placement.distributed.hosts import LocalHosts
 from verbatim.placement.distributed.launcher import HOST
-from verbatim.placement.distributed.rank_group import RankGroup, RankHost, RankHosts
+from verbatim.placement.distributed.rank_group import RankGroup
 from verbatim.placement.distributed.served import Served
 from verbatim.placement.distributed.stage import Stage
+from verbatim.placement.distributed.torchrun import RankHost, RankHosts
 
 Folders = Callable[[str], Path]
 

@@ -76,14 +76,14 @@ def _kernel(name: str, dtype: torch.dtype) -> Callable[..., None]:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight [N, K] quantized, as `quantize.pack` makes it: rows, one matrix; or interleaved."""
+    """A quantized weight, one matrix, as `quantize.pack` makes it; or interleaved."""
 
     data: Tensor
     packing: WeightPacking
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[N, K], also of one that is stored by columns."""
+        """[N, K], also of a parameter [K, N]."""
         return self.packing.shape[::-1] if self.packing.columns else self.packing.shape
 
 
@@ -142,9 +142,9 @@ def packed_linear(
 ) -> Tensor:
     """Compute `linear(x, unpack(packed, packing), bias)`, bit for bit, without that matrix in memory.
 
-    packed is `[packing.nbytes]` uint8 at any address, so an expert's slice of a stack of rows serves;
-    `packing.shape` is [N, K], or [K, N] with `packing.columns`, which is unpacked first. The rest is
-    as in `linear`. With `packing.interleaved` activations become codes, too (`integers.py`).
+    packed is `[packing.nbytes]` uint8 at any address, so an expert's slice of a stack serves;
+    `packing.shape` is [N, K], or [K, N] with `packing.columns`. The rest is as in `linear`. With
+    `packing.interleaved` activations become codes, too (`integers.py`).
     """
     return linear(x, Packed(packed, packing), bias, backend=backend, float32=float32)
 
@@ -155,9 +155,7 @@ def _reads(weight: Tensor | Packed, bias: Tensor | None, dtype: torch.dtype) -> 
         return False
     if isinstance(weight, Tensor):
         return weight.dtype is dtype and weight.is_cpu
-    packing = weight.packing
-    by_rows = packing.interleaved or not packing.columns
-    return by_rows and weight.data.is_cpu and packing.dtype is dtype
+    return weight.data.is_cpu and weight.packing.dtype is dtype
 
 
 def pointers_of(weight: Tensor | Packed, bias: Tensor | None) -> tuple[Matrix, tuple[Any, ...]]:

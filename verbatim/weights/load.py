@@ -118,7 +118,8 @@ def load_weights(
     """
     cuts = cuts or {}
     packings = {} if quantization is None else choose_packings(module, quantization)
-    matrices = matrices_of(module)
+    tables = (m for m in module.modules() if isinstance(m, nn.Embedding) and m.max_norm is None)
+    matrices = {table.weight: False for table in tables} | matrices_of(module)
     weights: dict[nn.Parameter, _Weight] = {}
     for name, parameter in module.named_parameters():
         if parameter in lazy_weights:

@@ -12,7 +12,7 @@ Range = tuple[int, int]  # first layer, and the one behind the last
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class LayerSizes:
     """The bytes of a model's layers, and the places where it may be cut.
 
     Attributes:

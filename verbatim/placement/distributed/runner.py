@@ -84,7 +84,7 @@ class Clustered:
         self._last: Remote | None = None
         # Runs if it is never closed; its arguments must not refer to this object.
         self._let_go = weakref.finalize(self, self.group.close, os.getpid())
-        self._figures = Figures()
+        self._figures = StepTimes()
         self._asleep: bool | None = None  # with its weights?
 
     # The step.
@@ -286,7 +286,7 @@ class Clustered:
         if not self.supervisor.in_order:
             self.supervisor.recover()
         status = self._each("status")
-        members, layout = list(self.group.members), self.supervisor.launcher.layout
+        members, layout = list(self.group.members), self.supervisor.opener.layout
         speed = [_speed(member, told) for member, told in zip(members, status, strict=True)]
         room = [
             # What does not fit into an offloaded stage's memory is on its disk.
@@ -353,10 +353,10 @@ class Clustered:
             if not isinstance(error, StageFailed):
                 self.unload_adapter(adapter.number)
             raise
-        self.supervisor.launcher.adapters[adapter.number] = adapter
+        self.supervisor.opener.adapters[adapter.number] = adapter
 
     def unload_adapter(self, number: int) -> None:
-        self.supervisor.launcher.adapters.pop(number, None)
+        self.supervisor.opener.adapters.pop(number, None)
         self._each("unload_adapter", number=number)
 
     def stamp(self) -> object:
@@ -455,7 +455,7 @@ def _joined_quantization(stages: list[dict[str, Any] | None]) -> dict[str, Any]:
     return {"quantization": {"format": found[0]["format"], **sums, "stages": found}}
 
 
-class Figures:
+class StepTimes:
     """Timings of the steps: totals in seconds, and medians of the last thousand."""
 
     def __init__(self) -> None:
