@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -24,12 +23,11 @@ from verbatim.model.quantization import Quantization
 from verbatim.model.unused import check_unused_weights
 from verbatim.opening import open_engine, open_runner
 from verbatim.options import positive, switch
-from verbatim.params import SamplingParams
-from verbatim.placement.cluster.choice import Cluster
-from verbatim.placement.cluster.runner import Clustered
+from verbatim.params import SamplingParams, as_index
+from verbatim.placement.distributed.choice import Cluster, PipelineParallel, Ranked
+from verbatim.placement.distributed.runner import Clustered
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.options import DEFAULT_FOLDER_BYTES, EngineOptions, engine_options
-from verbatim.placement.parallel.choice import PipelineParallel, Ranked
 from verbatim.progress import progress_bar
 from verbatim.prompts import as_params, as_prompts
 from verbatim.protocols import Runner
@@ -585,17 +583,12 @@ class LLM:
 
     def info(self) -> dict[str, Any]:
         """Return the model's properties and how it is run, as plain values."""
-        return {
-            "model": self.name,
-            **self.engine.info(),
-            "default_params": self._default_params_or_why_not(),
-        }
-
-    def _default_params_or_why_not(self) -> dict[str, Any] | str:
+        default_params: dict[str, Any] | str
         try:
-            return _plain_params(self.default_params())
+            default_params = self.default_params().changed()
         except VerbatimError as error:
-            return f"unusable: {error}"
+            default_params = f"unusable: {error}"
+        return {"model": self.name, **self.engine.info(), "default_params": default_params}
 
     def close(self) -> None:
         """Free the KV cache and release the model; running requests end as "abort". May be called again."""
@@ -666,20 +659,9 @@ def _adapter_name(name: Any) -> str:
 
 
 def _as_version(version: Any) -> int | None:
-    if version is None:
-        return None
-    if isinstance(version, bool) or not hasattr(version, "__index__"):
+    number = as_index(version)
+    if number is None and version is not None:
         raise InvalidRequest(f"version={version!r}: must be an integer or None")
-    if not 0 <= (number := operator.index(version)) < 2**63:
+    if number is not None and not 0 <= number < 2**63:
         raise InvalidRequest(f"version={version}: must be from 0 to {2**63 - 1}")
     return number
-
-
-def _plain_params(params: SamplingParams) -> dict[str, Any]:
-    default = SamplingParams()
-    names = [name for name in SamplingParams.__slots__ if name != "logits_processors"]
-    return {
-        name: getattr(params, name)
-        for name in names
-        if getattr(params, name) != getattr(default, name)
-    }

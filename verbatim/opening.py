@@ -1,4 +1,4 @@
-"""Opens an engine from `LLM`'s options: module, KV store, runner, scheduler."""
+"""Opens an engine from `LLM`'s options: module, KV store, runner, scheduler. Forecasts an offloaded one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
+
+import torch
 
 from verbatim import kernels
 from verbatim.draft.config import DraftOptions
@@ -28,24 +30,32 @@ from verbatim.model.limits import eos_ids_of, max_length_of, placeholders_of
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.mtp_source import Mtp
 from verbatim.model.spec import inner_model
-from verbatim.placement.cluster.choice import Cluster
-from verbatim.placement.cluster.opening import open_cluster
-from verbatim.placement.cluster.runner import Clustered
-from verbatim.placement.kv_caches import open_kv_caches, speaks_kv_caches
-from verbatim.placement.offload.choice import Offload
-from verbatim.placement.offload.opening import open_offloaded
-from verbatim.placement.options import EngineOptions, Placed, ToOpen
-from verbatim.placement.parallel.choice import ExpertParallel, PipelineParallel, TensorParallel
-from verbatim.placement.parallel.following import Following
-from verbatim.placement.parallel.opening import (
-    open_expert_parallel,
+from verbatim.placement.distributed.choice import (
+    Cluster,
+    ExpertParallel,
+    PipelineParallel,
+    TensorParallel,
+)
+from verbatim.placement.distributed.experts import open_expert_parallel
+from verbatim.placement.distributed.following import Following
+from verbatim.placement.distributed.opening import open_cluster
+from verbatim.placement.distributed.rank_opening import (
     open_pipeline_parallel,
     open_tensor_parallel,
 )
+from verbatim.placement.distributed.runner import Clustered
+from verbatim.placement.kv_caches import open_kv_caches, speaks_kv_caches
+from verbatim.placement.offload.choice import Offload
+from verbatim.placement.offload.forecast import Forecast, forecast
+from verbatim.placement.offload.opening import open_offloaded
+from verbatim.placement.offload.tiers import units_of
+from verbatim.placement.options import EngineOptions, Placed, ToOpen
 from verbatim.placement.resident import move, open_resident
 from verbatim.protocols import Runner
+from verbatim.source import open_model
 from verbatim.text.tokenizer import Tokenizer
 from verbatim.weights.identity import files_digest
+from verbatim.weights.skeleton import open_skeleton
 
 _PROMPT_LOGITS_BYTES = 256 * 2**20  # limit for the logits of one chunk of prompt log-probs
 
@@ -171,7 +181,7 @@ def _open_prefix_folder(handle: EngineHandle, options: EngineOptions, files: str
     kept_as = options.block_size, repr(options.quantization), placed
     model = f"{files} {info['numerics_key']} {kept_as}"
     pools = {"blocks": scheduler.pool}
-    if scheduler.states.pool is not None:
+    if scheduler.states.enabled:
         pools["states"] = scheduler.states.pool
     try:
         folder = PrefixFolder(path, options.prefix_folder_bytes, model, handle.runner, pools)
@@ -274,3 +284,29 @@ def open_runner(
         max_unread=max_unread,
         collective=collective,
     )
+
+
+def plan_offload(
+    model: Any,
+    offload: Offload,
+    options: EngineOptions,
+    *,
+    dtype: str | torch.dtype = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    config: Any = None,
+) -> Forecast:
+    """Forecast memory and speed of an offloaded model, from the headers of its files.
+
+    Args:
+        model, dtype, revision, trust_remote_code, config: as for `LLM`.
+
+    Raises:
+        ModelError, NotSupported: the model can't be opened like this; see also `forecast`.
+    """
+    loaded = open_model(
+        model, False, dtype, revision, trust_remote_code, config, skeleton=open_skeleton
+    )
+    units, _ = units_of(loaded, offload, options)
+    limit, _ = resolve_length(options, *max_length_of(inner_model(loaded.module).config))
+    return forecast(loaded, units, offload, options, limit)

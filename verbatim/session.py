@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import operator
 import os
 import secrets
 import threading
@@ -18,7 +17,7 @@ from verbatim.engine.admission import Prompt
 from verbatim.engine.calls import TaskWaiter, ThreadWaiter
 from verbatim.engine.handle import EngineHandle
 from verbatim.errors import EngineClosed, InvalidRequest, SessionBusy
-from verbatim.params import SamplingParams
+from verbatim.params import SamplingParams, as_index
 from verbatim.session_file import SavedSession, read_session, write_session
 from verbatim.text.detokenizer import Detokenizer
 
@@ -90,11 +89,8 @@ class Session:
 
     @position.setter
     def position(self, value: int) -> None:
-        try:
-            position = -1 if isinstance(value, bool) else operator.index(value)
-        except TypeError:
-            position = -1
-        if not 0 <= position <= len(self._ids):
+        position = as_index(value)
+        if position is None or not 0 <= position <= len(self._ids):
             raise InvalidRequest(
                 f"position={value!r}: must be an integer from 0 to {len(self._ids)}, the tokens so far"
             )
@@ -154,6 +150,7 @@ class Session:
             RequestFailed: as in `LLM.generate`.
         """
         with self._turn(inputs, params) as request:
+            self._reserve()
             (result,) = self._handle.run([request])
             self._take(request, result)
         return result
@@ -170,6 +167,7 @@ class Session:
         self, inputs: Prompt | None, params: SamplingParams | None
     ) -> Iterator[Delta | None]:
         with self._turn(inputs, params) as request:
+            self._reserve()
             yield None
             for delta in self._handle.stream(request):
                 if delta.result is not None:
@@ -180,29 +178,23 @@ class Session:
         self, inputs: Prompt | None = None, params: SamplingParams | None = None
     ) -> Result:
         """Run `generate` in asyncio; cancelling leaves the session unchanged."""
-        request = self._claim(inputs, params)
-        try:
+        with self._turn(inputs, params) as request:
             await self._areserve()
             (result,) = await self._handle.arun([request])
             self._take(request, result)
-        finally:
-            self._release()
         return result
 
     async def astream(
         self, inputs: Prompt | None = None, params: SamplingParams | None = None
     ) -> AsyncIterator[Delta]:
         """Run `stream` in asyncio; invalid arguments are reported with the first delta."""
-        request = self._claim(inputs, params)
-        try:
+        with self._turn(inputs, params) as request:
             await self._areserve()
             async with aclosing(self._handle.astream([request])) as deltas:
                 async for _, delta in deltas:
                     if delta.result is not None:
                         self._take(request, delta.result)
                     yield delta
-        finally:
-            self._release()
 
     def save(self, path: str | os.PathLike[str], *, kv: bool = False) -> None:
         """Write the session to a file, which `LLM.session(load=path)` resumes with the same tokens.
@@ -249,28 +241,15 @@ class Session:
 
     @contextmanager
     def _turn(self, inputs: Prompt | None, params: SamplingParams | None) -> Iterator[Request]:
-        request = self._claim(inputs, params)
-        try:
-            self._reserve()
-            yield request
-        finally:
-            self._release()
-
-    def _claim(self, inputs: Prompt | None, params: SamplingParams | None) -> Request:
-        """Start a turn; `_release` ends it."""
+        """Run a block with the request of one turn; another call is refused meanwhile."""
         self._check_open()
-        self._lock()
-        try:
+        with self._claimed():
             self._request = self._admit(inputs, self.params if params is None else params)
-        except BaseException:
-            self._busy.release()
-            raise
-        return self._request
-
-    def _release(self) -> None:
-        self._handle.sessions.release(self._cache)
-        self._request = None
-        self._busy.release()
+            try:
+                yield self._request
+            finally:
+                self._handle.sessions.release(self._cache)
+                self._request = None
 
     def _reserve(self) -> None:
         waiter = ThreadWaiter()
@@ -284,17 +263,14 @@ class Session:
 
     @contextmanager
     def _claimed(self) -> Iterator[None]:
-        self._lock()
-        try:
-            yield
-        finally:
-            self._busy.release()
-
-    def _lock(self) -> None:
         if not self._busy.acquire(blocking=False):
             raise SessionBusy(
                 "this session is in use: another call is in progress, or a stream is open"
             )
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     def _check_open(self) -> None:
         if self._handle.closed:
@@ -374,11 +350,8 @@ class Session:
 def _resolve_length(max_length: Any, num_tokens: int, engine: EngineHandle) -> int:
     if max_length is None:
         return engine.admission.max_length
-    try:
-        length = 0 if isinstance(max_length, bool) else operator.index(max_length)
-    except TypeError:
-        length = 0
-    if not 1 <= length <= engine.admission.max_length:
+    length = as_index(max_length)
+    if length is None or not 1 <= length <= engine.admission.max_length:
         limit = f"{engine.admission.max_length} ({engine.admission.limit_source})"
         raise InvalidRequest(f"max_length={max_length!r}: must be an integer from 1 to {limit}")
     if length < num_tokens:

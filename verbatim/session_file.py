@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -91,7 +90,7 @@ class SavedSession:
                 empty = {kind: runner.read_cache(kind, []) for kind in kv.rows}
             except NotSupported:
                 return
-            counts = {"blocks": count} | ({} if slots.pool is None else {"states": 1})
+            counts = {"blocks": count} | ({"states": 1} if slots.enabled else {})
             fits = counts == {kind: len(rows) for kind, rows in kv.rows.items()}
             for kind, like in empty.items():
                 fits = fits and like is not None and like.shape[1:] == kv.rows[kind].shape[1:]
@@ -262,15 +261,10 @@ def _digest(session: str, tensors: Mapping[str, Tensor]) -> str:
 
 def _plain_params(params: SamplingParams) -> dict[str, Any]:
     """Return the parameters that differ from the defaults."""
-    default = SamplingParams()
-    plain = {}
-    for name in (field.name for field in dataclasses.fields(params)):
-        value = getattr(params, name)
-        if name in ("logits_processors", "replay_routing", "replay_indices"):
-            if value is not None and len(value):
-                raise NotSupported(f"save: the session's params have {name}, which can't be saved")
-        elif value != getattr(default, name):
-            plain[name] = dict(value) if name == "logit_bias" else value
+    plain = params.changed()
+    for name in ("logits_processors", "replay_routing", "replay_indices"):
+        if len(plain.pop(name, ())):
+            raise NotSupported(f"save: the session's params have {name}, which can't be saved")
     return plain
 
 

@@ -175,9 +175,8 @@ def generate(
         pad_token_id: id that fills a row after its end. None: the model's pad id, else its
             end-of-sequence id, else 0.
         params: fields of `SamplingParams`, except `n`, `max_tokens` and those that request more than
-            ids (`logprobs`, `prompt_logprobs`, `hidden_states`, `record_routing`,
-            `record_indices`). Row b draws with
-            sample index b and `seed`; without a seed, one is drawn from torch's default generator.
+            ids (`logprobs`, `prompt_logprobs`, `hidden_states`, `record_routing`, `record_indices`). Row b
+            draws with sample index b and `seed`; without a seed, one is drawn from torch's default generator.
 
     Returns:
         `[B, P + N]` int64, an ordinary tensor on `input_ids`' device: the input, then the new tokens;
@@ -208,15 +207,7 @@ def generate(
 
 
 _NOT_TAKEN = frozenset(
-    {
-        "n",
-        "max_tokens",
-        "logprobs",
-        "prompt_logprobs",
-        "hidden_states",
-        "record_routing",
-        "record_indices",
-    }
+    "n max_tokens logprobs prompt_logprobs hidden_states record_routing record_indices".split()
 )
 
 

@@ -245,7 +245,7 @@ def test_numbers_that_no_group_can_hold_are_refused_by_name(wrong: float, tmp_pa
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder for caches, used by models of any size."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(packed_cache, "_WORTH", 0)
+    monkeypatch.setattr(packed_cache, "_MIN_BYTES", 0)
     return tmp_path / "cache" / "verbatim"
 
 

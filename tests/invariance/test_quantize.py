@@ -30,8 +30,8 @@ from verbatim import (
     TierFailed,
     kernels,
 )
+from verbatim.model.differential import bit_equal
 from verbatim.model.groups import LARGEST, heads_of
-from verbatim.model.layer_trial import bit_equal
 from verbatim.model.quantization import GROUP_SIZES, Quantization, resolve_quantization
 from verbatim.model.quantize import pack, pack_and_measure, squared_error, unpack
 from verbatim.model.weight_packing import Encoding, WeightPacking

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from support.products import multiply_together
 from verbatim import kernels
 from verbatim.model import products
 from verbatim.model.products import (
@@ -17,7 +18,6 @@ from verbatim.model.products import (
     RowTiles,
     holds,
     linear,
-    linear_many,
     matmul,
     packed_linear,
     probe_report,
@@ -341,33 +341,35 @@ def test_every_number_of_rows_and_threads_with_weights_in_few_bits(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", kernels.available())
 def test_several_matrices_at_once(backend: str, dtype: torch.dtype) -> None:
     wide, bias = rand(90, 200, dtype=dtype), rand(65, dtype=dtype)
-    columns = in_few_bits(rand(100, 40, dtype=dtype), KINDS[3], columns=True)
     weights = [
         rand(65, 100, dtype=dtype),
         wide[:, 50:150],
         in_few_bits(rand(33, 100, dtype=dtype), KINDS[0]),
         in_few_bits(rand(300, 100, dtype=dtype), KINDS[4]),
     ]
-    for some in (weights, [*weights, columns]):
-        biases = [bias, *[None] * (len(some) - 1)]
-        for count in (1, 4, 20):
-            x = rand(count, 100, dtype=dtype)
-            alone = [
-                packed_linear(x, w.data, w.packing, b, backend=backend)
-                if isinstance(w, Packed)
-                else linear(x, w, b, backend=backend)
-                for w, b in zip(some, biases, strict=True)
-            ]
-            with threads(2):
-                together = linear_many(x, some, biases, backend=backend)
-            assert torch.equal(together, torch.cat(alone, -1))
-    expected = matmul(rand(3, 100, dtype=dtype), unpack(columns.data, columns.packing))
-    assert torch.equal(
-        packed_linear(rand(3, 100, dtype=dtype), columns.data, columns.packing), expected
-    )
+    biases = [bias, None, None, None]
+    for count in (1, 4, 20):
+        x = rand(count, 100, dtype=dtype)
+        alone = [
+            packed_linear(x, w.data, w.packing, b, backend=backend)
+            if isinstance(w, Packed)
+            else linear(x, w, b, backend=backend)
+            for w, b in zip(weights, biases, strict=True)
+        ]
+        with threads(2):
+            together = multiply_together(x, weights, biases, backend)
+        assert torch.equal(together, torch.cat(alone, -1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_packed_weight_by_columns(backend: str) -> None:
+    columns, x = in_few_bits(rand(100, 40), KINDS[3], columns=True), rand(3, 100)
+    out = packed_linear(x, columns.data, columns.packing, backend=backend)
+    expected = matmul(x, unpack(columns.data, columns.packing), backend=backend)
+    assert torch.equal(out, expected)
 
 
 def test_a_packed_weight_that_does_not_fit_is_refused() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verbatim.placement.launcher import Launcher
+from verbatim.placement.distributed.launcher import Launcher
 
 
 def test_workers_that_end_together_end_no_other() -> None:

@@ -26,7 +26,7 @@ from verbatim.params import MAX_STRUCTURE_CHARS, SamplingParams
 
 if TYPE_CHECKING:
     from verbatim.llm import LLM
-    from verbatim.placement.cluster.choice import Cluster
+    from verbatim.placement.distributed.choice import Cluster
     from verbatim.placement.offload.choice import Offload
 
 DEFAULT_MAX_TOKENS = 256

@@ -11,7 +11,7 @@ from verbatim.cli.terminal import WrongUsage, note
 
 if TYPE_CHECKING:
     from verbatim.llm import LLM
-    from verbatim.placement.cluster.choice import Cluster
+    from verbatim.placement.distributed.choice import Cluster
     from verbatim.placement.offload.choice import Offload
 
 _PANEL = "Cluster: a model in stages"
@@ -59,7 +59,7 @@ def placement_of(values: Mapping[str, Any]) -> Offload | Cluster | None:
         return offload_of(values)
     if values.get("stats"):
         raise WrongUsage("--stats is for offloading; `verbatim cluster status` shows stages")
-    from verbatim.placement.cluster.choice import Cluster
+    from verbatim.placement.distributed.choice import Cluster
 
     offload = offload_of({**values, "stats": None})
     return Cluster(address=settings.pop("cluster", None), offload=offload, **settings)
@@ -67,7 +67,7 @@ def placement_of(values: Mapping[str, Any]) -> Offload | Cluster | None:
 
 def report_placement(llm: LLM, placement: Offload | Cluster | None) -> None:
     """Print one line on stderr about an offloaded model or one in stages."""
-    from verbatim.placement.cluster.choice import Cluster
+    from verbatim.placement.distributed.choice import Cluster
 
     if isinstance(placement, Cluster):
         stages = llm.info()["stages"]

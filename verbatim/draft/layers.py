@@ -7,7 +7,7 @@ from typing import Any
 from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.core import Sequence
 from verbatim.draft.chain import ActiveDraft, Chain, Rows
-from verbatim.placement.cluster.group import StageGone
+from verbatim.placement.distributed.group import StageGone
 from verbatim.protocols import DraftRunner
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import VerbatimError, first_line
-from verbatim.placement.launcher import worker_environment
+from verbatim.placement.distributed.launcher import worker_environment
 from verbatim.rl.transfer import TIMEOUT_S, WeightGroup
 
 _OK, _ERROR = b"\0", b"\1"

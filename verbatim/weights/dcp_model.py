@@ -1,4 +1,4 @@
-"""Opening of a DCP checkpoint: a module is built by a config, and each weight gets its lazy weight.
+"""Opening of a DCP checkpoint: a module is built from a config, and each parameter gets its lazy weight.
 
 A DCP folder has no config, so `config=` is required: KempnerForge's TOML or a transformers config.
 """

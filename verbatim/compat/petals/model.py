@@ -16,7 +16,7 @@ from verbatim.compat.opened import Opened
 from verbatim.compat.petals.generation import RemoteGenerationMixin
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
-from verbatim.placement.cluster.choice import Cluster
+from verbatim.placement.distributed.choice import Cluster
 
 _SET_WHEN_OPENED = frozenset("bfloat16 cpu cuda double float half train".split())
 _LLM_OPTIONS = frozenset(inspect.signature(LLM.__init__).parameters) - {"self", "model", "_weak"}
