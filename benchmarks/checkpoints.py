@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from support.gguf_files import gguf_name, gguf_writer, save_gguf
 from verbatim import LLM, SamplingParams
-from verbatim.model.weight_packing import TABLES, Encoding
+from verbatim.model.weight_packing import BLOCKS, TABLES, Encoding
 
 Tensors = dict[str, Tensor]
 GROUP = 128
@@ -130,16 +130,15 @@ def torchao_fp8(n: int, k: int) -> Tensors:
 
 def gguf_blocks(kind: str) -> Callable[..., Tensors]:
     """Return the writer of a GGUF type: random bits, and small scales where its blocks have float16."""
-    places = {"Q4_K": (0, 2), "Q6_K": (208,)}.get(kind, (0,))
+    halves = BLOCKS[Encoding[kind]][1] if kind.endswith("K") else slice(0, 2)
 
     def writer(n: int, k: int) -> Tensors:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         size, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
         blocks = torch.randint(0, 256, (n, k // size, nbytes), dtype=torch.uint8)
-        for place in places:
-            own = scales(n, k // size, 1, dtype=torch.half) / 10
-            blocks[..., place : place + 2] = own.view(torch.uint8)
+        own = scales(n, k // size, (halves.stop - halves.start) // 2, dtype=torch.half) / 10
+        blocks[..., halves] = own.view(torch.uint8)
         return {"weight": blocks.flatten(1)}
 
     return writer
@@ -176,8 +175,8 @@ FORMATS: dict[str, tuple[str, dict[str, Any], Callable[..., Tensors], dict[str, 
     "torchao-int4": ("Llama", LLAMA, torchao_int4, dict(quant_method="torchao"), 4),
     "torchao-fp8": ("Llama", LLAMA, torchao_fp8, dict(quant_method="torchao"), 8),
     **{
-        f"gguf-{kind}": ("Llama", LLAMA, gguf_blocks(kind), {}, int(kind[1]))
-        for kind in ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
+        f"gguf-{kind}": ("Llama", LLAMA, gguf_blocks(kind), {}, 8 if kind[1] > "4" else 4)
+        for kind in ("Q8_0", "Q4_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K")
     },
     "mxfp4-experts": ("GptOss", OSS, mxfp4, dict(quant_method="mxfp4"), 4),
 }
@@ -194,6 +193,7 @@ def write(folder: Path, name: str, **sizes: Any) -> None:
         module = getattr(transformers, f"{family}ForCausalLM")(config)
     tensors: Tensors = {}
     metadata = {"format": "pt"}
+    in_gguf = name.startswith("gguf-")  # which has tables quantized, too
     for path, parameter in module.named_parameters():
         owner, _, own = path.rpartition(".")
         shape = tuple(parameter.shape)
@@ -208,7 +208,9 @@ def write(folder: Path, name: str, **sizes: Any) -> None:
                 for part, width in parts.items():
                     made = writer(width, shape[2])
                     tensors |= {f"{owner}.{expert}.{part}.{e}": t for e, t in made.items()}
-        elif path.endswith("proj.weight") and writer is not mxfp4:
+        elif (path.endswith("proj.weight") and writer is not mxfp4) or (
+            in_gguf and len(shape) == 2
+        ):
             tensors |= {f"{owner}.{end}": tensor for end, tensor in writer(*shape).items()}
             if name in _TORCHAO:
                 kind, group = _TORCHAO[name]
@@ -217,7 +219,7 @@ def write(folder: Path, name: str, **sizes: Any) -> None:
         else:
             tensors[path] = (torch.randn(shape) * 0.02).to(torch.bfloat16)
     folder.mkdir(parents=True)
-    if name.startswith("gguf-"):
+    if in_gguf:
         write_gguf(folder / "model.gguf", config, name.removeprefix("gguf-"), tensors)
         return
     values = config.to_dict() | {"quantization_config": quantization, "dtype": "bfloat16"}

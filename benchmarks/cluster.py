@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 
 from verbatim import LLM, Cluster, SamplingParams
-from verbatim.placement.cluster.runner import Clustered
+from verbatim.placement.distributed.runner import Clustered
 
 TOKENS = 48
 PROMPT = 64

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from verbatim.core import Completion, Delta, FinishReason, Result
+    from verbatim.engine.lockstep import run_together
     from verbatim.errors import (
         EngineClosed,
         InvalidRequest,
@@ -26,49 +27,19 @@ if TYPE_CHECKING:
         VerbatimError,
     )
     from verbatim.llm import LLM
+    from verbatim.model.kempner.config import KempnerConfig
     from verbatim.model.quantization import Quantization
     from verbatim.params import SamplingParams
-    from verbatim.placement.cluster.choice import Cluster
+    from verbatim.placement.distributed.choice import (
+        Cluster,
+        ExpertParallel,
+        PipelineParallel,
+        TensorParallel,
+    )
     from verbatim.placement.offload.choice import Offload
-    from verbatim.placement.parallel.choice import ExpertParallel, PipelineParallel, TensorParallel
     from verbatim.sampling.sampler import sample
     from verbatim.session import Session
-    from verbatim.tensors import generate
-
-# The module of each public name. Names are imported on first use, so that `verbatim --help` does not wait
-# for torch.
-_HOMES = {
-    "LLM": "verbatim.llm",
-    "SamplingParams": "verbatim.params",
-    "Cluster": "verbatim.placement.cluster.choice",
-    "Offload": "verbatim.placement.offload.choice",
-    "TensorParallel": "verbatim.placement.parallel.choice",
-    "ExpertParallel": "verbatim.placement.parallel.choice",
-    "PipelineParallel": "verbatim.placement.parallel.choice",
-    "Quantization": "verbatim.model.quantization",
-    "Session": "verbatim.session",
-    "sample": "verbatim.sampling.sampler",
-    "generate": "verbatim.tensors",
-    **dict.fromkeys(("Completion", "Delta", "FinishReason", "Result"), "verbatim.core"),
-    **dict.fromkeys(
-        (
-            "EngineClosed",
-            "InvalidRequest",
-            "ModelError",
-            "NotSupported",
-            "OutOfBlocks",
-            "PromptTooLong",
-            "QueueFull",
-            "RequestFailed",
-            "SessionBusy",
-            "StageFailed",
-            "TierFailed",
-            "UnsupportedModel",
-            "VerbatimError",
-        ),
-        "verbatim.errors",
-    ),
-}
+    from verbatim.tensors import generate, open_forward
 
 __all__ = [
     "LLM",
@@ -79,6 +50,7 @@ __all__ = [
     "ExpertParallel",
     "FinishReason",
     "InvalidRequest",
+    "KempnerConfig",
     "ModelError",
     "NotSupported",
     "Offload",
@@ -99,8 +71,30 @@ __all__ = [
     "VerbatimError",
     "__version__",
     "generate",
+    "open_forward",
+    "run_together",
     "sample",
 ]
+
+# The module of each public name. Names are imported on first use, so that `verbatim --help` does not wait
+# for torch.
+_HOMES = {
+    **dict.fromkeys(__all__, "verbatim.errors"),  # the names that are not below
+    "LLM": "verbatim.llm",
+    "SamplingParams": "verbatim.params",
+    "Cluster": "verbatim.placement.distributed.choice",
+    "Offload": "verbatim.placement.offload.choice",
+    "TensorParallel": "verbatim.placement.distributed.choice",
+    "ExpertParallel": "verbatim.placement.distributed.choice",
+    "PipelineParallel": "verbatim.placement.distributed.choice",
+    "Quantization": "verbatim.model.quantization",
+    "Session": "verbatim.session",
+    "sample": "verbatim.sampling.sampler",
+    "KempnerConfig": "verbatim.model.kempner.config",
+    "run_together": "verbatim.engine.lockstep",
+    **dict.fromkeys(("generate", "open_forward"), "verbatim.tensors"),
+    **dict.fromkeys(("Completion", "Delta", "FinishReason", "Result"), "verbatim.core"),
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ logits, `V` the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -62,6 +62,46 @@ class Batch:
     )
     entering: Tensor | None = None  # [T, H], hidden states of the layers before, on another stage
 
+    @classmethod
+    def of(
+        cls,
+        spans: Iterable[tuple[Sequence[int], int, list[int]]],
+        logit_rows: Sequence[int] = (),
+        *,
+        states: tuple[list[int], list[int], list[int]] = ([], [], []),
+        adapters: Sequence[int] = (),
+        **fields: Any,
+    ) -> Batch:
+        """Return a batch from plain numbers.
+
+        Args:
+            spans: for each sequence the ids of its rows, the position of the first one, and its blocks.
+            states: sources, rows and targets, as for `state_columns`.
+            adapters: the number for each sequence; empty: no sequence has one.
+            fields: other fields of `Batch`.
+        """
+        token_ids: list[int] = []
+        positions: list[int] = []
+        query_starts, context_lens, blocks = [0], [], []
+        for ids, start, table in spans:
+            token_ids += ids
+            context_lens.append(start + len(ids))
+            positions += range(start, context_lens[-1])
+            query_starts.append(len(token_ids))
+            blocks.append(table)
+        if any(adapters):
+            fields["adapters"] = torch.tensor(adapters, dtype=torch.int64)
+        return cls(
+            token_ids=torch.tensor(token_ids, dtype=torch.int64),
+            positions=torch.tensor(positions, dtype=torch.int64),
+            query_starts=torch.tensor(query_starts, dtype=torch.int32),
+            context_lens=torch.tensor(context_lens, dtype=torch.int32),
+            block_tables=block_tables(blocks),
+            logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+            **state_columns(*states),
+            **fields,
+        )
+
     @property
     def num_tokens(self) -> int:
         return self.token_ids.shape[0]
@@ -113,8 +153,8 @@ class Adapter:
     """A LoRA adapter of a model (Hu et al. 2021).
 
     Attributes:
-        number: its identity, 1 or more; another load under the same name has another one.
-        layers: by the names of the model's linear layers.
+        number: its identity, 1 or more; a later adapter of the same name has another number.
+        layers: its matrices, by the names of the model's linear layers.
     """
 
     name: str
@@ -124,13 +164,13 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The choices of layers of a model for each token: `[layers, k]` numbers.
+    """The shape of what a model's layers choose for each token (experts, or keys): `[layers, k]` numbers.
 
     Attributes:
-        layers: that choose, in the order they run.
-        k: numbers of each; the last are -1 where there are fewer.
-        count: experts to choose from; 0: positions up to the token's own.
-        reason: why nothing is recorded; None: it is.
+        layers: number of layers that choose; numbered in the order they run.
+        k: choices of each layer; -1 fills the end if there are fewer.
+        count: number of experts; 0: the choices are positions up to the token's own.
+        reason: the reason why choices can't be recorded; None if they can.
     """
 
     layers: int = 0
@@ -178,21 +218,9 @@ def state_columns(sources: list[int], rows: list[int], targets: list[int]) -> di
     }
 
 
-def adapter_column(numbers: list[int]) -> dict[str, Any]:
-    """Return the field of `Batch` for the adapters of its sequences; empty if none has one."""
-    return {"adapters": torch.tensor(numbers, dtype=torch.int64)} if any(numbers) else {}
-
-
 def dummy_batch() -> Batch:
     """Return the smallest batch: one row of a sequence in the scratch block."""
-    return Batch(
-        token_ids=torch.zeros(1, dtype=torch.int64),
-        positions=torch.zeros(1, dtype=torch.int64),
-        query_starts=torch.tensor([0, 1], dtype=torch.int32),
-        context_lens=torch.ones(1, dtype=torch.int32),
-        block_tables=torch.full((1, 1), SCRATCH_BLOCK, dtype=torch.int32),
-        logit_rows=torch.zeros(1, dtype=torch.int64),
-    )
+    return Batch.of([([0], 0, [SCRATCH_BLOCK])], [0])
 
 
 @dataclass(slots=True)

@@ -249,9 +249,9 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: StopReason = None
     result: Result | None = None  # with the last delta of the request
-    num_accepted: int = 0  # the first so many of `token_ids` were accepted draft tokens
+    num_accepted: int = 0  # leading `token_ids` that were accepted draft tokens
     weight_versions: list[int] = field(default_factory=list)  # one per token
-    supports: list[list[int] | None] | None = None  # as those of a completion
+    supports: list[list[int] | None] | None = None  # as in `Completion`
     log_masses: list[float] | None = None
 
 
@@ -271,15 +271,13 @@ class Sequence:
     supports: list[Support] = field(default_factory=list)  # if requested
     hidden: list[Tensor] = field(default_factory=list)  # [H] each, one per token
     routing: Tensor | None = None  # read from its blocks when it ends
-    indices: Tensor | None = None  # so are these
+    indices: Tensor | None = None  # likewise
     number: int = 0  # order of arrival, the tie-breaker of `rank`; kept through preemption
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)  # of its full blocks, computed or not
     num_computed: int = 0  # positions whose K and V are in the store
     num_indexed: int = 0  # leading blocks that are in the prefix cache
-    states: dict[int, int] = field(
-        default_factory=dict
-    )  # number of tokens to the slot of the state
+    states: dict[int, int] = field(default_factory=dict)  # number of tokens to the state's slot
     snapshot: bytes | None = None  # key of its latest state that was cached while decoding
     # By MTP layer: positions whose K and V are in its blocks.
     num_draft_computed: dict[int, int] = field(default_factory=dict)
@@ -387,7 +385,7 @@ class SessionCache:
         max_length: maximum number of tokens of the conversation.
         idle_timeout_s: idle time after which blocks and reservation are returned; None for no limit.
         token_ids: the tokens of which `blocks` hold K and V, one per position.
-        adapter: that computed them, as `Request.adapter`.
+        adapter: the adapter that computed them, as `Request.adapter`.
         blocks: held while the session is idle; during a turn its sequence holds them.
         num_indexed, states, num_draft_computed: as in `Sequence`.
         is_private: the blocks must not enter the prefix cache: they were loaded from a file, or computed
@@ -443,11 +441,9 @@ class Request:
     prompt_ids: list[int]
     params: SamplingParams
     seed: int
-    max_tokens: (
-        int  # including `resumed_ids`; resolved from `params.max_tokens` and the length limit
-    )
+    max_tokens: int  # with `resumed_ids`; from `params.max_tokens` and the length limit
     eos_ids: frozenset[int]  # empty with `ignore_eos`
-    bad_words: BadWords  # those of several ids
+    bad_words: BadWords  # sequences of several ids
     arrival: float  # time.monotonic()
     begin: Callable[[Request], None]  # creates its initial sequences
     # Ids that can be drawn at any step, as a `SampleRow.mask`: `allowed_token_ids`, `bad_words` of one id.

@@ -6,13 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from verbatim.draft.chain import Chain
-from verbatim.draft.config import NAMES, Drafter, DraftModel, DraftOptions
+from verbatim.draft.config import NAMES, DraftModel, DraftOptions
 from verbatim.draft.layers import EarlyExitProposer, MtpProposer
 from verbatim.draft.model import DraftModelProposer
-from verbatim.draft.vocabulary import check_same_ids, num_embeddings
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.lengths import AdaptiveLengths, FixedLengths
-from verbatim.errors import ModelError, NotSupported, OutOfBlocks
+from verbatim.errors import InvalidRequest, ModelError, NotSupported, OutOfBlocks
 from verbatim.kv.store import bytes_per_token
 from verbatim.model.decoder import Decoder
 from verbatim.model.early_exit import EarlyExit
@@ -29,41 +28,36 @@ from verbatim.source import open_model
 from verbatim.weights.load import open_weights
 
 _KV_SHARE = 0.1  # of the memory available when a draft model is opened
+_MAX_PADDING = 1024  # maximum number of padding ids of a vocabulary
 
 
 def open_drafting(
     drafts: DraftOptions, runner: Runner, options: EngineOptions, loaded: LoadedModel
 ) -> Drafting | None:
     """Open the proposer for `runner`; return None without `draft`."""
-    proposer = open_proposer(drafts.draft, runner, options, loaded)
-    if proposer is None:
+    draft, num_tokens = drafts.draft, drafts.num_tokens
+    if draft is None:
         return None
-    num_tokens = drafts.num_tokens
-    lengths = AdaptiveLengths() if num_tokens is None else FixedLengths(num_tokens)
+    proposer: Proposer
+    if isinstance(draft, Mtp | EarlyExit):
+        kind = MtpProposer if isinstance(draft, Mtp) else EarlyExitProposer
+        drafting_runner: Any = runner  # opened with these layers
+        proposer = kind(drafting_runner, options.max_batch_tokens)
+    elif isinstance(draft, DraftModel):
+        proposer = _open_draft_model(draft, runner, options, loaded)
+    else:
+        proposer = draft
     if isinstance(proposer, DraftModelProposer):
         live = proposer.live
     else:
         live = loaded.live and isinstance(proposer, Chain)
     return Drafting(
         proposer,
-        lengths,
+        AdaptiveLengths() if num_tokens is None else FixedLengths(num_tokens),
         runner.vocab_size,
-        owns=proposer is not drafts.draft,
+        owns=proposer is not draft,
         runs_live_module=live,
     )
-
-
-def open_proposer(
-    draft: Drafter | None, runner: Runner, options: EngineOptions, loaded: LoadedModel
-) -> Proposer | None:
-    """Return the proposer for `runner`; None without `draft`."""
-    if isinstance(draft, Mtp | EarlyExit):
-        proposer = MtpProposer if isinstance(draft, Mtp) else EarlyExitProposer
-        drafting_runner: Any = runner  # opened with these layers
-        return proposer(drafting_runner, options.max_batch_tokens)
-    if isinstance(draft, DraftModel):
-        return _open_draft_model(draft, runner, options, loaded)
-    return draft
 
 
 def _open_draft_model(
@@ -92,7 +86,7 @@ def _open_draft_model(
         raise NotSupported(f"draft={small.name}: a module with kv_caches can't draft for another")
     decoder = Decoder(small.module, fused=options.fused)
     inner, spec = inner_model(small.module), decoder.spec
-    check_same_ids(
+    _check_same_ids(
         small.name, loaded.tokenizer, small.tokenizer, runner.vocab_size, spec.vocab_size
     )
     if draft.kv_memory is None:
@@ -110,8 +104,50 @@ def _open_draft_model(
     return DraftModelProposer(
         draft_runner,
         vocab_size=runner.vocab_size,
-        num_embeddings=num_embeddings(inner, spec.vocab_size),
+        num_embeddings=_num_embeddings(inner, spec.vocab_size),
         max_length=limit,
         max_rows=options.max_batch_tokens,
         live=small.live,
     )
+
+
+def _num_embeddings(inner: Any, vocab_size: int) -> int:
+    """Return the number of rows of a transformers model's embedding; `vocab_size` if it has none."""
+    try:
+        rows: int = inner.get_input_embeddings().weight.shape[0]
+    except (AttributeError, NotImplementedError):
+        return vocab_size
+    return rows
+
+
+def _check_same_ids(
+    name: str, ours: Any, theirs: Any, vocab_size: int, draft_vocab_size: int
+) -> None:
+    """Check that the draft model `name` has the model's vocabulary.
+
+    With both tokenizers, every id that is in both must be the same token. Without one of them, only the
+    sizes are compared, which may differ by padding.
+
+    Args:
+        ours, theirs: transformers tokenizers of the model and of the draft model, or None.
+        vocab_size, draft_vocab_size: widths of their logits.
+
+    Raises:
+        InvalidRequest: the vocabularies differ.
+    """
+    if ours is not None and theirs is not None:
+        tokens = {i: token for token, i in ours.get_vocab().items()}
+        others = {i: token for token, i in theirs.get_vocab().items()}
+        differing = sorted(i for i in tokens.keys() & others.keys() if tokens[i] != others[i])
+        if differing:
+            i = differing[0]
+            raise InvalidRequest(
+                f"draft={name!r}: its tokenizer differs from the model's: id {i} is {others[i]!r} there and "
+                f"{tokens[i]!r} here, and {len(differing)} ids of {len(tokens)} differ"
+            )
+    elif abs(vocab_size - draft_vocab_size) > _MAX_PADDING:
+        raise InvalidRequest(
+            f"draft={name!r}: its vocabulary has {draft_vocab_size} ids, and the model's has "
+            f"{vocab_size}; without both tokenizers to compare, the sizes may differ by at most "
+            f"{_MAX_PADDING} ids of padding"
+        )

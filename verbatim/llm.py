@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -18,17 +17,17 @@ from verbatim.draft.config import DraftOptions, resolve_draft, resolve_draft_tok
 from verbatim.engine.admission import Prompt
 from verbatim.engine.handle import EngineHandle, check_not_forked
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
+from verbatim.model.limits import eos_ids_of, pad_id_of
 from verbatim.model.loader import LoadedModel, ModelSource, Skeleton
 from verbatim.model.quantization import Quantization
 from verbatim.model.unused import check_unused_weights
 from verbatim.opening import open_engine, open_runner
 from verbatim.options import positive, switch
-from verbatim.params import SamplingParams
-from verbatim.placement.cluster.choice import Cluster
-from verbatim.placement.cluster.runner import Clustered
+from verbatim.params import SamplingParams, as_index
+from verbatim.placement.distributed.choice import Cluster, PipelineParallel, Ranked
+from verbatim.placement.distributed.runner import Clustered
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.options import DEFAULT_FOLDER_BYTES, EngineOptions, engine_options
-from verbatim.placement.parallel.choice import PipelineParallel, Ranked
 from verbatim.progress import progress_bar
 from verbatim.prompts import as_params, as_prompts
 from verbatim.protocols import Runner
@@ -79,8 +78,8 @@ class LLM:
             `trust_remote_code`.
         prefix_folder_bytes: size of that folder: bytes, or "20GB". What was used longest ago is deleted.
         config: the model of a torch.distributed.checkpoint (DCP) folder, which requires it: KempnerForge's
-            TOML (a path that ends in .toml), a transformers config, or the folder, config.json or hub id of
-            one. None for every other format.
+            TOML (a path that ends in .toml) or a `KempnerConfig`, a transformers config, or the folder,
+            config.json or hub id of one. None for every other format.
         draft: how draft tokens are proposed (speculative decoding). Outputs do not depend on it. None,
             "ngram", "mtp", "early-exit"; the folder or hub id of a smaller model with the same tokenizer,
             or a module of one; an instance of `verbatim.draft`'s classes; or an object with the method of
@@ -92,11 +91,10 @@ class LLM:
             other group sizes. Without a placement, quantized weights are kept in the user's cache. "w8a8" and
             "w4a8" (`activation_bits=8`) also quantize the inputs of linear layers to 8 bits: faster at many
             rows, slightly less accurate.
-            None: not quantized. `info` reports what is quantized, and the error.
+            None: not quantized. `info` reports the quantized weights and their error.
         fused: run layers of the common architecture with one call of a compiled kernel each, which does not
             change any bit of the output; `info` lists these layers. False: run them module by module, which
             a `Cluster` and a `PipelineParallel` do not support. An `Offload` never fuses.
-
         adapters: LoRA adapters to load, PEFT folders by name, as `load_adapter`. Requests name one in
             `SamplingParams.adapter`.
 
@@ -239,9 +237,8 @@ class LLM:
         options: EngineOptions,
         *,
         name: str,
-        tokenizer: Any = None,
         max_length: tuple[int | None, str] = (None, ""),
-        eos_ids: frozenset[int] = frozenset(),
+        config: Any = None,
     ) -> LLM:
         """Return an LLM over an existing runner, for a model that `LLM(...)` does not open.
 
@@ -253,10 +250,11 @@ class LLM:
             runner,
             options,
             name=name,
-            tokenizer=tokenizer,
+            tokenizer=None,
             limit=max_length,
-            eos_ids=eos_ids,
+            eos_ids=eos_ids_of(None, config),
             live=True,
+            config=config,
         )
         llm._start(handle)
         return llm
@@ -402,11 +400,7 @@ class LLM:
             InvalidRequest: a value out of range; a file that is not a session, or is of another model.
             EngineClosed: this LLM is closed.
         """
-        if self.engine.collective is not None:
-            raise NotSupported(
-                "a session: not supported where each rank is a process of yours; ranks make all calls "
-                "together, and only generate, score and chat are available"
-            )
+        self.engine.refuse_collective("a session")
         return Session(
             self.engine,
             max_length=max_length,
@@ -443,13 +437,21 @@ class LLM:
                 running and queued requests first; new ones are queued. "abort": end all of them with finish
                 reason "abort".
 
+        A request's `timeout_s` keeps counting. A single-threaded program that pauses and then generates
+        waits until Ctrl-C.
+
         Raises:
             InvalidRequest: an unknown mode.
+            VerbatimError: draining while asleep.
         """
         self.engine.pause(mode)
 
     def resume(self) -> None:
-        """Resume after `pause`; no effect if the engine is not paused."""
+        """Resume after `pause`; no effect if the engine is not paused.
+
+        Raises:
+            VerbatimError: the engine is asleep; `wake()` resumes as well.
+        """
         self.engine.resume()
 
     def sleep(self, weights: bool = False) -> None:
@@ -472,7 +474,7 @@ class LLM:
 
         Raises:
             ModelChanged: the files of the weights have changed. The engine stays asleep.
-            TierFailed: those of an offloaded model have changed or can't be read. The engine stays asleep.
+            TierFailed: files of an offloaded model have changed or can't be read. The engine stays asleep.
         """
         self.engine.wake()
 
@@ -535,16 +537,16 @@ class LLM:
     ) -> None:
         """Load a LoRA adapter, which requests name in `SamplingParams.adapter`.
 
-        The model itself and its other requests are not changed. Cached prefixes are the adapter's own, also
-        when another one had the name before.
+        The model itself and its other requests are not changed. Cached prefixes belong to the adapter, and
+        not to a later one of the same name.
 
         Args:
-            folder: of PEFT: adapter_config.json and adapter_model.safetensors, of linear layers, with a rank
-                of at most 256.
-            replace: take the place of an adapter of this name, for later requests.
+            folder: a PEFT folder (adapter_config.json, adapter_model.safetensors) for linear layers, of rank
+                256 at most.
+            replace: replace the adapter of this name, for later requests.
 
         Raises:
-            InvalidRequest: the name is taken, or the adapter is of another model.
+            InvalidRequest: the name is in use, or the adapter is for another model.
             NotSupported: another kind of adapter, layers that can't have one, or a placement without them.
             ModelError: the folder can't be read.
         """
@@ -556,7 +558,7 @@ class LLM:
         """Unload an adapter: new requests can't name it, and running ones finish with it.
 
         Raises:
-            InvalidRequest: there is none of this name.
+            InvalidRequest: no adapter has this name.
         """
         self.engine.unload_adapter(_adapter_name(name))
 
@@ -584,17 +586,12 @@ class LLM:
 
     def info(self) -> dict[str, Any]:
         """Return the model's properties and how it is run, as plain values."""
-        return {
-            "model": self.name,
-            **self.engine.info(),
-            "default_params": self._default_params_or_why_not(),
-        }
-
-    def _default_params_or_why_not(self) -> dict[str, Any] | str:
+        default_params: dict[str, Any] | str
         try:
-            return _plain_params(self.default_params())
+            default_params = self.default_params().changed()
         except VerbatimError as error:
-            return f"unusable: {error}"
+            default_params = f"unusable: {error}"
+        return {"model": self.name, **self.engine.info(), "default_params": default_params}
 
     def close(self) -> None:
         """Free the KV cache and release the model; running requests end as "abort". May be called again."""
@@ -647,11 +644,8 @@ class LLM:
     @property
     def pad_token_id(self) -> int:
         """Id that pads rows: the model's pad id, else an end-of-sequence id, else 0."""
-        for config in (self.engine.generation_config, self.engine.config):
-            pad = getattr(config, "pad_token_id", None)
-            if isinstance(pad, int) and pad >= 0:
-                return pad
-        return min(self.engine.admission.eos_ids, default=0)
+        configs = self.engine.generation_config, self.engine.config
+        return pad_id_of(configs, self.engine.admission.eos_ids)
 
     def _chat_ids(self, messages: SequenceOf[dict[str, str]]) -> list[int]:
         if self.tokenizer is None:
@@ -668,20 +662,9 @@ def _adapter_name(name: Any) -> str:
 
 
 def _as_version(version: Any) -> int | None:
-    if version is None:
-        return None
-    if isinstance(version, bool) or not hasattr(version, "__index__"):
+    number = as_index(version)
+    if number is None and version is not None:
         raise InvalidRequest(f"version={version!r}: must be an integer or None")
-    if not 0 <= (number := operator.index(version)) < 2**63:
+    if number is not None and not 0 <= number < 2**63:
         raise InvalidRequest(f"version={version}: must be from 0 to {2**63 - 1}")
     return number
-
-
-def _plain_params(params: SamplingParams) -> dict[str, Any]:
-    default = SamplingParams()
-    names = [name for name in SamplingParams.__slots__ if name != "logits_processors"]
-    return {
-        name: getattr(params, name)
-        for name in names
-        if getattr(params, name) != getattr(default, name)
-    }

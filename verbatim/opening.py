@@ -1,4 +1,4 @@
-"""Opens an engine from `LLM`'s options: module, KV store, runner, scheduler."""
+"""Opens an engine from `LLM`'s options: module, KV store, runner, scheduler. Forecasts an offloaded one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
+
+import torch
 
 from verbatim import kernels
 from verbatim.draft.config import DraftOptions
@@ -28,24 +30,32 @@ from verbatim.model.limits import eos_ids_of, max_length_of, placeholders_of
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.mtp_source import Mtp
 from verbatim.model.spec import inner_model
-from verbatim.placement.cluster.choice import Cluster
-from verbatim.placement.cluster.opening import open_cluster
-from verbatim.placement.cluster.runner import Clustered
-from verbatim.placement.kv_caches import open_kv_caches, speaks_kv_caches
-from verbatim.placement.offload.choice import Offload
-from verbatim.placement.offload.opening import open_offloaded
-from verbatim.placement.options import EngineOptions, Placed, ToOpen
-from verbatim.placement.parallel.choice import ExpertParallel, PipelineParallel, TensorParallel
-from verbatim.placement.parallel.following import Following
-from verbatim.placement.parallel.opening import (
-    open_expert_parallel,
+from verbatim.placement.distributed.choice import (
+    Cluster,
+    ExpertParallel,
+    PipelineParallel,
+    TensorParallel,
+)
+from verbatim.placement.distributed.experts import open_expert_parallel
+from verbatim.placement.distributed.following import FollowingRunner
+from verbatim.placement.distributed.opening import open_cluster
+from verbatim.placement.distributed.rank_opening import (
     open_pipeline_parallel,
     open_tensor_parallel,
 )
+from verbatim.placement.distributed.runner import Clustered
+from verbatim.placement.kv_caches import open_kv_caches, speaks_kv_caches
+from verbatim.placement.offload.choice import Offload
+from verbatim.placement.offload.forecast import Forecast, forecast
+from verbatim.placement.offload.opening import open_offloaded
+from verbatim.placement.offload.tiers import units_of
+from verbatim.placement.options import EngineOptions, Placed, ToOpen
 from verbatim.placement.resident import move, open_resident
 from verbatim.protocols import Runner
+from verbatim.source import open_model
 from verbatim.text.tokenizer import Tokenizer
 from verbatim.weights.identity import files_digest
+from verbatim.weights.skeleton import open_skeleton
 
 _PROMPT_LOGITS_BYTES = 256 * 2**20  # limit for the logits of one chunk of prompt log-probs
 
@@ -64,8 +74,8 @@ def open_engine(
 
     Args:
         weak: keep only a weak reference to the module.
-        placement: as of `LLM`.
-        source: what another process opens; None for a live module.
+        placement: as in `LLM`.
+        source: the model's source for other processes; None for a live module.
     """
     if kernels.missing():
         warnings.warn(kernels.MISSING, RuntimeWarning, stacklevel=3)
@@ -151,7 +161,7 @@ def _open_here(model: ToOpen, weak: bool) -> Placed:
 
 
 def _identify(loaded: LoadedModel, options: EngineOptions, source: ModelSource | None) -> str:
-    """Return what identifies a model's weights in the names of files with prefixes."""
+    """Return a digest that identifies a model's weights in the names of prefix files."""
     what = f"prefix_folder={str(options.prefix_folder)!r}"
     if loaded.live or source is None:
         raise NotSupported(f"{what}: a live module's weights may change without notice")
@@ -161,17 +171,17 @@ def _identify(loaded: LoadedModel, options: EngineOptions, source: ModelSource |
 
 
 def _open_prefix_folder(handle: EngineHandle, options: EngineOptions, files: str) -> None:
-    """Let the engine find prefixes in files, and write them."""
-    if isinstance(handle.runner, Following):
-        return  # rank 0 has the prefixes
+    """Let the engine read and write prefixes in files."""
+    if isinstance(handle.runner, FollowingRunner):
+        return  # rank 0 reads and writes them
     scheduler, info, path = handle.scheduler, handle.info(), options.prefix_folder
     assert path is not None
-    # Approximate attention, and the heads of a rank.
+    # K and V also depend on approximate attention, and on the heads of a rank.
     placed = info.get("attention", "exact"), info.get("ranks")
     kept_as = options.block_size, repr(options.quantization), placed
     model = f"{files} {info['numerics_key']} {kept_as}"
     pools = {"blocks": scheduler.pool}
-    if scheduler.states.pool is not None:
+    if scheduler.states.enabled:
         pools["states"] = scheduler.states.pool
     try:
         folder = PrefixFolder(path, options.prefix_folder_bytes, model, handle.runner, pools)
@@ -181,7 +191,7 @@ def _open_prefix_folder(handle: EngineHandle, options: EngineOptions, files: str
 
     def between_steps(work: Callable[[], Any]) -> Any:
         if (handle_call := call()) is None:
-            raise EngineClosed("the LLM is gone")
+            raise EngineClosed("the LLM was garbage-collected")
         return handle_call(work)
 
     folder.between_steps = between_steps
@@ -189,7 +199,7 @@ def _open_prefix_folder(handle: EngineHandle, options: EngineOptions, files: str
 
 
 def _enable_recovery(runner: Clustered, scheduler: Scheduler) -> None:
-    """Let the cluster's supervisor recompute the K and V in use after a failure."""
+    """Let the cluster's supervisor recompute the used K and V after a failure."""
     size, rows = scheduler.block_size, scheduler.max_batch_tokens
     runner.supervisor.held = lambda: recompute_batches(scheduler.keep_running_only(), size, rows)
     runner.supervisor.at_rest = lambda: not any(s.num_computed for s in scheduler.running)
@@ -231,7 +241,7 @@ def open_runner(
         tokenizer: a transformers tokenizer, or None to work with ids only.
         limit: maximum length of prompt and completion together, and the source of the number.
         live: the caller owns the module, and may change its weights.
-        placeholders: ids that prompts may not have, as of `Admission`.
+        placeholders: ids that prompts must not contain, as in `Admission`.
     """
     length, source = limit
     capacity = (runner.num_blocks - 1) * options.block_size
@@ -274,3 +284,29 @@ def open_runner(
         max_unread=max_unread,
         collective=collective,
     )
+
+
+def plan_offload(
+    model: Any,
+    offload: Offload,
+    options: EngineOptions,
+    *,
+    dtype: str | torch.dtype = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    config: Any = None,
+) -> Forecast:
+    """Forecast memory and speed of an offloaded model, from the headers of its files.
+
+    Args:
+        model, dtype, revision, trust_remote_code, config: as for `LLM`.
+
+    Raises:
+        ModelError, NotSupported: the model can't be opened like this; see also `forecast`.
+    """
+    loaded = open_model(
+        model, False, dtype, revision, trust_remote_code, config, skeleton=open_skeleton
+    )
+    units, _ = units_of(loaded, offload, options)
+    limit, _ = resolve_length(options, *max_length_of(inner_model(loaded.module).config))
+    return forecast(loaded, units, offload, options, limit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numbers
 import os
 import re
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -112,6 +113,13 @@ SENT_DTYPES = {
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     )
 }
+
+
+def on_cpu() -> AbstractContextManager[Any]:
+    """Run the block with the CPU as torch's default device."""
+    if torch.get_default_device().type == "cpu":
+        return nullcontext()
+    return torch.device("cpu")
 
 
 def rank_of(group: Any) -> int:

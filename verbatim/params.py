@@ -30,19 +30,7 @@ _FLOAT32_MAX = 3.4028235e38
 CHOICES = ("routing", "indices")  # what layers choose for a token, and is recorded and replayed
 STRUCTURES = ("json_schema", "regex", "grammar", "choice")  # at most one of them in a request
 
-
 _NOT_HASHED = frozenset({"logit_bias", "replay_routing", "replay_indices"})
-_SWITCHES = (
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "skip_special_tokens",
-    "any_whitespace",
-    "draft",
-    "record_routing",
-    "record_indices",
-    "hidden_states",
-    "support",
-)
 
 
 @suggests_names
@@ -178,18 +166,28 @@ class SamplingParams:
         return hash(tuple(plain))
 
     @property
+    def structure(self) -> str | None:
+        """The field of structured output that is set, one of `STRUCTURES`; None if there is none."""
+        return next((name for name in STRUCTURES if getattr(self, name) is not None), None)
+
+    @property
     def records(self) -> list[str]:
         """The choices of layers that are recorded: "routing", "indices"."""
         return [name for name in CHOICES if getattr(self, f"record_{name}")]
 
     @property
     def forces_choices(self) -> bool:
-        """Return whether experts or keys are replayed, so that K and V depend on more than the ids."""
+        """True if experts or keys are replayed, so that K and V depend on more than the ids."""
         return any(getattr(self, f"replay_{name}") is not None for name in CHOICES)
 
     def replace(self, **changes: Any) -> SamplingParams:
         """Return a copy with some fields changed, validated again."""
         return dataclasses.replace(self, **changes)
+
+    def changed(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults."""
+        pairs = ((name, getattr(self, name), getattr(_DEFAULTS, name)) for name in self.__slots__)
+        return {name: value for name, value, default in pairs if not _same(value, default)}
 
     def _check_numbers(self) -> None:
         integer, number = self._integer, self._number
@@ -228,10 +226,7 @@ class SamplingParams:
 
         assign("stop", _stops(self.stop))
         assign("stop_token_ids", _id_sequences("stop_token_ids", self.stop_token_ids))
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidRequest(
-                f"stop_token_ids has {len(self.stop_token_ids)} entries; at most {MAX_STOP_TOKEN_IDS}"
-            )
+        _check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS, "entries")
         assign("bad_words", _words(self.bad_words))
         if self.allowed_token_ids is not None:
             name = "allowed_token_ids"
@@ -273,8 +268,7 @@ class SamplingParams:
         for name in given:
             value = getattr(self, name)
             size = sum(map(len, value)) if isinstance(value, tuple) else len(value)
-            if size > MAX_STRUCTURE_CHARS:
-                raise InvalidRequest(f"{name} has {size} characters; at most {MAX_STRUCTURE_CHARS}")
+            _check_count(name, size, MAX_STRUCTURE_CHARS, "characters")
 
     def _check_beams(self) -> None:
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
@@ -308,17 +302,12 @@ class SamplingParams:
     def _integer(
         self, name: str, low: int, high: int | None = None, *, optional: bool = False
     ) -> None:
-        value = getattr(self, name)
-        if value is None and optional:
+        given = getattr(self, name)
+        if given is None and optional:
             return
-        try:
-            if isinstance(value, bool):
-                raise TypeError
-            value = operator.index(value)
-        except TypeError:
-            raise InvalidRequest(
-                f"{name}={value!r}: must be an integer{' or None' * optional}"
-            ) from None
+        value = as_index(given)
+        if value is None:
+            raise InvalidRequest(f"{name}={given!r}: must be an integer{' or None' * optional}")
         object.__setattr__(self, name, value)
         if value < low or (high is not None and value > high):
             upper = f" to {high}" if high is not None else " or more"
@@ -344,6 +333,14 @@ class SamplingParams:
             raise InvalidRequest(f"{name}={value}: must be {lower}{upper}")
 
 
+def as_index(value: Any) -> int | None:
+    """Return an integer of Python, numpy or torch as Python's; None for anything else, a bool included."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except (TypeError, RuntimeError):  # a tensor without data is the latter
+        return None
+
+
 def _same(a: Any, b: Any) -> bool:
     if hasattr(a, "equal") and hasattr(b, "equal"):  # tensors
         return bool(a.equal(b))
@@ -358,6 +355,11 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _check_count(what: str, count: int, most: int, unit: str) -> None:
+    if count > most:
+        raise InvalidRequest(f"{what} has {count} {unit}; at most {most}")
+
+
 def _entries(name: str, value: Any) -> list[Any]:
     """Return the entries of a list, a tuple or an array; an empty list for None."""
     if value is None:
@@ -370,11 +372,8 @@ def _entries(name: str, value: Any) -> list[Any]:
 
 
 def _id(name: str, value: Any) -> int:
-    try:
-        index = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        index = -1
-    if index < 0:
+    index = as_index(value)
+    if index is None or index < 0:
         raise InvalidRequest(f"{name}: {value!r} is not a token id (an integer, 0 or more)")
     return index
 
@@ -393,15 +392,11 @@ def _id_sequences(name: str, values: Any) -> tuple[tuple[int, ...], ...]:
 
 def _stops(value: Any) -> tuple[str, ...]:
     stops = (value,) if isinstance(value, str) else tuple(_entries("stop", value))
-    if len(stops) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"stop has {len(stops)} strings; at most {MAX_STOP_STRINGS}")
+    _check_count("stop", len(stops), MAX_STOP_STRINGS, "strings")
     for text in stops:
         if not isinstance(text, str) or not text:
             raise InvalidRequest(f"stop={text!r}: each stop must be a non-empty string")
-        if len(text) > MAX_STOP_STRING_CHARS:
-            raise InvalidRequest(
-                f"a stop string has {len(text)} characters; at most {MAX_STOP_STRING_CHARS}"
-            )
+        _check_count("a stop string", len(text), MAX_STOP_STRING_CHARS, "characters")
     return stops
 
 
@@ -410,15 +405,12 @@ def _words(value: Any) -> tuple[str | tuple[int, ...], ...]:
         raise InvalidRequest(f"bad_words={value!r}: must be a list of strings")
     words: list[str | tuple[int, ...]] = []
     entries = _entries("bad_words", value)
-    if len(entries) > MAX_BAD_WORDS:
-        raise InvalidRequest(f"bad_words has {len(entries)} entries; at most {MAX_BAD_WORDS}")
+    _check_count("bad_words", len(entries), MAX_BAD_WORDS, "entries")
     for word in entries:
         if word == "":
             raise InvalidRequest("bad_words: an empty string can't be banned")
-        if isinstance(word, str) and len(word) > MAX_STOP_STRING_CHARS:
-            raise InvalidRequest(
-                f"a string of bad_words has {len(word)} characters; at most {MAX_STOP_STRING_CHARS}"
-            )
+        if isinstance(word, str):
+            _check_count("a string of bad_words", len(word), MAX_STOP_STRING_CHARS, "characters")
         words += [word] if isinstance(word, str) else _id_sequences("bad_words", [word])
     return tuple(words)
 
@@ -428,8 +420,7 @@ def _callables(value: Any) -> tuple[Callable[..., Any], ...]:
     for function in functions:
         if not callable(function):
             raise InvalidRequest(f"logits_processors: {function!r} is not callable")
-    if len(functions) > MAX_PROCESSORS:
-        raise InvalidRequest(f"logits_processors has {len(functions)}; at most {MAX_PROCESSORS}")
+    _check_count("logits_processors", len(functions), MAX_PROCESSORS, "functions")
     return functions
 
 
@@ -520,3 +511,7 @@ def _biases(value: Any) -> dict[int, float]:
             )
         biases[token_id] = float(bias)
     return biases
+
+
+_SWITCHES = [field.name for field in dataclasses.fields(SamplingParams) if field.type == "bool"]
+_DEFAULTS = SamplingParams()

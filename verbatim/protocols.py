@@ -19,22 +19,20 @@ class Forward:
     """The output of a forward, on the device where it was computed."""
 
     logits: Tensor  # [R, V], rows in the order of the batch's logit_rows
-    hidden: Tensor | None = None  # [R, H], what the head saw in them; where the batch wants it
+    hidden: Tensor | None = None  # [R, H], inputs of the head, if `Batch.wants_hidden`
 
 
 class Runner(Protocol):
-    """A model in its placement: everything that the engine may ask of it."""
+    """A model in its placement, as the engine uses it."""
 
     vocab_size: int
     block_size: int
     num_blocks: int  # scratch included
-    num_states: (
-        int  # slots of recurrent states, that of the zero state included; 0: it has no such layers
-    )
+    num_states: int  # slots of recurrent states, including the zero state; 0 without such layers
     num_forwards: int  # since it was opened
-    has_hidden: bool  # a batch may want hidden states
-    hidden_reason: str | None  # why not
-    choices: Mapping[str, Choices]  # what its layers choose for each token, by `params.CHOICES`
+    has_hidden: bool  # `Batch.wants_hidden` is supported
+    hidden_reason: str | None  # the reason if it is not
+    choices: Mapping[str, Choices]  # of the layers for each token, by `params.CHOICES`
 
     def forward(self, batch: Batch) -> Forward:
         """Run the model on `batch`, writing K and V to the blocks it names."""
@@ -49,10 +47,10 @@ class Runner(Protocol):
         ...
 
     def record(self, name: str, block_table: list[int], num_tokens: int) -> Tensor:
-        """Return what was chosen for the first `num_tokens` tokens of a sequence, from its blocks.
+        """Return the recorded choices for the first `num_tokens` tokens of a sequence, from its blocks.
 
         Args:
-            name: "routing": the experts, in the router's order; "indices": the keys, of forwards that
+            name: "routing": the experts, in the router's order; "indices": the keys, if the forwards
                 recorded them.
 
         Returns:
@@ -64,50 +62,51 @@ class Runner(Protocol):
         ...
 
     def check_replay(self, name: str) -> None:
-        """Find out once whether a batch may force such choices; call it before the first one that does.
+        """Check that batches may force choices of this name; called before the first such batch.
 
         Raises:
-            NotSupported: the model's layers can't be made to choose; the message tells why.
+            NotSupported: the model's choices can't be forced; the message has the reason.
         """
         ...
 
     def read_cache(self, kind: str, numbers: list[int], used: int | None = None) -> Tensor | None:
-        """Copy what is kept between two steps, to be kept elsewhere.
+        """Copy cached blocks or states, between two steps.
 
         Args:
-            kind: "blocks": K, V and records by block; "states": states of recurrent layers by slot.
+            kind: "blocks": K, V and records; "states": slots of recurrent states.
+            numbers: block or slot numbers.
             used: positions of the last block to copy; the others are zero. None: all.
 
         Returns:
-            `[n, bytes]` uint8 on the CPU; None: a part of the model is lost just now.
+            `[n, bytes]` uint8 on the CPU; None while a stage is lost.
 
         Raises:
-            NotSupported: this placement can't.
+            NotSupported: this placement can't copy its cache.
         """
         ...
 
     def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
-        """Write what `read_cache` returned, of any blocks or slots; return False where it returns None."""
+        """Write rows of `read_cache` to these blocks or slots; return False where it returns None."""
         ...
 
     def refresh(self) -> None:
-        """Follow a live module that was edited since it was opened.
+        """Adopt the edits of a live module since it was opened.
 
         Raises:
-            ModelChanged: it can't be followed; it must be opened again.
+            ModelChanged: it must be opened again.
         """
         ...
 
     def info(self) -> dict[str, Any]:
-        """Describe this placement in plain values.
+        """Return the model's properties as plain values.
 
-        `architecture`, `placement`, `parameters`, `weight_bytes`, `dtype`, `layers`, `kv_bytes`,
-        `kv_dtype` and `kv_bytes_per_token`, and keys of the placement's own.
+        Every placement has `architecture`, `placement`, `parameters`, `weight_bytes`, `dtype`, `layers`,
+        `kv_bytes`, `kv_dtype` and `kv_bytes_per_token`, and more keys of its own.
         """
         ...
 
     def stats(self) -> dict[str, Any]:
-        """Return counts since it was opened, in plain values; `LLM.stats` includes them."""
+        """Return counters since it was opened, as plain values; `LLM.stats` includes them."""
         ...
 
     def new_weights(
@@ -117,41 +116,41 @@ class Runner(Protocol):
 
         Raises:
             InvalidRequest, NotSupported: as `NewWeights`.
-            VerbatimError: the weights sleep.
+            VerbatimError: the weights are asleep.
         """
         ...
 
     def load_adapter(self, adapter: Adapter) -> None:
-        """Hold an adapter for batches that name its number; nothing is held after an error.
+        """Load an adapter for batches that have its number; nothing is kept after an error.
 
         Raises:
-            NotSupported: an adapter of layers that can't have one, or no adapters in this placement.
-            InvalidRequest: its matrices do not fit the model's.
+            NotSupported: layers that can't have an adapter, or a placement without adapters.
+            InvalidRequest: its matrices do not fit the model.
         """
         ...
 
     def unload_adapter(self, number: int) -> None:
-        """Drop an adapter that no later batch names; do nothing if it is not held."""
+        """Unload an adapter that no later batch uses; no effect if it is not loaded."""
         ...
 
     def stamp(self) -> object:
-        """Return a value that changes when the weights do, as far as that can be seen cheaply.
+        """Return a value that changes with the weights, as far as that can be detected cheaply.
 
-        An in-place write to a parameter is seen, so an optimizer's step is; a write through `.data` is not.
+        In-place writes to parameters, such as an optimizer's, are detected; writes through `.data` are not.
         """
         ...
 
     def sleep(self, weights: bool) -> None:
-        """Release the memory of K and V, and with `weights` that of the model; its contents are lost.
+        """Free the memory of K and V, and with `weights` that of the model; the contents are lost.
 
         Raises:
-            NotSupported: the weights can't be read again; nothing is released then.
-            ModelChanged: the checkpoint they came from has changed; nothing is released then.
+            NotSupported: the weights can't be read again; nothing is freed then.
+            ModelChanged: their checkpoint has changed; nothing is freed then.
         """
         ...
 
     def wake(self) -> None:
-        """Allocate again what `sleep` released; the weights have the same bits.
+        """Allocate the memory that `sleep` freed; the weights have the same bits.
 
         Raises:
             ModelChanged: the checkpoint has changed; the runner stays asleep.
@@ -191,17 +190,17 @@ class Proposer(Protocol):
     """
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> SequenceOf[SequenceOf[int]]:
-        """Return ids that may follow each sequence.
+        """Return a draft for each sequence.
 
         Called before a forward in which each of `sequences` computes its last token. Blocks for that token
-        and for the draft are allocated. A sequence must not be changed. Keep state of a sequence in a
-        `weakref.WeakKeyDictionary`, so that it ends with the sequence.
+        and for the draft are allocated. Sequences must not be changed. Keep the state of a sequence in a
+        `weakref.WeakKeyDictionary`, so that it is freed with the sequence.
 
         Args:
-            sequences: those to draft for in this step; `token_ids(0, num_tokens)` are the ids of one.
-            lengths: the most ids for each, 1 or more.
+            sequences: the sequences to draft for; `token_ids(0, num_tokens)` returns the ids of one.
+            lengths: maximum number of ids for each, 1 or more.
 
         Returns:
-            One list for each sequence, in their order; a list may be shorter, or empty.
+            A list of ids for each sequence, in order; it may be shorter than the length, or empty.
         """
         ...

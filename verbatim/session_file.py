@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
 import struct
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,32 +53,33 @@ class SavedKV:
 
 
 @dataclass(slots=True)
-class SavedSession:
-    """The state of a session.
+class SessionState:
+    """The state of a session, as it is kept and saved.
 
     Attributes:
+        params: sampling parameters of turns that pass none, as they were saved.
         completions: start and end of each in `token_ids`.
-        text: text of the last completion.
+        text: text of the completion at the end of `token_ids`; "" if there is none.
         skips_special_tokens: whether `text` omits special tokens.
-        kv: None if not saved, or not usable here.
+        kv: K and V that were loaded, until `put_kv`.
     """
 
-    token_ids: list[int]
-    completions: list[tuple[int, int]]
-    text: str
     seed: int
     max_length: int
     params: SamplingParams
+    token_ids: list[int] = field(default_factory=list)
+    completions: list[tuple[int, int]] = field(default_factory=list)
+    text: str = ""
     skips_special_tokens: bool = True
     kv: SavedKV | None = None
 
     def put_kv(self, engine: EngineHandle, cache: SessionCache) -> None:
-        """Load K and V into the session's blocks.
+        """Move loaded K and V, if any, to the session's blocks.
 
-        Without free blocks, or if this engine would compute other values, they are left out and computed
+        Without free blocks, or if this engine would compute other values, they are dropped and computed
         in the next turn.
         """
-        kv = self.kv
+        kv, self.kv = self.kv, None
         if kv is None or _layout(engine) != kv.layout or _probe(engine, self.token_ids) != kv.probe:
             return
         runner = engine.runner
@@ -91,7 +91,7 @@ class SavedSession:
                 empty = {kind: runner.read_cache(kind, []) for kind in kv.rows}
             except NotSupported:
                 return
-            counts = {"blocks": count} | ({} if slots.pool is None else {"states": 1})
+            counts = {"blocks": count} | ({"states": 1} if slots.enabled else {})
             fits = counts == {kind: len(rows) for kind, rows in kv.rows.items()}
             for kind, like in empty.items():
                 fits = fits and like is not None and like.shape[1:] == kv.rows[kind].shape[1:]
@@ -112,7 +112,7 @@ class SavedSession:
 def write_session(
     path: str | os.PathLike[str],
     engine: EngineHandle,
-    saved: SavedSession,
+    saved: SessionState,
     cache: SessionCache | None,
 ) -> None:
     """Write a session, with the K and V in `cache`, if given.
@@ -157,7 +157,7 @@ def write_session(
         raise InvalidRequest(f"save: {str(path)!r} can't be written: {error}") from error
 
 
-def read_session(path: str | os.PathLike[str], engine: EngineHandle) -> SavedSession:
+def read_session(path: str | os.PathLike[str], engine: EngineHandle) -> SessionState:
     """Read a session that this engine can continue.
 
     Raises:
@@ -222,7 +222,7 @@ def read_session(path: str | os.PathLike[str], engine: EngineHandle) -> SavedSes
     return saved
 
 
-def _parse_session(plain: dict[str, Any], token_ids: Tensor) -> SavedSession:
+def _parse_session(plain: dict[str, Any], token_ids: Tensor) -> SessionState:
     """Return a session from the validated parts of a file."""
     ids = token_ids.tolist()
     if token_ids.ndim != 1 or token_ids.dtype is not torch.int64:
@@ -241,7 +241,7 @@ def _parse_session(plain: dict[str, Any], token_ids: Tensor) -> SavedSession:
     params, skips = SamplingParams(**plain["params"]), plain["skip_special_tokens"]
     if not isinstance(skips, bool):
         raise ValueError(f"skip_special_tokens={skips}")
-    return SavedSession(ids, completions, plain["text"], seed, plain["max_length"], params, skips)
+    return SessionState(seed, plain["max_length"], params, ids, completions, plain["text"], skips)
 
 
 def _path(what: str, path: Any) -> Path:
@@ -262,15 +262,10 @@ def _digest(session: str, tensors: Mapping[str, Tensor]) -> str:
 
 def _plain_params(params: SamplingParams) -> dict[str, Any]:
     """Return the parameters that differ from the defaults."""
-    default = SamplingParams()
-    plain = {}
-    for name in (field.name for field in dataclasses.fields(params)):
-        value = getattr(params, name)
-        if name in ("logits_processors", "replay_routing", "replay_indices"):
-            if value is not None and len(value):
-                raise NotSupported(f"save: the session's params have {name}, which can't be saved")
-        elif value != getattr(default, name):
-            plain[name] = dict(value) if name == "logit_bias" else value
+    plain = params.changed()
+    for name in ("logits_processors", "replay_routing", "replay_indices"):
+        if len(plain.pop(name, ())):
+            raise NotSupported(f"save: the session's params have {name}, which can't be saved")
     return plain
 
 

@@ -4,14 +4,35 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from verbatim.errors import EngineClosed, InvalidRequest, ModelChanged
+from verbatim.errors import (
+    EngineClosed,
+    InvalidRequest,
+    ModelChanged,
+    PromptTooLong,
+    UnsupportedModel,
+)
 from verbatim.llm import LLM
+from verbatim.model.limits import eos_ids_of, pad_id_of
+from verbatim.options import on_cpu
 from verbatim.params import SamplingParams
+from verbatim.placement.actor import RowRunner, StepForward, limit_of
+from verbatim.placement.callbacks import CallbackRunner, Hooks
+from verbatim.placement.external import ExternalRunner
+from verbatim.placement.kv_caches import speaks_kv_caches
+from verbatim.placement.options import engine_options
+from verbatim.placement.wrapped import check_runnable, is_transformers, unwrap
+
+_ID_BLOCK = 64  # block size of an engine whose blocks hold only ids
+_FREE_LENGTH = (
+    2**20
+)  # tokens of a row, if no config states a limit: blocks are allocated for all of them
 
 # One engine per live module, dropped with its module.
 _engines: weakref.WeakKeyDictionary[nn.Module, LLM] = weakref.WeakKeyDictionary()
@@ -26,6 +47,11 @@ def engine_of(model: LLM | nn.Module) -> LLM:
         raise InvalidRequest(
             f"model={model!r}: must be an LLM, or a module, either transformers' or one with kv_caches"
         )
+    with on_cpu():
+        return _engine_of(model)
+
+
+def _engine_of(model: nn.Module) -> LLM:
     while (kept := _kept(model)) is not None:
         try:
             kept.engine.runner.refresh()
@@ -50,6 +76,84 @@ def _kept(model: nn.Module) -> LLM | None:
         return _engines.get(model)
 
 
+def has_known_layers(model: Any) -> bool:
+    """Return whether it is a module that `LLM` runs layer by layer: transformers', or one with `kv_caches`.
+
+    Any other model with a forward of its own is for `open_forward`.
+    """
+    model = unwrap(model)
+    return isinstance(model, nn.Module) and (speaks_kv_caches(model) or is_transformers(model))
+
+
+def open_forward(
+    model: Callable[..., Any],
+    *,
+    max_length: int,
+    max_sequences: int = 256,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
+    hooks: tuple[Callable[..., Any] | None, Callable[..., Any] | None] | None = None,
+    batch: tuple[Tensor, Tensor] | None = None,
+    pad_token_id: int | None = None,
+) -> LLM:
+    """Open any model that returns logits, on the CPU, and run it by its own forward. Close the LLM after use.
+
+    Without hooks, every step calls it with each whole row: nothing is cached, and a step costs as much as
+    a prefill.
+
+    Args:
+        model: called as `model(input_ids=ids)` with `[1, L]` int64, and an `attention_mask` of ones if it
+            takes one. It returns an object or a dict with `logits` `[1, T, V]`, of the last T positions. Or a
+            wrapper with Megatron's `run_one_forward_step`.
+        max_length: maximum tokens of a row; the model's own limit holds as well.
+        max_sequences: maximum rows at once.
+        arguments: further arguments of the model, the same at each call.
+        hooks: `prepare(input_ids, past=past, **arguments)` returns the model's inputs, `update(outputs,
+            arguments)` the arguments of the next step; either may be None. All rows are then run together.
+        batch: with hooks, the ids `[B, P]`, padded on the left, and their mask; no other rows can be run.
+        pad_token_id: with hooks, what continues a row after its end. None: the model's `pad_token_id`.
+
+    Raises:
+        UnsupportedModel: it takes no `input_ids`, or returns no such logits.
+        PromptTooLong: `max_length` above 2**20, where the model's config has no limit.
+        InvalidRequest, NotSupported: arguments that it does not take, or modules on another device.
+    """
+    name = type(model).__name__
+    if hasattr(model, "run_one_forward_step"):
+        model = StepForward(model)
+    check_runnable(model)
+    model = unwrap(model)
+    config: Any = getattr(model, "config", None)
+    if hooks is None and is_transformers(model):
+        generates: Any = getattr(model, "can_generate", bool)
+        if not generates() or getattr(config, "is_encoder_decoder", False):
+            raise UnsupportedModel(f"{name} has no logits for input_ids alone")
+    limit, source = limit_of(model)
+    if limit is None and max_length > _FREE_LENGTH:
+        raise PromptTooLong(f"max_length={max_length}: at most {_FREE_LENGTH} ({source})")
+    if limit is None or max_length < limit:
+        limit, source = max_length, "max_length"
+    sizes = {
+        "block_size": _ID_BLOCK,
+        "num_blocks": 1 + max_sequences * (1 + -(-limit // _ID_BLOCK)),
+    }
+    options = engine_options(
+        block_size=_ID_BLOCK,
+        max_batch_tokens=max(1, max_sequences * limit),
+        max_sequences=max_sequences,
+        prefix_cache=False,
+    )
+    runner: ExternalRunner
+    if hooks is None:
+        runner = RowRunner(model, arguments, **sizes)
+    else:
+        assert batch is not None
+        (ids, mask), pad = batch, pad_token_id
+        if pad is None:
+            pad = pad_id_of([config], eos_ids_of(None, config))
+        runner = CallbackRunner(model, Hooks(*hooks), ids, mask, arguments, pad, **sizes)
+    return LLM._over(runner, options, name=name, max_length=(limit, source), config=config)
+
+
 def generate(
     model: LLM | nn.Module,
     input_ids: Tensor,
@@ -71,9 +175,8 @@ def generate(
         pad_token_id: id that fills a row after its end. None: the model's pad id, else its
             end-of-sequence id, else 0.
         params: fields of `SamplingParams`, except `n`, `max_tokens` and those that request more than
-            ids (`logprobs`, `prompt_logprobs`, `hidden_states`, `record_routing`,
-            `record_indices`). Row b draws with
-            sample index b and `seed`; without a seed, one is drawn from torch's default generator.
+            ids (`logprobs`, `prompt_logprobs`, `hidden_states`, `record_routing`, `record_indices`). Row b
+            draws with sample index b and `seed`; without a seed, one is drawn from torch's default generator.
 
     Returns:
         `[B, P + N]` int64, an ordinary tensor on `input_ids`' device: the input, then the new tokens;
@@ -89,29 +192,22 @@ def generate(
     ):
         raise InvalidRequest(f"pad_token_id={pad_token_id!r}: must be an integer or None")
     if params.get("seed") is None:
-        params["seed"] = int(torch.randint(2**53, ()))
+        params["seed"] = int(torch.randint(2**53, (), device="cpu"))
     settings = SamplingParams(max_tokens=max_new_tokens, **params)
     llm = engine_of(model)
     prompts = rows_of(input_ids, attention_mask)
-    new = llm._generate_rows(prompts, settings)
+    with on_cpu():
+        new = llm._generate_rows(prompts, settings)
     width = max(map(len, new), default=0)
     pad = llm.pad_token_id if pad_token_id is None else pad_token_id
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), on_cpu():
         tail = torch.tensor([row + [pad] * (width - len(row)) for row in new], dtype=torch.int64)
         tail = tail.reshape(len(new), width).to(input_ids.device)
         return torch.cat([input_ids.long(), tail], dim=1)
 
 
 _NOT_TAKEN = frozenset(
-    {
-        "n",
-        "max_tokens",
-        "logprobs",
-        "prompt_logprobs",
-        "hidden_states",
-        "record_routing",
-        "record_indices",
-    }
+    "n max_tokens logprobs prompt_logprobs hidden_states record_routing record_indices".split()
 )
 
 

@@ -18,8 +18,8 @@ from verbatim.cli.commands import app
 from verbatim.cli.offload import OFFLOAD
 from verbatim.cli.placing import CLUSTER, placement_of
 from verbatim.cli.terminal import WrongUsage
-from verbatim.placement.cluster import inspect as cluster_inspect
-from verbatim.placement.cluster.choice import Cluster
+from verbatim.placement.distributed import inspect as cluster_inspect
+from verbatim.placement.distributed.choice import Cluster
 from verbatim.placement.offload.choice import Offload
 
 TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE", "RAY_ADDRESS")

@@ -881,6 +881,64 @@ def test_every_kind_of_model_gives_the_same(kind, model, llm, hf):
             assert run_static(door, params)[0].generated_length == 46
 
 
+class StepWrapper:
+    """A wrapper of a model with its own protocol, as Megatron's: only its step gives logits."""
+
+    def __init__(self, run, **more):
+        self._run, self.lengths = run, []
+        self.inference_context = SimpleNamespace(max_sequence_length=50, is_own=True)
+        vars(self).update(more)
+
+    def run_one_forward_step(self, inputs):
+        tokens, positions, mask = (
+            inputs[name] for name in ("tokens", "position_ids", "attention_mask")
+        )
+        length = tokens.shape[1]
+        assert positions.tolist() == [list(range(length))] and self.inference_context.is_own
+        assert mask[0, 0].tolist() == [
+            [key > row for key in range(length)] for row in range(length)
+        ]
+        self.lengths.append(length)
+        return self._run(tokens, position_ids=positions).logits
+
+
+def test_a_wrapper_with_a_step_of_its_own_runs_row_by_row(model, llm, hf):
+    wrapper = StepWrapper(model)
+    door = TextGenerationController(wrapper, hf)
+    params = SamplingParams(num_tokens_to_generate=12, top_k=1, return_log_probs=True)
+    expected = run_static(TextGenerationController(llm, hf), params)
+    requests = run_static(door, params)
+    for request, same in zip(requests, expected, strict=True):
+        assert request.generated_tokens.tolist() == same.generated_tokens.tolist()
+        assert request.generated_log_probs == pytest.approx(same.generated_log_probs, abs=1e-4)
+    assert wrapper.inference_context is door.inference_context
+    assert door.inference_context.max_sequence_length == 50
+    assert max(wrapper.lengths) == max(r.prompt_length for r in requests) + 11
+    joined, _ = run_dynamic(door, requests_of(params))
+    assert joined[10] == expected[0].generated_tokens.tolist()
+
+
+def test_the_preparations_of_a_wrapper_are_called_where_it_has_them(model, hf):
+    calls = []
+
+    def window(inputs, start, end):
+        calls.append((start, end))
+        return {name: value[..., start:end] for name, value in inputs.items()}
+
+    plain = StepWrapper(model)
+    wrapper = StepWrapper(
+        model,
+        model=torch.nn.Linear(1, 1),  # no model that the engine knows
+        prep_model_for_inference=lambda prompts_tokens=None: calls.append(prompts_tokens.shape[1]),
+        get_batch_for_context_window=window,
+    )
+    params = SamplingParams(num_tokens_to_generate=4, top_k=1)
+    (request,) = run_static(TextGenerationController(wrapper, hf), params)
+    (same,) = run_static(TextGenerationController(plain, hf), params)
+    assert request.generated_tokens.tolist() == same.generated_tokens.tolist()
+    assert calls[-2:] == [request.prompt_length + 3, (0, request.prompt_length + 3)]
+
+
 def test_a_request_ended_in_its_prefill_reports_no_part_of_its_prompt(model, hf):
     with LLM(model, tokenizer=hf, kv_memory="4MB", max_batch_tokens=8) as llm:
         door = TextGenerationController(llm, hf)

@@ -163,7 +163,7 @@ def test_the_cache_serves_both(
 ) -> None:
     """What is kept is what weights are packed as, whatever becomes of activations."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(packed_cache, "_WORTH", 0)
+    monkeypatch.setattr(packed_cache, "_MIN_BYTES", 0)
     requests = mixed_requests(3)
     expected = {}
     for _ in range(2):

@@ -30,11 +30,11 @@ from verbatim import (
     TierFailed,
     kernels,
 )
+from verbatim.model.differential import bit_equal
 from verbatim.model.groups import LARGEST, heads_of
-from verbatim.model.layer_trial import bit_equal
 from verbatim.model.quantization import GROUP_SIZES, Quantization, resolve_quantization
 from verbatim.model.quantize import pack, pack_and_measure, squared_error, unpack
-from verbatim.model.weight_packing import Encoding, WeightPacking
+from verbatim.model.weight_packing import BLOCK, BLOCKS, Encoding, WeightPacking
 
 KINDS = [Quantization(bits, size) for bits in (8, 4) for size in GROUP_SIZES]
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=[k.name for k in KINDS])
@@ -225,7 +225,15 @@ def test_encodings_of_checkpoints_round_to_the_nearest(encoding: Encoding, bits:
 
 @pytest.mark.parametrize(
     ("encoding", "bits", "off"),
-    [(Encoding.HALF, 8, 1 / 250), (Encoding.HALF, 4, 1 / 13), (Encoding.SUPER, 4, 1 / 8)],
+    [
+        (Encoding.HALF, 8, 1 / 250),
+        (Encoding.HALF, 4, 1 / 13),
+        (Encoding.Q6_K, 8, 1 / 58),
+        (Encoding.Q5_K, 8, 1 / 16),
+        (Encoding.Q4_K, 4, 1 / 8),
+        (Encoding.Q3_K, 4, 1 / 5),
+        (Encoding.Q2_K, 4, 1 / 2),
+    ],
 )
 def test_encodings_with_small_scales_round_to_the_nearest(
     encoding: Encoding, bits: int, off: float
@@ -263,12 +271,12 @@ def test_kernels_unpack_what_torch_unpacks_bit_for_bit(
     seed: int,
 ) -> None:
     weight = random(*shape, dtype=dtype, seed=seed)
-    either = encoding < Encoding.FP8 or encoding is Encoding.HALF
+    either = encoding < Encoding.FP8 or encoding is Encoding.HALF or encoding in BLOCKS
     bits = kind.bits if either else 8 if encoding is Encoding.FP8 else 4
     kind = dataclasses.replace(kind, bits=bits)
-    if encoding is Encoding.SUPER:  # whole superblocks, by rows
-        weight = random(*shape[:2], shape[2] // 60 * 256, dtype=dtype, seed=seed)
-        kind, columns = dataclasses.replace(kind, group_size=32), False
+    if encoding in BLOCKS:  # whole blocks, by rows
+        weight = random(*shape[:2], shape[2] // 60 * BLOCK, dtype=dtype, seed=seed)
+        columns = False
     packing = dataclasses.replace(packing_of(weight, kind, columns), encoding=encoding)
     packed = pack(weight, packing)
     expected = unpack(packed, packing, backend="torch")

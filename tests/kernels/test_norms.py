@@ -15,7 +15,7 @@ from support.toys import make_toy
 from verbatim import kernels
 from verbatim.kernels.options import Activation, NormKind
 from verbatim.model import elementwise, invariant, norms
-from verbatim.model.layer_trial import bit_equal
+from verbatim.model.differential import bit_equal
 from verbatim.model.norms import Gate, formula, norm_forward, norm_parts
 
 WIDTHS = (1, 15, 16, 17, 60, 128, 1000)

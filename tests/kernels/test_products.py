@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from support.products import multiply_together
 from verbatim import kernels
 from verbatim.model import products
 from verbatim.model.products import (
@@ -17,14 +18,13 @@ from verbatim.model.products import (
     RowTiles,
     holds,
     linear,
-    linear_many,
     matmul,
     packed_linear,
     probe_report,
 )
 from verbatim.model.quantization import GROUP_SIZES, Quantization
 from verbatim.model.quantize import pack, unpack
-from verbatim.model.weight_packing import Encoding, WeightPacking
+from verbatim.model.weight_packing import BLOCK, BLOCKS, Encoding, WeightPacking
 
 BACKENDS = [*kernels.available(), "torch"]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -114,6 +114,21 @@ def test_strides_do_not_change_the_bits(backend: str, dtype: torch.dtype) -> Non
     assert torch.equal(
         matmul(x, wide_stored[:, 7:40], backend=backend), matmul(x, stored, backend=backend)
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", kernels.available())
+def test_the_bits_are_the_same_whichever_way_the_weight_lies(
+    backend: str, dtype: torch.dtype
+) -> None:
+    for num_out, depth in ((1, 1), (5, 33), (70, 100), (33, 1000), (200, 70), (130, 4300)):
+        weight, bias = rand(num_out, depth, dtype=dtype), rand(num_out, dtype=dtype)
+        stored = weight.t().contiguous()
+        for count in (1, 2, 5, 8, 9, 20, 270):
+            x = rand(count, depth, dtype=dtype)
+            expected = linear(x, weight, bias, backend=backend)
+            with threads(2 if count == 20 else 1):
+                assert torch.equal(linear(x, stored.t(), bias, backend=backend), expected), count
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -287,8 +302,8 @@ OF_CHECKPOINTS = [
     (Quantization(4, 32), Encoding.MXFP4),
     (Quantization(8, 32), Encoding.HALF),
     (Quantization(4, 32), Encoding.HALF),
-    (Quantization(4, 32), Encoding.SUPER),
     (Quantization(4, 128), Encoding.CENTERED),
+    *((Quantization(8, 32), kind) for kind in BLOCKS),
 ]
 ENCODED = [*((kind, Encoding.AFFINE) for kind in KINDS), *OF_CHECKPOINTS]
 
@@ -312,7 +327,7 @@ def test_a_packed_product_is_that_of_the_matrix_it_is_read_back_as(
     backend: str, dtype: torch.dtype, kind: Quantization, encoding: Encoding
 ) -> None:
     for num_out, depth in ((5, 33), (70, 100), (33, 1000), (140, 256)):
-        depth = -(-depth // 256) * 256 if encoding is Encoding.SUPER else depth
+        depth = -(-depth // BLOCK) * BLOCK if encoding in BLOCKS else depth
         wide = rand(num_out, depth)
         wide[: num_out // 3] *= 1e-37  # numbers that the quick rounding would lose
         x, bias = rand(70, depth, dtype=dtype), rand(num_out, dtype=dtype)
@@ -341,33 +356,35 @@ def test_every_number_of_rows_and_threads_with_weights_in_few_bits(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", kernels.available())
 def test_several_matrices_at_once(backend: str, dtype: torch.dtype) -> None:
     wide, bias = rand(90, 200, dtype=dtype), rand(65, dtype=dtype)
-    columns = in_few_bits(rand(100, 40, dtype=dtype), KINDS[3], columns=True)
     weights = [
         rand(65, 100, dtype=dtype),
         wide[:, 50:150],
         in_few_bits(rand(33, 100, dtype=dtype), KINDS[0]),
         in_few_bits(rand(300, 100, dtype=dtype), KINDS[4]),
     ]
-    for some in (weights, [*weights, columns]):
-        biases = [bias, *[None] * (len(some) - 1)]
-        for count in (1, 4, 20):
-            x = rand(count, 100, dtype=dtype)
-            alone = [
-                packed_linear(x, w.data, w.packing, b, backend=backend)
-                if isinstance(w, Packed)
-                else linear(x, w, b, backend=backend)
-                for w, b in zip(some, biases, strict=True)
-            ]
-            with threads(2):
-                together = linear_many(x, some, biases, backend=backend)
-            assert torch.equal(together, torch.cat(alone, -1))
-    expected = matmul(rand(3, 100, dtype=dtype), unpack(columns.data, columns.packing))
-    assert torch.equal(
-        packed_linear(rand(3, 100, dtype=dtype), columns.data, columns.packing), expected
-    )
+    biases = [bias, None, None, None]
+    for count in (1, 4, 20):
+        x = rand(count, 100, dtype=dtype)
+        alone = [
+            packed_linear(x, w.data, w.packing, b, backend=backend)
+            if isinstance(w, Packed)
+            else linear(x, w, b, backend=backend)
+            for w, b in zip(weights, biases, strict=True)
+        ]
+        with threads(2):
+            together = multiply_together(x, weights, biases, backend)
+        assert torch.equal(together, torch.cat(alone, -1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_packed_weight_by_columns(backend: str) -> None:
+    columns, x = in_few_bits(rand(100, 40), KINDS[3], columns=True), rand(3, 100)
+    out = packed_linear(x, columns.data, columns.packing, backend=backend)
+    expected = matmul(x, unpack(columns.data, columns.packing), backend=backend)
+    assert torch.equal(out, expected)
 
 
 def test_a_packed_weight_that_does_not_fit_is_refused() -> None:

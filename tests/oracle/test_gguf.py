@@ -18,6 +18,7 @@ from support.requests_mixed import all_facts, generated, mixed_requests
 from support.toys import make_toy, random_ids
 from verbatim import LLM, Cluster, ModelError, NotSupported, Offload, TensorParallel
 from verbatim.model import gguf as reading
+from verbatim.model.weight_packing import BLOCKS, Encoding
 from verbatim.weights.formats import gguf as formats
 
 gguf = pytest.importorskip("gguf")
@@ -32,10 +33,9 @@ def blocks(shape: tuple[int, ...], how: Any) -> Any:
     size, nbytes = gguf.GGML_QUANT_SIZES[how]
     generator = np.random.default_rng(sum(shape))
     data = generator.integers(0, 256, (*shape[:-1], shape[-1] // size, nbytes), dtype=np.uint8)
-    at = {"Q4_K": (0, 2), "Q6_K": (208,)}[how.name]
-    for begin in at:
-        scale = generator.uniform(1e-4, 3e-4, data.shape[:-1]).astype(np.float16)
-        data[..., begin : begin + 2] = scale[..., None].view(np.uint8)
+    halves = data[..., BLOCKS[Encoding[how.name]][1] if how.name.endswith("K") else slice(0, 2)]
+    scales = generator.uniform(1e-4, 3e-4, (*halves.shape[:-1], halves.shape[-1] // 2))
+    halves[:] = scales.astype(np.float16).view(np.uint8)
     return data.reshape(*shape[:-1], -1)
 
 
@@ -74,7 +74,7 @@ def write(
 
     def add(name: str, tensor: torch.Tensor, how: Any) -> torch.Tensor:
         numbers = tensor.float().contiguous().numpy()
-        if how.name in ("Q4_K", "Q6_K"):
+        if how.name in ("IQ4_NL", "IQ4_XS", *Encoding.__members__):
             data = blocks(numbers.shape, how)
         else:
             data = gguf.quantize(numbers, how)
@@ -119,10 +119,18 @@ FILES: dict[str, tuple[str, str, str, dict[str, Any], str, str | None]] = {
     "Q8_0": ("Q8_0", "auto", "qwen3", SHAPE, "qwen3", "int8-g32"),
     "Q4_0": ("Q4_0", "float32", "qwen3", SHAPE, "qwen3", "int4-g32"),
     "Q4_0, reordered": ("Q4_0", "auto", "llama", WIDE, "llama", "int4-g32"),
-    "Q4_K": ("Q4_K", "auto", "qwen3", WIDE, "qwen3", "int4-g32"),
-    "Q4_K, float32": ("Q4_K", "float32", "qwen3", WIDE, "qwen3", "int4-g32"),
-    "Q4_K, experts": ("Q4_K", "auto", "qwen3_moe", EXPERTS, "qwen3moe", "int4-g32"),
-    "Q6_K": ("Q6_K", "auto", "qwen3", WIDE, "qwen3", None),
+    "Q4_K": ("Q4_K", "auto", "qwen3", WIDE, "qwen3", "q4_k"),
+    "Q4_K, float32": ("Q4_K", "float32", "qwen3", WIDE, "qwen3", "q4_k"),
+    "Q4_K, experts": ("Q4_K", "auto", "qwen3_moe", EXPERTS, "qwen3moe", "q4_k"),
+    "Q6_K": ("Q6_K", "auto", "llama", WIDE, "llama", "q6_k"),
+    "Q6_K, experts": ("Q6_K", "float32", "qwen3_moe", EXPERTS, "qwen3moe", "q6_k"),
+    "Q5_K": ("Q5_K", "auto", "qwen3", WIDE, "qwen3", "q5_k"),
+    "Q3_K": ("Q3_K", "auto", "qwen3", WIDE, "qwen3", "q3_k"),
+    "Q2_K": ("Q2_K", "auto", "qwen3", WIDE, "qwen3", "q2_k"),
+    "Q5_0": ("Q5_0", "auto", "qwen3", SHAPE, "qwen3", "int8-g32"),
+    "IQ4_NL": ("IQ4_NL", "auto", "qwen3", SHAPE, "qwen3", "int8-g32"),
+    "IQ4_XS": ("IQ4_XS", "auto", "qwen3", WIDE, "qwen3", "int8-g32"),
+    "Q4_1": ("Q4_1", "auto", "qwen3", SHAPE, "qwen3", None),
 }
 
 
@@ -139,7 +147,8 @@ def written(name: str, folder: Path) -> tuple[Any, str]:
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(("float32", "Q8_0", "Q4_0, reordered", "Q4_K", "Q6_K"), FILES)
+    "name",
+    slow_but(("float32", "Q8_0", "Q4_0, reordered", "Q4_K", "Q6_K", "Q5_0", "IQ4_XS"), FILES),
 )
 def test_the_tokens_are_those_of_the_numbers_in_the_file(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
@@ -154,7 +163,10 @@ def test_the_tokens_are_those_of_the_numbers_in_the_file(name: str, tmp_path: Pa
     tokens = generated(LLM(tmp_path / "folder"), *requests)
     with LLM(tmp_path / "toy.gguf", dtype=dtype) as llm:
         assert llm.info()["dtype"] == str(expected.dtype).removeprefix("torch.")
-        assert llm.info().get("quantization", {}).get("format") == FILES[name][-1]
+        held = llm.info().get(
+            "quantization", {"format": None, "packed": "model.embed_tokens.weight"}
+        )
+        assert held["format"] == FILES[name][-1] and "model.embed_tokens.weight" in held["packed"]
         assert all_facts(llm.generate(*requests)) == tokens
     with LLM(tmp_path, dtype=dtype, placement=Offload(weights=(0, 0, 100))) as llm:
         assert all_facts(llm.generate(*requests)) == tokens

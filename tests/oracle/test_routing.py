@@ -28,7 +28,7 @@ from support.routing_cases import (
 )
 from verbatim.batch import Choices
 from verbatim.errors import ModelChanged, NotSupported
-from verbatim.model.decoder import FlatContext
+from verbatim.model.flat import FlatContext
 from verbatim.model.routing import ChoiceStore, Routing
 from verbatim.placement.resident import Resident
 

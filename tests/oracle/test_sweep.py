@@ -62,7 +62,7 @@ def test_a_verified_class_is_opened_without_a_trial(monkeypatch: pytest.MonkeyPa
     def no_trial(*_: Any, **__: Any) -> None:
         raise AssertionError("a verified class was tried out")
 
-    monkeypatch.setattr("verbatim.model.spec.try_out", no_trial)
+    monkeypatch.setattr("verbatim.model.trial.try_out", no_trial)
     Decoder(toys.make_toy("llama"))
 
 

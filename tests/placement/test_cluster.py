@@ -34,13 +34,13 @@ from verbatim import (
 )
 from verbatim.draft import EarlyExit
 from verbatim.errors import ModelChanged
-from verbatim.placement.cluster import layers as stage_layers
-from verbatim.placement.cluster import neighbours
-from verbatim.placement.cluster import opening as cluster_opening
-from verbatim.placement.cluster import stage as stage_module
-from verbatim.placement.cluster.link import LinkLost
-from verbatim.placement.cluster.link import connect as connect_to
-from verbatim.placement.cluster.plan import Layout, divide
+from verbatim.placement.distributed import layers as stage_layers
+from verbatim.placement.distributed import neighbours, served
+from verbatim.placement.distributed import opening as cluster_opening
+from verbatim.placement.distributed import stage as stage_module
+from verbatim.placement.distributed.handshake import connect as connect_to
+from verbatim.placement.distributed.link import LinkLost
+from verbatim.placement.distributed.plan import LayerSizes, divide
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": dict(
@@ -306,7 +306,7 @@ def test_only_lost_layers_compute_again_where_hidden_states_were_kept(
             first, _, last = serving(llm)
             at_batch(last, 5, kill)
             computed = 0
-            part = first.stage._layers.part
+            part = first.stage._share.part
             assert part is not None
             plain = part.run
 
@@ -384,7 +384,7 @@ def test_a_stage_lost_as_all_fall_asleep(saved: Callable[[str], Path]) -> None:
                 found += delta.token_ids
                 if i == 2:
                     dying = serving(llm)[1]
-                    layers = dying.stage._layers
+                    layers = dying.stage._share
                     layers.sleep = lambda message, host=dying: host.kill()  # type: ignore[misc]
                     llm.sleep(weights=weights)
                     llm.wake()
@@ -469,7 +469,7 @@ def test_weights_that_change_are_not_taken_for_the_same(
 
 def test_a_message_that_is_not_what_it_should_be(saved: Callable[[str], Path]) -> None:
     """From somebody who knows the key: an error is the answer, and the stage goes on."""
-    stage = stage_module.Stage(b"key", "127.0.0.1")
+    stage = stage_module.Stage(b"key", "127.0.0.1", stage_layers.Layers())
     link = connect_to(stage.address, b"key", {"role": "head"})
     assert "welcome" in link.receive()
     for bad in ({"do": "draw"}, {"do": ["run"]}, {"do": "run"}, {"do": "epoch"}, {}):
@@ -545,14 +545,14 @@ def test_a_stage_that_fits_on_no_machine_is_split_over_two(
     hosts = ThreadHosts()
     with clustered(saved("qwen3_moe"), hosts, stages=2) as llm:
         needed = max(stage["weight_bytes"] for stage in llm.info()["stages"])
-        monkeypatch.setattr(stage_layers, "available_memory", lambda: needed * 3 // 4)
+        monkeypatch.setattr(served, "available_memory", lambda: needed * 3 // 4)
         at_batch(serving(llm)[1], 5, kill)
         assert all_facts(llm.generate(*mixed_requests())) == expected
         assert [stage["layers"] for stage in llm.info()["stages"]] in (
             [[0, 3], [3, 4], [4, 6]],
             [[0, 3], [3, 5], [5, 6]],
         )
-        monkeypatch.setattr(stage_layers, "available_memory", lambda: needed // 9)
+        monkeypatch.setattr(served, "available_memory", lambda: needed // 9)
         at_batch(serving(llm)[0], 5, kill)
         with pytest.raises(StageFailed, match=r"stage 0 .*can't be divided"):
             llm.generate(*mixed_requests())
@@ -566,7 +566,7 @@ def test_divide() -> None:
     assert divide([1, 1, 1, 1], (0, 0), [1, 2, 3], [1, 9], [1, 1]) == [(0, 1), (1, 4)]
     with pytest.raises(MemoryError, match="can't be divided over 2 stages"):
         divide([1, 1, 1, 1], (0, 0), [1, 2, 3], [1, 2], [1, 1])
-    layout = Layout((1, 2, 3, 4), (10, 20), 5, (1, 2, 3))
+    layout = LayerSizes((1, 2, 3, 4), (10, 20), 5, (1, 2, 3))
     assert [layout.bytes_of(0, 4), layout.bytes_of(1, 2), layout.bytes_of(0, 1)] == [45, 7, 16]
     assert layout.divide([30, 30], [1, 1], (1, 3)) == [(1, 2), (2, 3)]
 
@@ -636,7 +636,7 @@ def test_updated_weights_are_lost_with_their_stage(saved: Callable[[str], Path])
     new = toys.make_toy("llama", seed=7, **MODELS["llama"])
     right = generated(LLM(new, max_length=200), *mixed_requests(5))
     with clustered(saved("llama")) as llm:
-        layers: Any = serving(llm)[1].stage._layers
+        layers: Any = serving(llm)[1].stage._share
         write = layers.write_weights
 
         def lose(message: Any) -> Any:

@@ -11,9 +11,8 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,8 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.programs import resident_bytes
-from support.stages import ThreadHosts, serving
-from verbatim import LLM, Cluster, SamplingParams, VerbatimError
+from verbatim import SamplingParams, VerbatimError
 from verbatim.batch import (
     Batch,
     Candidate,
@@ -36,14 +34,14 @@ from verbatim.batch import (
     dummy_batch,
 )
 from verbatim.core import Completion, DraftStats, FinishReason, Metrics, Result
-from verbatim.placement.cluster import link as link_module
-from verbatim.placement.cluster.connection import Connection
-from verbatim.placement.cluster.frame import Expected
-from verbatim.placement.cluster.group import StageGroup
-from verbatim.placement.cluster.link import Link, LinkLost, Listener, Refused, connect
-from verbatim.placement.cluster.messages import Mark
-from verbatim.placement.cluster.stage import Stage
-from verbatim.placement.cluster.wire import PREFIX, Garbage, decode, encode, sizes
+from verbatim.placement.distributed import handshake
+from verbatim.placement.distributed.group import StageGroup
+from verbatim.placement.distributed.handshake import Listener, Refused, connect
+from verbatim.placement.distributed.layers import Layers
+from verbatim.placement.distributed.link import Link, LinkLost
+from verbatim.placement.distributed.rows import Mark, RowsMessage, decode_rows, encode_rows
+from verbatim.placement.distributed.stage import Stage
+from verbatim.placement.distributed.wire import PREFIX, Garbage, decode, encode, sizes
 
 KEY = b"k" * 32
 
@@ -141,25 +139,18 @@ def test_results_arrive_as_they_were() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 300])
 def test_hidden_states_arrive_as_they_were(rows: int, dtype: torch.dtype) -> None:
-    message = {
-        "do": "rows",
-        **Mark(3, 2**40, 5)._asdict(),
-        "hidden": torch.randn(rows, 48).to(dtype),
-        "busy": [0.1, 1e-9],
-        "hops": [0.3],
-        "sent": ["a clock", 12345.678],
-    }
-    assert same(over_the_wire(message), message)
-    message["hidden"] = torch.randn(48, 7).t()
-    assert same(over_the_wire(message), message)
-    raw = b"".join(bytes(buffer) for buffer in encode(message))
-    header, _ = sizes(raw[: PREFIX.size])
-    start = PREFIX.size
-    for cut in range(header):
+    states = torch.randn(rows, 48).to(dtype)
+    for hidden in (states, torch.randn(48, 7).to(dtype).t()):
+        sent = RowsMessage(Mark(3, 2**40, 5), hidden, b"a clock", 12345.678, 0.1, 0.3, 1)
+        raw = b"".join(bytes(buffer) for buffer in encode_rows(sent))
+        size, states_size = sizes(raw[: PREFIX.size])
+        header, data = raw[PREFIX.size :][:size], bytearray(raw[PREFIX.size + size :])
+        assert len(data) == states_size and same(decode_rows(header, data), sent)
+    for cut in range(size):
         with pytest.raises(Garbage):
-            decode(raw[start : start + cut], bytearray(raw[start + header :]))
+            decode_rows(header[:cut], data)
     with pytest.raises(Garbage):
-        decode(raw[start : start + header], bytearray(12))
+        decode_rows(header, bytearray(12))
 
 
 @settings(max_examples=200)
@@ -210,11 +201,10 @@ def test_hostile_headers(header: bytes) -> None:
 def frames(count: int) -> Iterator[bytes]:
     """Messages with some of their bytes changed, removed or repeated."""
     rng = random.Random(0)
-    rows = {"do": "rows", "epoch": 1, "step": 2, "part": 0, "hidden": torch.ones(3, 8)}
-    rows |= {"busy": [0.1], "hops": [], "sent": ["clock", 1.0]}
     deep = {"a": [{"b": torch.ones(2)}]}
-    messages = (rows, {"do": "work", "batch": dummy_batch(), **deep}, {"do": "ping"})
-    valid = [b"".join(map(bytes, encode(message))) for message in messages]
+    messages = ({"do": "work", "batch": dummy_batch(), **deep}, {"do": "ping"})
+    encoded = [encode_rows(some_rows(2, 3, torch.float32)), *map(encode, messages)]
+    valid = [b"".join(map(bytes, buffers)) for buffers in encoded]
     for _ in range(count):
         raw = bytearray(rng.choice(valid))
         for _ in range(rng.randint(1, 4)):
@@ -239,7 +229,7 @@ def test_fuzzed_frames_are_messages_or_garbage() -> None:
         with ours, theirs:
             theirs.sendall(raw)
             theirs.shutdown(socket.SHUT_WR)
-            link = Connection(ours)
+            link = Link(ours)
             with contextlib.suppress(Garbage, LinkLost):
                 while True:
                     assert isinstance(link.receive(), dict)
@@ -298,89 +288,52 @@ def test_who_knows_the_key_is_let_in_and_heard(guests: Guests) -> None:
 
 
 @pytest.mark.parametrize("near", [True, False], ids=["one-machine", "tcp"])
-def test_a_connection_carries_hidden_states_whether_they_are_expected_or_not(
-    near: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(link_module, "_HAS_NAMES", near and sys.platform == "linux")
+def test_a_connection_carries_hidden_states(near: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "_HAS_NAMES", near and sys.platform == "linux")
     guests = Guests()
     link = connect(guests.address, KEY, {"name": "me"})
     link.receive()
     there = guests.links[0]
-    assert isinstance(link, Connection) and isinstance(there, Connection)
     if sys.platform == "linux":
         assert (link._connection.family == socket.AF_UNIX) == near
-    met = []
-    for step, (rows, dtype, hops, expected) in enumerate(
+    for step, (rows, dtype) in enumerate(
         [
-            (2, torch.bfloat16, 1, (2, 48)),
-            (2, torch.bfloat16, 1, (2, 48)),
-            (2, torch.bfloat16, 1, None),
-            (2, torch.bfloat16, 1, (3, 48)),  # another shape than comes
-            (2, torch.float32, 1, (2, 48)),  # another dtype
-            (2, torch.float32, 0, (2, 48)),  # a stage before on another machine
-            (2, torch.float32, 1, (2, 48)),
-            (0, torch.float32, 1, (0, 48)),
-            (0, torch.float32, 1, (0, 48)),
-            (1000, torch.float32, 1, (1000, 48)),  # more than is read ahead
-            (1, torch.float32, 1, (1, 48)),
+            (2, torch.bfloat16),
+            (3, torch.bfloat16),
+            (0, torch.float32),
+            (1000, torch.float32),  # more than is read ahead
+            (1, torch.float32),
         ]
     ):
-        message = a_message(step, rows, dtype, hops)
-        mark = Mark(3, step, 5)
-        if expected is not None:
-            there.expected = Expected(mark, expected, torch.bfloat16, 2, "a clock")
-        ready = None if there.expected is None else there.expected._message["hidden"]
-        sending = threading.Thread(target=link.send, args=(message,))
+        sent = some_rows(step, rows, dtype)
+        sending = threading.Thread(target=link.send, args=(encode_rows(sent),))
         sending.start()
-        found = there.receive()
+        assert same(there.receive(), {"do": "rows", "rows": sent}), step
         sending.join()
-        assert same(found, message), step
-        met.append(found["hidden"] is ready)
-    assert met == [True, True] + [False] * 9
-    # What is expected may come with something behind it, in pieces, or not at all.
-    message = a_message(20, 2, torch.bfloat16, 1)
-    raw = b"".join(bytes(buffer) for buffer in encode(message))
+    # They may come with something behind them, or in pieces.
+    message = {"do": "rows", "rows": some_rows(20, 2, torch.bfloat16)}
+    raw = b"".join(bytes(buffer) for buffer in encode_rows(message["rows"]))
     for pieces in ([raw + raw], [raw[:9], raw[9:], raw], [raw[:-3], raw[-3:] + raw[:50], raw[50:]]):
-        there.expected = Expected(Mark(3, 20, 5), (2, 48), torch.bfloat16, 2, "a clock")
         sending = threading.Thread(target=send_slowly, args=(link, pieces))
         sending.start()
         assert same(there.receive(), message) and same(there.receive(), message)
         sending.join()
-    there.expected = Expected(Mark(3, 20, 5), (2, 48), torch.bfloat16, 2, "a clock")
-    link._connection.sendall(raw[:22] + bytes(len(raw) - 22))
+    link._connection.sendall(raw[:17] + bytes([9]) + raw[18:])  # of no known dtype
     with pytest.raises(Garbage):
         there.receive()
     link.close()
     guests.close()
 
 
-def a_message(step: int, rows: int, dtype: torch.dtype, hops: int) -> dict[str, Any]:
-    return {
-        "do": "rows",
-        **Mark(3, step, 5)._asdict(),
-        "hidden": torch.randn(rows, 48).to(dtype),
-        "busy": [0.1, 1e-9 * step],
-        "hops": [0.3] * hops,
-        "sent": ["a clock", 12345.678 + step],
-    }
+def some_rows(step: int, rows: int, dtype: torch.dtype) -> RowsMessage:
+    hidden = torch.randn(rows, 48).to(dtype)
+    return RowsMessage(Mark(3, step, 5), hidden, b"a clock", 12345.678, 1e-9 * step, 0.3, 2)
 
 
-def send_slowly(link: Connection, pieces: list[bytes]) -> None:
+def send_slowly(link: Link, pieces: list[bytes]) -> None:
     for piece in pieces:
         link._connection.sendall(piece)
         time.sleep(0.02)
-
-
-def test_what_is_sent_again_is_what_is_there_now(guests: Guests) -> None:
-    link = connect(guests.address, KEY, {"name": "me"})
-    link.receive()
-    message = a_message(0, 2, torch.float32, 1)
-    strided = {**message, "hidden": torch.randn(48, 2).t()}
-    for sent in (message, message, strided, {**message, "sent": ["another", 1.0]}, message):
-        link.send(sent)
-        assert same(guests.links[0].receive(), sent)
-        message["hidden"] += 1
-    link.close()
 
 
 def send_often(link: Link, message: dict[str, Any]) -> None:
@@ -392,7 +345,7 @@ def send_often(link: Link, message: dict[str, Any]) -> None:
 def test_who_does_not_is_told_why(guests: Guests, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Refused, match="the cluster's key is another one"):
         connect(guests.address, b"x" * 32, {"name": "me"})
-    monkeypatch.setattr(link_module, "_GREETING", b"verbatim-cluster-7\n")
+    monkeypatch.setattr(handshake, "_GREETING", b"verbatim-cluster-7\n")
     with pytest.raises(
         Refused, match="it speaks verbatim-cluster-1, and this side verbatim-cluster-7"
     ):
@@ -437,7 +390,7 @@ def test_an_impostor_behind_the_address_is_found_out() -> None:
         for answer in (b"+" + bytes(32), b"HTTP/1.1 400 Bad Request\r\n"):
             peer, _ = server.accept()
             if answer[:1] == b"+":
-                peer.sendall(link_module._GREETING + bytes(32))
+                peer.sendall(handshake._GREETING + bytes(32))
                 peer.recv(1000)
             peer.sendall(answer)
             with contextlib.suppress(ConnectionError):
@@ -458,10 +411,10 @@ def test_an_impostor_behind_the_address_is_found_out() -> None:
 def test_strangers_of_all_kinds_leave_a_door_open_for_friends(
     guests: Guests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "_SHAKE_S", 0.3)
+    monkeypatch.setattr(handshake, "_SHAKE_S", 0.3)
     strangers = [socket.create_connection(guests.address) for _ in range(20)]
     for i, stranger in enumerate(strangers[:15]):
-        said = [b"GET / HTTP/1.1\r\n\r\n" * 10, b"\0" * 5000, link_module._GREETING + bytes(64)][
+        said = [b"GET / HTTP/1.1\r\n\r\n" * 10, b"\0" * 5000, handshake._GREETING + bytes(64)][
             i % 3
         ]
         stranger.sendall(said)
@@ -480,30 +433,12 @@ def test_strangers_of_all_kinds_leave_a_door_open_for_friends(
     link.close()
 
 
-def test_a_stage_has_memory_ready_for_what_comes(
-    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ready: list[bool] = []
-    read = Expected.read
-
-    def noted(self: Expected, raw: bytearray, nbytes: int) -> Any:
-        message = read(self, raw, nbytes)
-        ready.append(message is not None)
-        return message
-
-    monkeypatch.setattr(Expected, "read", noted)
-    with LLM(folders("qwen3"), placement=Cluster(stages=2, hosts=ThreadHosts())) as llm:
-        serving(llm)[0].before = lambda batch: time.sleep(0.02)
-        llm.generate([5, 6, 7], SamplingParams(max_tokens=12, ignore_eos=True))
-    assert sum(ready) > 6, "of twelve steps; a machine with much to do may be late for some"
-
-
 # A stage that hears what it should not.
 
 
 @pytest.fixture
 def stage() -> Iterator[Stage]:
-    made = Stage(KEY, "127.0.0.1")
+    made = Stage(KEY, "127.0.0.1", Layers())
     yield made
     made.close()
     made.join(5.0)
@@ -569,10 +504,11 @@ def test_a_stage_that_stops_before_its_welcome_is_not_waited_for() -> None:
         left.set()
 
     door = Listener(KEY, "127.0.0.1", stop)
+    hosts: Any = SimpleNamespace(key=KEY)
     host: Any = SimpleNamespace(address=("127.0.0.1", door.port), machine="one")
     try:
         with pytest.raises(LinkLost):
-            StageGroup(KEY, patience_s=0.3, step_timeout_s=60.0).meet(host)
+            StageGroup(hosts, patience_s=0.3, step_timeout_s=60.0).meet(host)
     finally:
         stopped.set()
         door.close()
@@ -581,7 +517,7 @@ def test_a_stage_that_stops_before_its_welcome_is_not_waited_for() -> None:
 
 def test_a_stage_whose_head_is_gone_ends() -> None:
     ended = threading.Event()
-    stage = Stage(KEY, "127.0.0.1", ended.set)
+    stage = Stage(KEY, "127.0.0.1", Layers(), ended.set)
     head = connect(stage.address, KEY, {"role": "head"})
     head.receive()
     head.close()

@@ -29,7 +29,7 @@ def launcher(request: pytest.FixtureRequest) -> Iterator[str]:
         yield "local"
         return
     ray = pytest.importorskip("ray", reason="the extra .[cluster] is not installed")
-    from verbatim.placement.cluster.contact import ray_options
+    from verbatim.placement.distributed.contact import ray_options
 
     ray.init("local", include_dashboard=False, **ray_options())
     yield "ray"

@@ -50,8 +50,8 @@ from verbatim.model.dcp.metadata import Metadata, Place
 from verbatim.model.dcp.payload import find_numbers
 from verbatim.model.kempner.config import ModelConfig
 from verbatim.model.kempner.layout import transformers_config
+from verbatim.opening import plan_offload
 from verbatim.placement.options import engine_options
-from verbatim.planning import plan_offload
 from verbatim.weights.dcp import leave_there
 from verbatim.weights.files import read_whole
 from verbatim.weights.lazy import materialize

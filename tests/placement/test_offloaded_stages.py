@@ -24,7 +24,7 @@ from verbatim import (
     PipelineParallel,
 )
 from verbatim.draft import EarlyExit
-from verbatim.placement.cluster import layers as stage_layers
+from verbatim.placement.distributed import layers as stage_layers
 
 ON_DISK: dict[str, Any] = dict(weights=(0, 0, 100), kv=(0, 0, 100), activations=(0, 0, 100))
 PARTLY: dict[str, Any] = dict(weights=(30, 0, 70), batch_size=2, micro_batches=3)
@@ -58,7 +58,7 @@ def test_the_same_tokens_from_every_tier(
     with LLM(saved(name), placement=placement, **options) as llm:
         assert all_facts(llm.generate(*mixed_requests())) == expected
         for host in serving(llm):
-            layers: Any = host.stage._layers
+            layers: Any = host.stage._share
             weights = layers.running.weights
             assert weights.bytes_read > 0
             held = sum(slot.tier_bytes for slot in weights.units.slots)
@@ -145,7 +145,7 @@ def test_layers_that_fit_nowhere_are_divided_by_memory(
     facts = stage_layers.Layers.facts
 
     def little(layers: Any, message: Any) -> Any:
-        on = [host.machine for host in hosts.hosts if host.stage._layers is layers]
+        on = [host.machine for host in hosts.hosts if host.stage._share is layers]
         return facts(layers, message) | {"memory": 20_000 if on == ["small"] else 60_000}
 
     monkeypatch.setattr(stage_layers.Layers, "facts", little)

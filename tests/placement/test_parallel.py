@@ -40,11 +40,14 @@ from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.attention import paged_attention
 from verbatim.model import products
 from verbatim.model.shard import bounds_of
-from verbatim.placement.cluster.stage import Stage
-from verbatim.placement.launcher import HOST
-from verbatim.placement.parallel.group import RankGroup, RankHost
-from verbatim.placement.parallel.heads import split_heads
-from verbatim.placement.served import Served
+from verbatim.placement.distributed import rank_opening as parallel_opening
+from verbatim.placement.distributed.heads import split_heads
+from verbatim.placement.distributed.hosts import LocalHosts
+from verbatim.placement.distributed.launcher import HOST
+from verbatim.placement.distributed.rank_group import RankGroup
+from verbatim.placement.distributed.served import Served
+from verbatim.placement.distributed.stage import Stage
+from verbatim.placement.distributed.torchrun import RankHost, RankHosts
 
 Folders = Callable[[str], Path]
 
@@ -193,7 +196,9 @@ def check_columns(
         assert ours["scores"] == scores and ours["after"] == ours["awake"] == after
         assert ours["adapted"] == adapted != after
         assert ours["updated"] == updated != after
-        assert ours["stream"].startswith("stream: where each rank is a process of the user's")
+        assert ours["stream"].startswith(
+            "stream: not supported where each rank is a process of yours"
+        )
         assert "id 1000000 is outside" in ours["refused"]
 
 
@@ -255,7 +260,7 @@ def test_started_ranks_serve_all_there_is_and_are_gone_afterwards(folders: Folde
             llm.wake()
             assert all_facts(llm.generate(prompts[:3], params[:3])) == expected[:3]
         group = llm.engine.runner.group
-        (process,), folder = group.processes.values(), group.folder
+        process = group.members[0].host
         # A rank dies in the middle of a request: an error that names it, and soon.
         stream = llm.stream([5, 6, 7], ROLLOUT)
         next(stream)
@@ -264,7 +269,7 @@ def test_started_ranks_serve_all_there_is_and_are_gone_afterwards(folders: Folde
         with pytest.raises(TierFailed, match=rf"rank 1 of 2: process {process.pid} .*signal 9"):
             list(stream)
         assert time.monotonic() - begin < 20
-    assert process.returncode == -signal.SIGKILL and not folder.exists()
+    assert process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.slow
@@ -290,31 +295,27 @@ def test_weights_of_ranks_sleep_unless_they_or_their_files_changed(tmp_path: Pat
 
 def test_a_rank_that_fails_alone_is_named() -> None:
     class Failing(Served):
-        calls = frozenset({"forward", "store"})
+        calls = frozenset({"facts", "forward", "open"})
 
         def forward(self, message: Any) -> None:
             raise RuntimeError("out of luck")
 
-        def store(self, message: Any) -> int:
+        def open(self, message: Any) -> int:
             return int(message["rank"])
 
-        def close(self) -> None:
-            pass
-
-    group = RankGroup(3, 5.0)
-    stages = [Stage(group.key, HOST, share=Failing()) for _ in range(2)]
-    group.connect([RankHost(rank, stage.address) for rank, stage in enumerate(stages, start=1)])
-    assert group.ask({"do": "store"}) == [1, 2]
+    stages = [Stage(b"key", HOST, Failing()) for _ in range(2)]
+    ranks = [RankHost(rank, stage.address) for rank, stage in enumerate(stages, start=1)]
+    group = RankGroup(RankHosts(b"key", ranks), 3, 5.0)
+    assert group.ask({"do": "open"}) == [1, 2]
     group.tell({"do": "forward"})
     assert re.match("rank [12] of 3: RuntimeError: out of luck", str(group.failure(None)))
     with pytest.raises(VerbatimError, match=r"RuntimeError: out of luck \(rank 1 of 3, forward\)"):
         group.ask({"do": "forward"})
     stages[1].close()
     with pytest.raises(TierFailed, match="rank 2 of 3: the connection is lost"):
-        group.ask({"do": "store"})
+        group.ask({"do": "open"})
     group.close()
     assert stages[0].told.get()["told"] == {"do": "close"} and stages[0].told.get() is None
-    assert not group.folder.exists()
 
 
 @pytest.mark.slow
@@ -334,21 +335,21 @@ def test_ctrl_c_leaves_the_ranks_in_step(folders: Folders) -> None:
         with pytest.raises(KeyboardInterrupt):
             llm.generate(prompts, params)
         assert all_facts(llm.generate(prompts, params)) == expected
-        process = llm.engine.runner.group.processes[1]
-    assert process.returncode == 0
+        process = llm.engine.runner.group.members[0].host
+    assert process.returncode is not None
 
 
 @pytest.mark.slow
 def test_ranks_end_with_their_llm_however_it_ends(folders: Folders) -> None:
     llm = LLM(folders("llama"), placement=TensorParallel(2))
-    process = llm.engine.runner.group.processes[1]
+    process = llm.engine.runner.group.members[0].host
     del llm  # forgotten
     gc.collect()
-    assert process.wait(20) and process.returncode == 0
+    assert process.wait(20)
     script = (
         "import os, signal, sys; from verbatim import LLM, TensorParallel\n"
         "llm = LLM(sys.argv[1], placement=TensorParallel(2))\n"
-        "print(llm.engine.runner.group.processes[1].pid, flush=True)\n"
+        "print(llm.engine.runner.group.members[0].host.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run(
@@ -367,14 +368,12 @@ def test_ranks_end_with_their_llm_however_it_ends(folders: Folders) -> None:
 def test_ranks_with_other_kernels_are_refused(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = RankGroup.start
-
-    def start_without_kernels(group: RankGroup) -> None:
+    def hosts_without_kernels(*args: Any) -> LocalHosts:
         with monkeypatch.context() as patched:
             patched.setenv("VERBATIM_KERNELS", "none")
-            start(group)
+            return LocalHosts(*args)
 
-    monkeypatch.setattr(RankGroup, "start", start_without_kernels)
+    monkeypatch.setattr(parallel_opening, "LocalHosts", hosts_without_kernels)
     with pytest.raises(
         NotSupported, match=r"rank 1 has the numerics key 'cpu/torch.*and rank 0 'cpu/kern"
     ):

@@ -30,9 +30,9 @@ from verbatim.model.decoder import Decoder, Output
 from verbatim.model.loader import LoadedModel
 from verbatim.model.routing import Records, open_records
 from verbatim.params import CHOICES
-from verbatim.placement.cluster.part import Part
-from verbatim.placement.cluster.split import Split
-from verbatim.placement.cluster.wire import encode
+from verbatim.placement.distributed.part import Part
+from verbatim.placement.distributed.split import Split
+from verbatim.placement.distributed.wire import encode
 from verbatim.source import open_model
 from verbatim.weights.lazy import Held
 from verbatim.weights.skeleton import open_skeleton

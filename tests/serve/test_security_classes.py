@@ -22,7 +22,7 @@ from support.serving import Served, serving
 from support.toys import make_toy
 from verbatim import LLM
 from verbatim.errors import VerbatimError
-from verbatim.placement.cluster import wire
+from verbatim.placement.distributed import wire
 from verbatim.serve.app import make_app
 from verbatim.serve.settings import ServeSettings
 

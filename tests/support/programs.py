@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from verbatim.placement.launcher import Launcher
+from verbatim.placement.distributed.launcher import Launcher
 
 TESTS = Path(__file__).parents[1]
 # The `verbatim` command, wherever its script is installed.

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from verbatim.placement.cluster.contact import NoHost
-from verbatim.placement.cluster.layers import Layers
-from verbatim.placement.cluster.link import Address
-from verbatim.placement.cluster.stage import Stage
+from verbatim.placement.distributed.handshake import Address
+from verbatim.placement.distributed.hosts import NoHost
+from verbatim.placement.distributed.layers import Layers
+from verbatim.placement.distributed.stage import Stage
 
 _MOST_BLOCKS = 512  # that a test takes
 _opening = threading.Lock()
@@ -29,14 +29,14 @@ class ThreadHost:
     """
 
     def __init__(self, key: bytes, machine: str) -> None:
-        self.stage = Stage(key, "127.0.0.1")
+        layers = Layers()
+        self.stage = Stage(key, "127.0.0.1", layers)
         self.machine = machine
         self.address: Address = self.stage.address
         self.killed = False
         self.before: Callable[[Any], object] = lambda batch: None
-        layers: Layers = self.stage._layers
-        run, allocate, skeleton = layers.run, layers.allocate, layers._skeleton
-        layers._opening = _opening
+        run, allocate, skeleton = layers.run, layers.allocate, layers.skeleton
+        layers._inspecting = _opening
 
         def noted_run(batch: Any, hidden: Any, **kept: Any) -> Any:
             self.before(batch)
@@ -59,7 +59,7 @@ class ThreadHost:
             return loaded
 
         layers.run, layers.allocate = noted_run, poisoned_allocate  # type: ignore[method-assign]
-        layers._skeleton = shared_skeleton  # type: ignore[method-assign]
+        layers.skeleton = shared_skeleton  # type: ignore[method-assign]
 
     def kill(self) -> None:
         self.killed = True

@@ -24,7 +24,7 @@ ROOMS = """
     device model weights
     placement
     engine
-    prompts progress draft source drafters opening planning
+    prompts progress draft source drafters opening
     session_file session llm tensors
     verbatim
     rl

@@ -18,7 +18,7 @@ from verbatim.cli.terminal import WrongUsage, command, size_text
 from verbatim.errors import NotSupported, VerbatimError
 
 if TYPE_CHECKING:
-    from verbatim.placement.cluster.inspect import ClusterStatus
+    from verbatim.placement.distributed.inspect import ClusterStatus
 
 PORT = 6379
 _LIMIT_S = 120.0  # for one of Ray's own commands
@@ -57,7 +57,7 @@ def start(
     _check_ray()
     if node_ip_address is not None:
         _check_own(node_ip_address)
-    from verbatim.placement.cluster.contact import resolve_token
+    from verbatim.placement.distributed.contact import resolve_token
 
     token, is_new = resolve_token()
     where = [] if node_ip_address is None else [f"--node-ip-address={node_ip_address}"]
@@ -97,7 +97,7 @@ def join(
 ) -> None:
     """Join this machine to a cluster."""
     _check_ray()
-    from verbatim.placement.cluster.contact import answers, token_path
+    from verbatim.placement.distributed.contact import answers, token_path
 
     host, port = _host_port(head)
     if node_ip_address is not None:
@@ -143,7 +143,7 @@ def status(
 ) -> None:
     """Show the machines of a cluster, and the stages of each open model."""
     _check_ray()
-    from verbatim.placement.cluster.inspect import cluster_status
+    from verbatim.placement.distributed.inspect import cluster_status
 
     status = cluster_status(address)
     typer.echo(json.dumps(status.as_dict()) if as_json else _text(status))

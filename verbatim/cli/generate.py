@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verbatim.cli.interrupts import EXIT_INTERRUPTED
-from verbatim.cli.offload import OFFLOAD, report_stats
+from verbatim.cli.offload import OFFLOAD
 from verbatim.cli.options import (
     ADAPTERS,
     DEFAULT_MAX_TOKENS,
@@ -19,12 +19,11 @@ from verbatim.cli.options import (
     SAMPLING,
     adapters_of,
     given,
-    open_llm,
     seeded,
     take_model,
     takes,
 )
-from verbatim.cli.placing import CLUSTER, placement_of, report_placement
+from verbatim.cli.placing import CLUSTER, opened, placement_of
 from verbatim.cli.terminal import (
     Interrupt,
     WrongUsage,
@@ -76,13 +75,8 @@ def generate(
             raise WrongUsage(f"--{name.replace('_', '-')} requires --json")
     fields["adapter"] = next(iter(adapters_of(values)), None)
     params = seeded(SamplingParams(**fields))
-    placement = placement_of(values)
-    with open_llm(values, placement) as llm:
-        report_placement(llm, placement)
-        try:
-            _run(llm, source, params, as_json)
-        finally:
-            report_stats(llm, values)
+    with opened(values, placement_of(values)) as llm:
+        _run(llm, source, params, as_json)
 
 
 def _run(llm: LLM, source: str | list[int], params: SamplingParams, as_json: bool) -> None:

@@ -47,9 +47,9 @@ def plan(
 
 def _forecast(model: str | None, offload: Offload | None, settings: dict[str, Any]) -> Forecast:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from verbatim.opening import plan_offload
     from verbatim.placement.offload.choice import Offload
     from verbatim.placement.options import engine_options
-    from verbatim.planning import plan_offload
 
     source = {name: settings.pop(name) for name in _SOURCE if name in settings}
     return plan_offload(model, offload or Offload(), engine_options(**settings), **source)

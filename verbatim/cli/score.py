@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verbatim.cli.generate import parse_ids
-from verbatim.cli.offload import OFFLOAD, report_stats
-from verbatim.cli.options import MODEL, open_llm, takes
-from verbatim.cli.placing import CLUSTER, placement_of, report_placement
+from verbatim.cli.offload import OFFLOAD
+from verbatim.cli.options import MODEL, takes
+from verbatim.cli.placing import CLUSTER, opened, placement_of
 from verbatim.cli.terminal import WrongUsage, command
 from verbatim.files import read_file, read_stdin
 from verbatim.params import SamplingParams
@@ -55,13 +55,10 @@ def score(
     if summary and as_json:
         raise WrongUsage("--summary and --json: use only one of them")
     sources = _sources(prompts or [], file or [], ids or [])
-    placement = placement_of(values)
-    with open_llm(values, placement) as llm:
-        report_placement(llm, placement)
+    with opened(values, placement_of(values)) as llm:
         # The request of LLM.score, whose results have the token ids as well.
         results = llm.generate(sources, SamplingParams(max_tokens=0, prompt_logprobs=0))
         scores = [_score(llm, result) for result in results]
-        report_stats(llm, values)
     for number, score in enumerate(scores, start=1):
         if as_json:
             sys.stdout.write(to_json(score) + "\n")

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from itertools import accumulate
 
-import torch
-
-from verbatim.batch import (
-    ZERO_STATE,
-    Batch,
-    Draws,
-    SamplePlan,
-    SampleRow,
-    block_tables,
-    state_columns,
-)
+from verbatim.batch import ZERO_STATE, Batch, Draws, SamplePlan, SampleRow
 from verbatim.core import GrammarState, Sequence
 from verbatim.sampling.rows import draw_row
 from verbatim.sampling.stopping import single_stop_ids
@@ -153,27 +144,13 @@ def _extend(draft: ActiveDraft, token_id: int) -> bool:
 
 
 def _batch(pieces: SequenceOf[tuple[ActiveDraft, Rows, bool]]) -> Batch:
-    token_ids: list[int] = []
-    positions: list[int] = []
-    query_starts, context_lens, logit_rows = [0], [], []
-    for _, rows, ends in pieces:
-        token_ids += rows.token_ids
-        stop = rows.start + len(rows.token_ids)
-        positions += range(rows.start, stop)
-        query_starts.append(len(token_ids))
-        context_lens.append(stop)
-        if ends:
-            logit_rows.append(len(token_ids) - 1)
-    return Batch(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64),
-        positions=torch.tensor(positions, dtype=torch.int64),
-        query_starts=torch.tensor(query_starts, dtype=torch.int32),
-        context_lens=torch.tensor(context_lens, dtype=torch.int32),
-        block_tables=block_tables([draft.blocks for draft, _, _ in pieces]),
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
-        **state_columns(
+    last_rows = [end - 1 for end in accumulate(len(rows.token_ids) for _, rows, _ in pieces)]
+    return Batch.of(
+        [(rows.token_ids, rows.start, draft.blocks) for draft, rows, _ in pieces],
+        [last for last, (_, _, ends) in zip(last_rows, pieces, strict=True) if ends],
+        states=(
             [rows.source for _, rows, _ in pieces],
-            [end - 1 for end in query_starts[1:]],
+            last_rows,
             [rows.target for _, rows, _ in pieces],
         ),
     )

@@ -7,7 +7,7 @@ from typing import Any
 from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.core import Sequence
 from verbatim.draft.chain import ActiveDraft, Chain, Rows
-from verbatim.placement.cluster.group import StageGone
+from verbatim.placement.distributed.group import StageGone
 from verbatim.protocols import DraftRunner
 
 
@@ -15,7 +15,7 @@ class LayersProposer(Chain):
     """Drafts with layers of the model, wherever its runner has them, in the sequences' own blocks.
 
     Args:
-        runner: of the model.
+        runner: the model's runner.
         max_rows: maximum number of rows of one forward.
     """
 

@@ -1,4 +1,4 @@
-"""The names of loaded adapters, and which of them requests use."""
+"""The loaded LoRA adapters, by the names that requests use."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from verbatim.spelling import did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """An adapter that requests may use.
-
-    Attributes:
-        info: its numbers of layers and parameters, and its rank.
-    """
+    """A loaded adapter; `info` has its numbers of layers and parameters, and its rank."""
 
     number: int
     info: dict[str, int]
@@ -32,19 +28,19 @@ class LoadedAdapters:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._loaded: dict[str, _Loaded] = {}
-        self._retired: set[int] = set()  # numbers without a name, in memory
+        self._retired: set[int] = set()  # numbers of unloaded adapters that are still in memory
         self._last = 0
 
     @property
     def names(self) -> list[str]:
-        """The names that requests may use, in the order of loading."""
+        """The names of the adapters, in the order of loading."""
         return list(self._loaded)
 
     def number_of(self, name: str | None) -> int:
         """Return the number of an adapter, 0 for None.
 
         Raises:
-            InvalidRequest: there is none of this name.
+            InvalidRequest: no adapter has this name.
         """
         if name is None:
             return 0
@@ -66,7 +62,7 @@ class LoadedAdapters:
             raise InvalidRequest(
                 f"adapter {name!r} is loaded; unload it first, or load it with replace=True"
             )
-        self._last += 1  # also after an error: a number is never used twice
+        self._last += 1  # also if loading fails: a number is never used twice
         self._runner.load_adapter(Adapter(name, self._last, layers))
         if (old := self._loaded.pop(name, None)) is not None:
             self._retired.add(old.number)
@@ -78,20 +74,20 @@ class LoadedAdapters:
         self._loaded[name] = _Loaded(self._last, info)
 
     def unload(self, name: str) -> None:
-        """Take an adapter's name away.
+        """Remove an adapter's name; `free` frees its memory.
 
         Raises:
-            InvalidRequest: there is none of this name.
+            InvalidRequest: no adapter has this name.
         """
         self._retired.add(self.number_of(name))
         del self._loaded[name]
 
     def free(self, used: Iterable[int]) -> None:
-        """Drop what was unloaded, but for the numbers in `used`."""
+        """Free the unloaded adapters whose numbers are not in `used`."""
         for number in self._retired - set(used) if self._retired else ():
             self._retired.discard(number)
             self._runner.unload_adapter(number)
 
     def info(self) -> dict[str, dict[str, int]]:
-        """Describe the loaded adapters by name, as plain values."""
+        """Return the properties of the loaded adapters by name, as plain values."""
         return {name: dict(loaded.info) for name, loaded in self._loaded.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import secrets
@@ -18,9 +19,9 @@ from verbatim.beam import BeamSearch
 from verbatim.core import BadWords, GrammarState, Request, Sequence, SessionCache
 from verbatim.engine.adapters import LoadedAdapters
 from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong, RequestFailed
-from verbatim.params import CHOICES, STRUCTURES, SamplingParams
+from verbatim.params import CHOICES, SamplingParams
 from verbatim.protocols import Runner
-from verbatim.sampling.processors import bitmask, check_vocabulary
+from verbatim.sampling.processors import bitmask, check_vocabulary, in_mask
 from verbatim.sampling.stopping import StopWatch, single_stop_ids
 from verbatim.text.detokenizer import Detokenizer
 from verbatim.text.tokenizer import Tokenizer
@@ -37,12 +38,12 @@ class Admission:
     Args:
         tokenizer: None if prompts and outputs are ids only.
         runner: provides the model's vocabulary and capabilities.
-        max_length: of prompt and completion together, in tokens.
+        max_length: maximum tokens of prompt and completion together.
         limit_source: where `max_length` comes from, for error messages.
         eos_ids: the model's end-of-sequence ids.
         drafts: the engine uses speculative decoding.
-        adapters: those that requests may name.
-        placeholders: ids that stand for images or sounds in a prompt, with the config field that names each.
+        adapters: the loaded adapters.
+        placeholders: ids that represent images or sounds, with the config field of each; refused in prompts.
     """
 
     def __init__(
@@ -68,6 +69,12 @@ class Admission:
         self.placeholders = placeholders
         self._count = itertools.count(1)
         self._compiler: GrammarCompiler | None = None  # created for the first structured request
+
+    def with_tokenizer(self, tokenizer: Tokenizer | None, max_length: int) -> Admission:
+        """Return an admission for the same engine, with another tokenizer and a lower limit."""
+        other = copy.copy(self)
+        other.tokenizer, other.max_length, other._compiler = tokenizer, max_length, None
+        return other
 
     def admit(self, prompt: Prompt, params: SamplingParams, *, first_sample: int = 0) -> Request:
         """Return a request for `prompt`, a string or a sequence of ids.
@@ -215,17 +222,15 @@ class Admission:
 
     def compiles(self, params: SamplingParams) -> bool:
         """Return whether `admit` would compile a structure, which can take seconds."""
-        if all(getattr(params, name) is None for name in STRUCTURES):
-            return False
-        return self._compiler is None or not self._compiler.knows(params)
+        known = self._compiler is not None and self._compiler.knows(params)
+        return params.structure is not None and not known
 
     def _grammar(self, request: Request) -> GrammarState | None:
         """Return the initial grammar state of a completion; None for unstructured output."""
         params = request.params
-        name = next((name for name in STRUCTURES if getattr(params, name) is not None), None)
-        if name is None:
+        if params.structure is None:
             return None
-        tokenizer = self._need_tokenizer(name)
+        tokenizer = self._need_tokenizer(params.structure)
         if self._compiler is None:
             from verbatim.sampling.grammar import GrammarCompiler
 
@@ -236,11 +241,11 @@ class Admission:
         """Return the ids of a prompt.
 
         Args:
-            begins: it is the beginning of the sequence, so the tokenizer adds its special tokens to text.
+            begins: the prompt begins a sequence, so the tokenizer adds its special tokens to text.
 
         Raises:
             InvalidRequest: as `admit`.
-            NotSupported: an id that stands for an image or a sound.
+            NotSupported: an id that represents an image or a sound.
         """
         if isinstance(prompt, str):
             tokenizer = self._need_tokenizer("a prompt given as text")
@@ -344,16 +349,15 @@ def _resume(sequence: Sequence, watch: StopWatch) -> None:
     ids = request.resumed_ids
     for count, token_id in enumerate(ids if grammar is not None else ()):
         assert grammar is not None
-        name = next(name for name in STRUCTURES if getattr(request.params, name) is not None)
         try:
-            fits = bool(grammar.mask()[token_id // 32] >> (token_id % 32) & 1)
+            fits = in_mask(grammar.mask(), token_id)
             ended = fits and (grammar.push(token_id) or grammar.is_complete())
         except RequestFailed as error:
             raise InvalidRequest(str(error)) from error
         if not fits or ended:
             how = "the structure is complete" if fits else f"token {count + 1} does not fit it"
             raise InvalidRequest(
-                f"{name} for a completion that continues after {len(ids)} tokens: {how}"
+                f"{request.params.structure} for a completion that continues after {len(ids)} tokens: {how}"
             )
     watch.resume(ids, request.resumed_text)
     sequence.output_ids = list(ids)

@@ -1,4 +1,4 @@
-"""Waiting of callers for an engine, and waking them."""
+"""Calls of an engine: waiters, the requests of a call, and work between two steps."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _LONGEST_WAIT_S = 3600.0  # the platform limits the timeout of a lock; callers l
 
 
 class ThreadWaiter:
-    """Lets one thread wait for an event.
+    """An event that one thread waits for.
 
-    Each method makes a single call into C. Neither Ctrl-C nor a finalizer that the garbage collector runs in
-    the middle can leave it locked, as they can a `threading.Event`.
+    Each method makes a single call into C, so neither Ctrl-C nor a finalizer run by the garbage collector can
+    leave it locked, as they can a `threading.Event`.
     """
 
     __slots__ = ("_lock",)
@@ -31,17 +31,17 @@ class ThreadWaiter:
 
     def wake(self) -> None:
         """Wake the thread, or let its next `wait` return at once; from any thread."""
-        with suppress(RuntimeError):  # it was woken already
+        with suppress(RuntimeError):  # already woken
             self._lock.release()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait to be woken; False after `timeout_s` seconds without."""
+        """Wait to be woken; return False after `timeout_s` seconds."""
         seconds = _LONGEST_WAIT_S if timeout_s is None else min(timeout_s, _LONGEST_WAIT_S)
         return self._lock.acquire(timeout=max(0.0, seconds))
 
 
 class TaskWaiter:
-    """Lets one coroutine wait for an event; made in its event loop."""
+    """An event that one coroutine waits for; created in its event loop."""
 
     __slots__ = ("event", "loop")
 
@@ -50,7 +50,7 @@ class TaskWaiter:
         self.event = asyncio.Event()
 
     def wake(self) -> None:
-        """Wake the coroutine; from any thread. Does nothing once its event loop is closed."""
+        """Wake the coroutine; from any thread. No effect if its event loop is closed."""
         wake_all([self])
 
     async def wait(self, timeout_s: float | None = None) -> None:
@@ -89,9 +89,9 @@ class Call:
 
     Args:
         waiter: woken when all of them have ended and, with `deliver`, after each step that added to one.
-        deliver: gets their deltas in the thread that makes the steps; an exception ends the request. None:
-            the deltas are not read.
-        driven: the engine's own thread makes steps until they have ended; else the caller does.
+        deliver: called with their deltas in the thread that runs the steps; an exception ends the request.
+            None: the deltas are not read.
+        driven: the handle's background thread runs the steps. False: the caller runs them.
 
     Attributes:
         num_open: requests that have not ended.
@@ -111,13 +111,13 @@ class Call:
         self._tracebacks: dict[Request, TracebackType | None] = {}
 
     def end(self, request: Request) -> None:
-        """Note that a request has ended."""
+        """Count an ended request, and keep its traceback."""
         self.num_open -= 1
         # One exception may end several requests, each of which raises it.
         if request.error is not None:
             self._tracebacks[request] = request.error.__traceback__
         if request.on_end is not None:
-            with suppress(BaseException):  # the thread that makes the steps is not its caller's
+            with suppress(BaseException):  # this thread may belong to another caller
                 request.on_end()
 
     def raise_error(self) -> None:
@@ -134,13 +134,13 @@ class Call:
                 raise error
 
     def results(self) -> list[Result]:
-        """Return the results in the order of the requests, once all have ended; or raise."""
+        """Return the results in the order of the requests, all of which have ended; or raise an error."""
         self.raise_error()
         return [request.result for request in self.requests if request.result is not None]
 
 
 class Job:
-    """Work for the thread that owns the engine, on behalf of a caller who waits."""
+    """A function that the owner of the engine calls for a waiting caller."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work = work
@@ -151,14 +151,14 @@ class Job:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Do it, unless it was cancelled."""
+        """Call the function, unless the job was cancelled."""
         if self._cancelled:
             return
         self._begun = True
         try:
             self._result = self._work()
         except KeyboardInterrupt as error:
-            # Ctrl-C in this thread, which may be another one than the caller's.
+            # Ctrl-C in the thread of the owner, which may not be the caller's.
             if threading.get_ident() != self._caller:
                 self._begun, self._returned = False, True
                 self._waiter.wake()
@@ -171,51 +171,51 @@ class Job:
         self._waiter.wake()
 
     def returned(self) -> bool:
-        """Return whether it was interrupted in another thread, and has to be sent again."""
+        """Return whether it was interrupted in another thread, and must be put into the inbox again."""
         returned, self._returned = self._returned, False
         return returned
 
     def cancel(self) -> bool:
-        """Don't do it any more; return False if it has begun."""
+        """Prevent the call; return False if it has begun."""
         self._cancelled = True
         return not self._begun
 
     def wake(self) -> None:
-        """Let the caller look if it can do it itself."""
+        """Wake the caller, which then tries to become the owner itself."""
         self._waiter.wake()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait to be woken, for some time; return whether it is done."""
+        """Wait to be woken; return whether the call is done."""
         if not self._done:
             self._waiter.wait(timeout_s)
         return self._done
 
     def finish(self) -> None:
-        """Wait until work that has begun is done, or has come back."""
+        """Wait until a call that has begun is done, or was interrupted."""
         while self._begun and not self._done:
             self._waiter.wait()
 
     def result(self) -> Any:
-        """Return what it returned, or raise what it raised."""
+        """Return the function's result, or raise its exception."""
         if self._error is not None:
             raise self._error
         return self._result
 
 
 def as_exception(error: BaseException) -> Exception:
-    """Return what other callers get for an error of a step: never another thread's exit."""
+    """Return the error that other callers get for an error of a step; one of a thread's exit is wrapped."""
     if isinstance(error, Exception):
         return error
-    failed = RequestFailed(f"the step was broken off by {error!r}")
+    failed = RequestFailed(f"the step was interrupted by {error!r}")
     failed.__cause__ = error
     return failed
 
 
 class Unread:
-    """The deltas of a stream that its reader has not taken yet.
+    """The unread deltas of a stream.
 
     Args:
-        limit: deltas that may be unread; at least what a step can bring is allowed.
+        limit: maximum number of unread deltas; the deltas of one step are always allowed.
     """
 
     def __init__(self, requests: list[Request], limit: int) -> None:
@@ -226,7 +226,7 @@ class Unread:
         """Add a delta.
 
         Raises:
-            RequestFailed: too many are unread.
+            RequestFailed: the limit is exceeded.
         """
         if delta.result is None and len(self._deltas) >= self._limit:
             raise RequestFailed(
@@ -239,6 +239,6 @@ class Unread:
         return bool(self._deltas)
 
     def __iter__(self) -> Iterator[Delta]:
-        """Take out what is there."""
+        """Remove and yield the present deltas."""
         while self._deltas:
             yield self._deltas.popleft()

@@ -1,4 +1,4 @@
-"""Calls that several processes make together."""
+"""Calls that several processes make together: rank 0, the other ranks, and ranks in lockstep."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from verbatim.core import Request, Result
 from verbatim.engine.handle import Collective, EngineHandle
 from verbatim.engine.lockstep import run_together
 from verbatim.errors import InvalidRequest, RequestFailed, TierFailed
-from verbatim.placement.parallel.exchange import Group
-from verbatim.placement.parallel.group import Follower, Followers
+from verbatim.placement.distributed.experts import ExpertGroup
+from verbatim.placement.distributed.following import Follower, Followers
 
 _T = TypeVar("_T")
 
 
 class Leading:
-    """Rank 0 of ranks that the user started: runs the calls, and sends the results to the others."""
+    """Rank 0 of the ranks that a user started: runs the calls, and sends the results to the others."""
 
     may_be_empty = False
 
@@ -76,11 +76,11 @@ class Following:
 
 
 class Lockstep:
-    """A rank with requests of its own, which makes as many forwards as the others."""
+    """A rank with its own requests that runs as many forwards as the others."""
 
     may_be_empty = True
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ExpertGroup) -> None:
         self._group = group
 
     def run(self, handle: EngineHandle, requests: list[Request]) -> list[Result]:
@@ -88,14 +88,14 @@ class Lockstep:
         return run_together(lambda: (handle, requests), self._group.group)
 
     def agree(self, work: Callable[[], _T]) -> _T:
-        return work()  # each rank reads all it needs itself
+        return work()  # each rank makes the same call
 
     def close(self) -> None:
         self._group.close()
 
 
 def collective_of(together: Any) -> Collective | None:
-    """Return how calls are made with what a placement was opened with; None: by this process alone."""
+    """Return the kind of calls for the connection of a placement (`Placed.together`); None: one process."""
     if isinstance(together, Followers):
         return Leading(together)
     if isinstance(together, Follower):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import time
 from collections.abc import Iterable
 from concurrent.futures import wait
@@ -17,7 +16,9 @@ from verbatim.core import DraftStats, GrammarState, Sequence
 from verbatim.engine.lengths import AdaptiveLengths, FixedLengths
 from verbatim.engine.scheduler import MASK_WAIT_S
 from verbatim.engine.work import Chunk, Draft
+from verbatim.params import as_index
 from verbatim.protocols import Proposer
+from verbatim.sampling.processors import in_mask
 from verbatim.sampling.stopping import single_stop_ids
 
 _log = logging.getLogger("verbatim")
@@ -185,11 +186,8 @@ def validate_draft(
     stop_ids = single_stop_ids(request.params, request.eos_ids)
     grammar = None if sequence.grammar is None else sequence.grammar.fork()
     for j, value in enumerate(values[:length]):
-        try:
-            token_id = -1 if isinstance(value, bool) else operator.index(value)
-        except TypeError:
-            token_id = -1
-        if not 0 <= token_id < vocab_size:
+        token_id = as_index(value)
+        if token_id is None or not 0 <= token_id < vocab_size:
             return draft, len(values) - j
         if token_id in stop_ids:
             break
@@ -209,9 +207,7 @@ def _next_mask(grammar: GrammarState, token_id: int) -> Tensor | None:
     None if the token is not allowed, nothing can follow, or the mask takes longer than `MASK_WAIT_S`.
     """
     try:
-        if not bool(grammar.mask()[token_id // 32] >> (token_id % 32) & 1) or grammar.push(
-            token_id
-        ):
+        if not in_mask(grammar.mask(), token_id) or grammar.push(token_id):
             return None
         job = grammar.prepare()
         if job is not None:

@@ -41,43 +41,44 @@ from verbatim.model.patching import holds_exclusive
 from verbatim.model.products import probe_report
 from verbatim.numerics import numerics_key
 from verbatim.options import dtype_name
+from verbatim.placement.actor import run_alone
 from verbatim.protocols import Runner
 from verbatim.shield import Shield
 
 _T = TypeVar("_T")
 PAUSE_MODES = ("keep", "drain", "abort")
-IDLE_S = 10.0  # after which the thread ends; the next request of a coroutine starts one
-_POLL_S = 0.05  # between two steps of an engine that has work and could do none
-_LOOK_S = 1.0  # between two looks of a caller that waits to be woken
+IDLE_S = 10.0  # after which an idle thread ends; the next request of a coroutine starts another
+_POLL_S = 0.05  # between two attempts of an engine that has work but can't run any
+_CHECK_S = 1.0  # longest sleep of a waiting caller between two checks
 _NESTED = (
     "a call from inside another engine's forward can't wait for an engine that is in use: no other forward "
-    "is made meanwhile"
+    "runs meanwhile"
 )
 
 
 class Mode(Enum):
-    """The work between two messages."""
+    """The engine's state between two steps."""
 
     RUNNING = "running"
-    DRAINING = "draining"  # steps are made, and new requests wait
-    PAUSED = "paused"  # requests are taken in, and no step is made
+    DRAINING = "draining"  # steps run, new requests wait
+    PAUSED = "paused"  # no step runs, new requests are queued
 
 
 class Collective(Protocol):
     """Calls that several processes make together."""
 
-    may_be_empty: bool  # a call may have no request of this process
+    may_be_empty: bool  # this process may take part without a request
 
     def run(self, handle: EngineHandle, requests: list[Request]) -> list[Result]:
         """Run requests to their end on all processes."""
         ...
 
     def agree(self, work: Callable[[], _T]) -> _T:
-        """Do what all processes do; where it fails on rank 0, it fails on the others."""
+        """Call `work` on all processes; an error on rank 0 fails the call on every rank."""
         ...
 
     def close(self) -> None:
-        """Release what connects the processes."""
+        """Close the connections between the processes."""
         ...
 
 
@@ -85,22 +86,22 @@ class EngineHandle:
     """Calls an engine from any number of threads and event loops.
 
     One thread at a time owns the engine, for a step or for a caller's work between two steps.
-    A thread that waits for its requests makes the steps itself, so debuggers, profilers, thread-local
-    settings and Ctrl-C work where the call was made; the first of several makes them for all. For coroutines
-    a thread of the handle makes them, which is started when it is needed, ends when it has been idle for
-    `IDLE_S` seconds, and holds the handle weakly.
+    A thread that waits for its requests runs the steps itself, so debuggers, profilers, thread-local
+    settings and Ctrl-C work where the call was made. Of several such threads, the first runs the steps for
+    all. For coroutines, a background thread of the handle runs them. It starts on demand, ends after
+    `IDLE_S` idle seconds, and holds the handle weakly.
 
-    No thread waits to own the engine. Work for it is put into an inbox, which every owner empties
-    before and after its step.
+    No thread blocks to become the owner. Messages go into an inbox, which every owner empties before and
+    after its step.
 
     Args:
-        max_unread: deltas of a stream that may be unread; one more ends its request.
-        collective: other processes make the same calls.
+        max_unread: maximum unread deltas of a stream; one more ends its request.
+        collective: set if other processes make the same calls.
 
     Attributes:
-        admission: checks prompts and parameters, and makes requests of them.
-        name: what the model was opened by.
-        config, generation_config: the model's own, of transformers; None where it has none.
+        admission: validates prompts and parameters, and creates requests.
+        name: the name by which the model was opened.
+        config, generation_config: transformers' objects; None if the model has none.
     """
 
     def __init__(
@@ -124,32 +125,32 @@ class EngineHandle:
         self._mode = Mode.RUNNING
         self._asleep = False
         self._why_closed: str | None = None
-        self._calls: dict[Request, Call] = {}  # of requests that have not ended
-        self._entering: dict[Request, Call] = {}  # those that the engine does not have yet
-        self._num_driven = 0  # requests that the handle's thread makes steps for
+        self._calls: dict[Request, Call] = {}  # unfinished requests
+        self._entering: dict[Request, Call] = {}  # those not added to the engine yet
+        self._num_driven = 0  # unfinished requests that the background thread runs
         # Filled and emptied by the owner:
         self._ended: list[Request] = []
         self._problems: list[tuple[Request, Exception]] = []
         self._woken: dict[Waiter, None] = {}
         engine.on_end = self._ended.append
-        self._start_afresh()
+        self._reset()
         global _num_opened
         _num_opened += 1
         _handles.add(self)
 
-    def _start_afresh(self) -> None:
-        """Have no owner, no callers and no thread, as when it is made and in a forked child."""
-        # A finalizer may put a message in at any moment, which a SimpleQueue allows.
+    def _reset(self) -> None:
+        """Create locks, inbox and lists of waiters: at the beginning, and in the child of a fork."""
+        # A SimpleQueue: a finalizer may put a message at any moment.
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._owner: Any = threading.RLock()  # never taken twice; it knows which thread has it
-        self._busy = False  # there is an owner
-        self._lock = threading.RLock()  # of requests that come and of the thread; held for moments
-        self._waiting: dict[ThreadWaiter, None] = {}  # callers that would make steps
-        self._jobs: dict[Job, None] = {}  # of callers that wait for them
-        self._steps_wait = False  # the last of them that came found another owner
+        # Held by the owner. Never acquired twice; an RLock, because it knows which thread holds it.
+        self._owner: Any = threading.RLock()
+        self._lock = threading.RLock()  # guards `_calls`, `_entering` and `_thread`; held briefly
+        self._waiting: dict[ThreadWaiter, None] = {}  # callers that could run steps
+        self._jobs: dict[Job, None] = {}  # work that callers of `call` wait for
+        self._steps_wait = False  # the last attempt to run a step found another owner
         self._thread: _Thread | None = None
 
-    # ---- what it is
+    # ---- state
 
     @property
     def runner(self) -> Runner:
@@ -157,23 +158,28 @@ class EngineHandle:
         return self._engine.runner
 
     @property
+    def module(self) -> Any:
+        """The model's module, if it is whole and unquantized in this process's memory; else None."""
+        return getattr(self.runner, "whole_module", None)
+
+    @property
     def scheduler(self) -> Scheduler:
-        """The scheduler; read inside `call`, or while nothing runs."""
+        """The scheduler. Read it inside `call`, or while nothing runs."""
         return self._engine.scheduler
 
     @property
     def drafting(self) -> Drafting | None:
-        """The part that proposes draft tokens; None without drafts."""
+        """Speculative decoding; None without drafts."""
         return self._engine.drafting
 
     @property
     def sessions(self) -> Sessions:
-        """Room and blocks of sessions."""
+        """Reservations and cached blocks of sessions."""
         return self._engine.sessions
 
     @property
     def live(self) -> bool:
-        """True: the model's owner may change its weights at any time. Can be set."""
+        """True if the caller owns the model and may change its weights at any time. Can be set."""
         return self._engine.live
 
     @live.setter
@@ -182,12 +188,12 @@ class EngineHandle:
 
     @property
     def has_work(self) -> bool:
-        """Return whether requests run or wait."""
+        """True if requests run or wait."""
         return self._engine.has_work or bool(self._entering)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens made since it was opened."""
+        """Tokens generated since the engine was opened."""
         return self._engine.num_tokens
 
     @property
@@ -195,17 +201,17 @@ class EngineHandle:
         return self._why_closed is not None
 
     def check_open(self) -> None:
-        """Raise EngineClosed if it is closed."""
+        """Raise EngineClosed if the engine is closed."""
         if self._why_closed is not None:
             raise EngineClosed(self._why_closed)
 
     def check_awake(self) -> None:
-        """Raise VerbatimError if it sleeps, and EngineClosed if it is closed."""
+        """Raise VerbatimError if the engine is asleep, EngineClosed if it is closed."""
         self.check_open()
         if self._asleep:
             raise VerbatimError("the engine sleeps; call wake() first")
 
-    # ---- requests of callers that wait
+    # ---- requests whose caller waits
 
     def run(self, requests: list[Request]) -> list[Result]:
         """Run requests to their end; return their results, or raise the first one's error."""
@@ -214,13 +220,13 @@ class EngineHandle:
         return self.run_here(requests)
 
     def _together(self, work: Callable[[], _T]) -> _T:
-        """Call `work` between two steps, as the other processes do if there are any."""
+        """Call `work` between two steps, on all processes if there are several."""
         if self.collective is None:
             return self.call(work)
         return self.collective.agree(lambda: self.call(work))
 
     def run_here(self, requests: list[Request]) -> list[Result]:
-        """`run` by this process alone."""
+        """Run requests to their end on this process alone."""
         waiter = ThreadWaiter()
         call = Call(requests, waiter, driven=False)
         with self._submitted(call):
@@ -228,8 +234,8 @@ class EngineHandle:
             return call.results()
 
     def stream(self, request: Request) -> Iterator[Delta]:
-        """Yield what each step adds to a request. Leaving the loop aborts it."""
-        self._refuse_collective("stream")
+        """Yield the deltas of a request. Leaving the loop aborts it."""
+        self.refuse_collective("stream")
         waiter, unread = ThreadWaiter(), Unread([request], self._max_unread)
         call = Call([request], waiter, deliver=unread.put, driven=False)
         with self._submitted(call):
@@ -239,12 +245,12 @@ class EngineHandle:
             yield from unread
             call.raise_error()
 
-    def steps(self, requests: list[Request]) -> Generator[None, None, None]:
-        """Make steps, and yield after each that added to one of `requests` and when all have ended.
+    def steps(self, requests: list[Request]) -> Generator[list[Delta], None, None]:
+        """Run steps; yield what each added to `requests`, the last time when all have ended.
 
-        Leaving the loop aborts them. The error of a request is raised after the last yield.
+        Leaving the loop aborts them. An error of a request is raised after the last yield.
         """
-        self._refuse_collective("a loop over steps")
+        self.refuse_collective("a loop over steps")
         waiter, news = ThreadWaiter(), list[Delta]()
         call = Call(requests, waiter, deliver=news.append, driven=False)
         with self._submitted(call):
@@ -252,12 +258,13 @@ class EngineHandle:
             while not ended:
                 self._wait(waiter, lambda: bool(news) or not call.num_open)
                 ended = not call.num_open
-                news.clear()
-                yield
+                deltas = news[:]
+                del news[: len(deltas)]
+                yield deltas
             call.raise_error()
 
     async def arun(self, requests: list[Request]) -> list[Result]:
-        """`run` for asyncio. Cancelling aborts the requests."""
+        """Run `run` in asyncio. Cancelling aborts the requests."""
         self._refuse_async("agenerate")
         waiter = TaskWaiter()
         call = Call(requests, waiter)
@@ -267,9 +274,9 @@ class EngineHandle:
             return call.results()
 
     async def astream(self, requests: list[Request]) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Yield what each step adds to requests, each delta with its request's index, for asyncio.
+        """Yield the deltas of requests in asyncio, each with the index of its request.
 
-        Leaving or cancelling aborts the requests. The error of one ends all.
+        Leaving or cancelling aborts the requests. An error of one ends all.
         """
         self._refuse_async("astream")
         waiter, unread = TaskWaiter(), Unread(requests, self._max_unread)
@@ -284,7 +291,7 @@ class EngineHandle:
                     yield indices[delta.request_id], delta
                 call.raise_error()
 
-    # ---- requests of callers that do not wait
+    # ---- requests whose caller does not wait
 
     def submit(
         self,
@@ -294,41 +301,41 @@ class EngineHandle:
         *,
         driven: bool = False,
     ) -> None:
-        """Take a request in before the next step, and return at once.
+        """Add a request before the next step, and return at once.
 
         Args:
-            deliver: gets its deltas in the thread that makes the step; an exception ends the request.
-            on_end: called there when it has ended: `request.result` or `request.error` is set.
-            driven: let the handle's thread make the steps; else call `step`.
+            deliver: called with its deltas in the thread that runs the step; an exception ends the request.
+            on_end: called there at its end, when `request.result` or `request.error` is set.
+            driven: the background thread runs the steps. False: the caller calls `step`.
 
         Raises:
-            QueueFull: as many requests wait as may.
+            QueueFull: the queue is at its limit.
         """
         if driven:
-            self._refuse_async("a request that the handle's thread runs")
+            self._refuse_async("a request that the background thread runs")
         request.on_end = on_end or request.on_end
         self._submit(Call([request], deliver=deliver, driven=driven))
 
     def step(self) -> bool:
-        """Make a step for all requests; return False if there was nothing to do, or it is paused.
+        """Run a step for all requests; return False if there was nothing to do, or the engine is paused.
 
-        Errors of a step are those of the requests that it ended.
+        An error of a step is set on the requests that it ended, and not raised.
         """
         return self.call(self._step)
 
     def abort(self, request: Request) -> None:
-        """End a request after the step under way, keeping what it has; from any thread."""
+        """End a request after the current step, with the output it has; from any thread."""
         self._send(lambda: self._abort([request], self._calls.get(request)))
 
     def peek(self) -> list[tuple[Request, int, float]]:
-        """Return what the next step would draw: request, token id and log-prob of each sequence.
+        """Return the draws of the next step without committing them: request, token id and log-prob.
 
-        The next step computes it once more. Nothing is drawn while the engine is paused.
+        The next step computes them again. The list is empty while the engine is paused.
         """
         return self.call(self._peek)
 
     def dummy_forward(self) -> None:
-        """Run the model on the scratch block, as a rank without requests has to."""
+        """Run a forward of one row in the scratch block, for a rank without requests."""
 
         def forward() -> None:
             self.check_awake()
@@ -336,7 +343,7 @@ class EngineHandle:
 
         self.call(forward)
 
-    # ---- everything else
+    # ---- other calls
 
     def call(
         self,
@@ -344,14 +351,14 @@ class EngineHandle:
         *,
         when_closed: bool = False,
     ) -> _T:
-        """Do some work between two steps, in the thread that owns the engine; return what it returns.
+        """Call `work` between two steps, in the thread that owns the engine; return its result.
 
-        Ctrl-C while it waits for its turn means that it is not done.
+        Ctrl-C before its turn cancels it.
 
         Raises:
             EngineClosed: the engine is closed, unless `when_closed`.
-            VerbatimError: called from inside a step of this engine; or from inside another engine's forward
-                while this engine is in use.
+            VerbatimError: called inside a step of this engine; or inside another engine's forward while
+                this engine is in use.
         """
         self._refuse_inside()
 
@@ -368,14 +375,14 @@ class EngineHandle:
         try:
             self._jobs[job] = None
             self._inbox.put(job.run)
-            # While a caller waits to make a step, that comes first, or other calls could go on for ever.
-            patience = _POLL_S if self._steps_wait else 0.0
-            while not job.wait(patience):
+            # A caller that waits to run a step goes first; else a series of calls could starve it.
+            wait_s = _POLL_S if self._steps_wait else 0.0
+            while not job.wait(wait_s):
                 if job.returned():
                     self._inbox.put(job.run)
-                if self._take_over(_nothing) is None and holds_exclusive() and job.cancel():
+                if self._take_over(_no_work) is None and holds_exclusive() and job.cancel():
                     raise VerbatimError(_NESTED)
-                patience = _LOOK_S
+                wait_s = _CHECK_S
         except KeyboardInterrupt:
             if not job.cancel():
                 job.finish()
@@ -383,21 +390,27 @@ class EngineHandle:
         finally:
             self._jobs.pop(job, None)
             if not self._inbox.empty():
-                self._take_over(_nothing)
+                self._take_over(_no_work)
         return cast("_T", job.result())
 
-    def pause(self, mode: str = "keep") -> None:
-        """Make no more steps until `resume`; return when that is so. The latest call decides.
-
-        A request's `timeout_s` ends it nevertheless. Callers that wait go on waiting, so a program of a
-        single thread that pauses and then generates waits until Ctrl-C.
+    def call_module(self, method: str, *args: Any, seed: int | None = None, **kwargs: Any) -> Any:
+        """Call a method of `module` in eval mode, while no engine of this process computes.
 
         Args:
-            mode: "keep": running requests keep their KV and go on later. "drain": running and waiting
-                requests are finished first, and new ones wait. "abort": they end as "abort".
+            method: its name; "forward" calls the module itself, hooks included.
+            seed: of torch's generator during the call; None leaves the generator as it is.
 
         Raises:
-            InvalidRequest: another mode.
+            NotSupported: the module is not whole in this process.
+        """
+        if self.module is None:
+            raise NotSupported(f"{method}: the model is not whole and unquantized in this process")
+        return run_alone(self.module, method, *args, seed=seed, **kwargs)
+
+    def pause(self, mode: str = "keep") -> None:
+        """Stop steps, as `LLM.pause`. Of several calls, the latest counts.
+
+        Raises:
             VerbatimError: draining while asleep.
         """
         if mode not in PAUSE_MODES:
@@ -427,10 +440,10 @@ class EngineHandle:
                 self._set_mode(before)
 
     def resume(self) -> None:
-        """Go on after `pause`; does nothing where nothing is paused.
+        """Resume steps, as `LLM.resume`.
 
         Raises:
-            VerbatimError: the engine sleeps.
+            VerbatimError: the engine is asleep.
         """
 
         def resume() -> None:
@@ -441,14 +454,7 @@ class EngineHandle:
         self.call(resume)
 
     def sleep(self, weights: bool = False) -> None:
-        """Pause, and free the KV memory. Running requests keep their tokens and are recomputed later.
-
-        Args:
-            weights: free the model's weights as well.
-
-        Raises:
-            NotSupported, ModelChanged: weights that can't be read again; nothing has happened then.
-        """
+        """Pause and free memory, as `LLM.sleep`; nothing has changed after an error."""
 
         def sleep() -> None:
             self._engine.sleep(weights)
@@ -459,11 +465,7 @@ class EngineHandle:
         self._together(sleep)
 
     def wake(self) -> None:
-        """Allocate memory, read weights that were freed, and resume; does nothing where nothing sleeps.
-
-        Raises:
-            ModelChanged: the checkpoint has changed; the engine sleeps on.
-        """
+        """Allocate memory and resume, as `LLM.wake`."""
 
         def wake() -> None:
             if self._asleep:
@@ -479,7 +481,7 @@ class EngineHandle:
         """Change the model's weights between two steps, and return their version.
 
         Args:
-            prepare: checks the new weights, and returns what writes them.
+            prepare: checks the new weights, and returns the function that writes them.
         """
 
         def update() -> int:
@@ -504,15 +506,11 @@ class EngineHandle:
         self._together(lambda: self._engine.load_adapter(name, layers, replace=replace))
 
     def unload_adapter(self, name: str) -> None:
-        """Unload an adapter between two steps; requests that use it run to their end.
-
-        Raises:
-            InvalidRequest: there is none of this name.
-        """
+        """Unload an adapter between two steps, as `LLM.unload_adapter`."""
         self._together(lambda: self._engine.unload_adapter(name))
 
     def evict_all(self) -> None:
-        """Free all blocks; running requests are recomputed, and nothing is cached any more."""
+        """Free all blocks and clear the prefix cache; the KV of running requests is recomputed."""
         self.call(self._engine.evict_all)
 
     def forget_cached(self) -> None:
@@ -520,11 +518,11 @@ class EngineHandle:
         self.call(self._engine.scheduler.forget_cached)
 
     def release_sessions(self) -> None:
-        """Free the blocks of sessions that have ended, after the step under way."""
+        """Free the blocks of closed sessions after the current step."""
         self._send(self._engine.sessions.reclaim)
 
     def stats(self) -> dict[str, Any]:
-        """Return counts since it was opened and what is held now; also when it is closed."""
+        """Return counters since the engine was opened, and its present load; also after `close`."""
 
         def stats() -> dict[str, Any]:
             paused = self._mode is Mode.PAUSED
@@ -533,7 +531,7 @@ class EngineHandle:
         return self._between_steps(stats)
 
     def info(self) -> dict[str, Any]:
-        """Return what was opened and how it runs, as plain values."""
+        """Return the model's properties and how it is run, as plain values."""
         runner, admission, drafting = self.runner, self.admission, self.drafting
         placed = self._between_steps(runner.info)
         return {
@@ -556,13 +554,13 @@ class EngineHandle:
         }
 
     def _between_steps(self, read: Callable[[], _T]) -> _T:
-        """Return what `read` gives between two steps or, in a hook or a signal handler, at once."""
+        """Call `read` between two steps; at once in a hook or a signal handler, which can't wait."""
         if self._owner._is_owned() or self._lock._is_owned():  # type: ignore[attr-defined]
             return read()
         return self.call(read, when_closed=True)
 
     def close(self) -> None:
-        """End running requests as "abort" and close the runner; a second call does nothing.
+        """End running requests as "abort" and close the runner. May be called again.
 
         Prefixes that are not in files yet are written first.
         """
@@ -576,29 +574,28 @@ class EngineHandle:
         try:
             if not self.closed:
                 try:
-                    self._shut("this LLM has been closed")
+                    self._shut_down("this LLM has been closed")
                 finally:
                     self._engine.close()
         finally:
             if self.collective is not None:
                 self.collective.close()
 
-    # ---- from callers to the owner
+    # ---- ownership
 
     @contextmanager
     def _submitted(self, call: Call) -> Iterator[None]:
-        """Run the block with the call's requests submitted, and abort those that are left at its end."""
+        """Run the block with the call's requests submitted; abort the unfinished ones at its end."""
         self._refuse_inside()
         try:
             self._submit(call)
             yield
         finally:
             if call.num_open:
-                self._inbox.put(
-                    lambda: self._abort(call.requests, call)
-                )  # first: Ctrl-C must not lose it
+                # First of all, as Ctrl-C must not lose it.
+                self._inbox.put(lambda: self._abort(call.requests, call))
                 if not self._owner._is_owned():
-                    self._take_over(_nothing)
+                    self._take_over(_no_work)
 
     def _submit(self, call: Call) -> None:
         requests = call.requests
@@ -616,37 +613,37 @@ class EngineHandle:
             if call.driven:
                 self._num_driven += len(requests)
                 self._wake_next()
-        if self._mode is Mode.PAUSED:  # or else the next step takes them in
-            self._send(_nothing)
+        if self._mode is Mode.PAUSED:  # otherwise the next step adds them
+            self._send(_no_work)
 
     def _send(self, message: Callable[[], object]) -> None:
-        """Have the owner do something soon; from any thread, and from finalizers."""
+        """Have the owner call `message` soon; from any thread, and from finalizers."""
         self._inbox.put(message)
         if not self._owner._is_owned():
-            self._take_over(_nothing)
+            self._take_over(_no_work)
 
     def _take_over(self, work: Callable[[], _T], waiter: ThreadWaiter | None = None) -> _T | None:
-        """Own the engine for some work and for what is in the inbox; None if another thread does.
+        """Become the owner, process the inbox and call `work`; return None if another thread is the owner.
 
         Args:
-            waiter: of a caller or thread that makes steps.
+            waiter: the waiter of a caller or thread that runs steps.
         """
-        owned = True  # also where it ends with an exception
+        owned = True  # also after an exception
         try:
-            found = self._own(work)
+            found = self._run_as_owner(work)
             owned = found is not None
             return found
         finally:
             if waiter is not None:
                 self._steps_wait = not owned
             elif owned:
-                self._pass_on()
+                self._wake_next_owner()
             if self._num_driven and (thread := self._thread) is not None:
-                if thread.waiter is not waiter:  # a caller has made a step meanwhile
+                if thread.waiter is not waiter:  # a caller has run a step meanwhile
                     thread.waiter.wake()
 
-    def _pass_on(self) -> None:
-        """Let others own the engine: callers that make steps, and those whose messages came too late."""
+    def _wake_next_owner(self) -> None:
+        """Wake the next owner: a caller that runs steps, or one whose message came too late."""
         self._wake_next()
         while not self._inbox.empty():
             if self._steps_wait and (self._waiting or (self._num_driven and self._thread)):
@@ -654,27 +651,27 @@ class EngineHandle:
             if job := next(iter(self._jobs), None):
                 job.wake()
                 return
-            if self._own(_nothing) is None:
+            if self._run_as_owner(_no_work) is None:
                 return
 
     def _wake_next(self) -> None:
-        """Wake the thread, or else the first caller that waits to make a step."""
+        """Wake the background thread if it has requests; else the first caller that waits to run a step."""
         if self._num_driven and (thread := self._thread) is not None:
             thread.waiter.wake()
         elif waiter := next(iter(self._waiting.copy()), None):
             waiter.wake()
 
-    def _own(self, work: Callable[[], _T]) -> _T | None:
+    def _run_as_owner(self, work: Callable[[], _T]) -> _T | None:
         shield = Shield()
-        with shield.up():  # but for the middle of a step, where Ctrl-C breaks nothing
+        with shield.up():  # a step lowers it where Ctrl-C breaks nothing
             if self._owner._is_owned() or not self._owner.acquire(blocking=False):
                 return None
-            self._busy, self._engine.shield = True, shield
+            self._engine.shield = shield
             woken: dict[Waiter, None] = {}
             try:
                 try:
-                    self._take_in()
-                except Exception as error:  # a fault of ours: no caller may wait for ever
+                    self._process_inbox()
+                except Exception as error:  # a bug: no caller may wait for ever
                     self._step_failed(error)
                 return work()
             finally:
@@ -682,70 +679,70 @@ class EngineHandle:
                     self._finish_ended()
                     woken, self._woken = self._woken, woken
                 finally:
-                    self._busy = False
                     self._owner.release()
                     wake_all(woken)
 
     def _wait(self, waiter: ThreadWaiter, done: Callable[[], bool]) -> None:
-        """Make steps until `done`, or wait while another thread makes them."""
+        """Run steps until `done`, or wait while another thread runs them."""
         self._waiting[waiter] = None
         try:
             while not done():
-                patience: float | None = None
+                wait_s: float | None = None
                 if not self._num_driven or self._thread is None or holds_exclusive():
-                    patience = self._take_over(self._turn, waiter)
-                    if patience is None and holds_exclusive():
+                    wait_s = self._take_over(self._step_if_due, waiter)
+                    if wait_s is None and holds_exclusive():
                         raise VerbatimError(_NESTED)
-                if patience is None:  # another thread makes the steps
-                    waiter.wait(_LOOK_S)
-                elif patience and self._inbox.empty():
-                    waiter.wait(min(patience, _LOOK_S))
+                if wait_s is None:  # another thread runs the steps
+                    waiter.wait(_CHECK_S)
+                elif wait_s and self._inbox.empty():
+                    waiter.wait(min(wait_s, _CHECK_S))
         finally:
             self._waiting.pop(waiter, None)
             self._steps_wait = False
             if not self._inbox.empty():
-                self._take_over(_nothing)
+                self._take_over(_no_work)
             self._wake_next()
 
     def _refuse_inside(self) -> None:
         if self._owner._is_owned():
             raise VerbatimError("an engine can't be called from inside its own forward")
 
-    def _refuse_collective(self, what: str) -> None:
+    def refuse_collective(self, what: str) -> None:
+        """Raise NotSupported if all processes must make the same calls, which excludes `what`."""
         if self.collective is not None:
             raise NotSupported(
-                f"{what}: where each rank is a process of the user's, they make their calls together, and "
-                "generate, score and chat are what they can make"
+                f"{what}: not supported where each rank is a process of yours; ranks make all calls "
+                "together, and only generate, score and chat are available"
             )
 
     def _refuse_async(self, what: str) -> None:
-        self._refuse_collective(what)
+        self.refuse_collective(what)
         self._refuse_inside()
         if holds_exclusive():
             raise VerbatimError(_NESTED)
 
-    # ---- by the owner
+    # ---- called by the owner
 
-    def _turn(self) -> float:
-        """Make a step if one is due; return after how many seconds to look again."""
+    def _step_if_due(self) -> float:
+        """Run a step if there is work; return the seconds until the next attempt."""
         if self._step():
             return 0.0
         if self._mode is not Mode.PAUSED:
-            return _POLL_S if self._engine.has_work else _LOOK_S
+            return _POLL_S if self._engine.has_work else _CHECK_S
         deadline = self._engine.next_deadline()
-        return _LOOK_S if deadline is None else max(1e-3, deadline - time.monotonic())
+        return _CHECK_S if deadline is None else max(1e-3, deadline - time.monotonic())
 
-    def _take_in(self) -> None:
-        """Do what messages say, and give new requests to the engine."""
+    def _process_inbox(self) -> None:
+        """Process the messages in the inbox, and add new requests to the engine."""
         self._engine.sessions.reclaim()
         if self._entering:
-            self._enter()
+            self._add_entering()
         for _ in range(self._inbox.qsize()):
             self._inbox.get_nowait()()
             if self._entering:
-                self._enter()
+                self._add_entering()
 
-    def _enter(self) -> None:
+    def _add_entering(self) -> None:
         draining, now = self._mode is Mode.DRAINING, time.monotonic()
         with self._lock:
             entering = list(self._entering.items())
@@ -763,7 +760,7 @@ class EngineHandle:
             self._fail(request, error)
 
     def _deliver(self, request: Request, call: Call, delta: Delta) -> None:
-        """Pass a delta on, in the middle of a step."""
+        """Deliver a delta during a step."""
         if call.deliver is None:
             return
         try:
@@ -774,14 +771,14 @@ class EngineHandle:
             self._woken[call.waiter] = None
 
     def _step(self) -> bool:
-        """Make a step; return False if there was nothing to do."""
+        """Run a step; return False if there was nothing to do."""
         if self._mode is Mode.PAUSED:
             self._engine.expire(time.monotonic())
             return False
         try:
             made = self._engine.step()
         except BaseException as error:
-            # Ctrl-C in a caller's own step is for that caller, and has left all requests as they were.
+            # Ctrl-C in a step run by a caller goes to that caller; all requests are unchanged.
             if self._thread is None or not self._thread.is_current():
                 if not isinstance(error, Exception):
                     raise
@@ -794,12 +791,12 @@ class EngineHandle:
         return made
 
     def _step_failed(self, error: BaseException) -> None:
-        """End all requests with the error of a step: what it left half done is unknown."""
+        """End all requests with the error of a step, whose state is unknown."""
         for request in list(self._calls):
             if request not in self._entering:
                 self._fail(request, as_exception(error))
         if isinstance(error, TierFailed):
-            self._shut(f"this LLM was closed when this happened: {error}")
+            self._shut_down(f"this LLM was closed when this happened: {error}")
             self._engine.close()
 
     def _peek(self) -> list[tuple[Request, int, float]]:
@@ -831,12 +828,12 @@ class EngineHandle:
             return
         try:
             self._engine.fail(request, error)
-        except Exception:  # of an engine that is broken; the caller must be told nevertheless
+        except Exception:  # the engine is broken; the caller must get the error nevertheless
             request.error = error
             self._ended.append(request)
 
     def _finish_ended(self) -> None:
-        """End requests whose reader failed, and note for each caller which of its requests have ended."""
+        """End requests whose reader failed, and report ended requests to their callers."""
         problems, self._problems = self._problems, []
         for request, error in problems:
             self._fail(request, error)
@@ -849,7 +846,7 @@ class EngineHandle:
             if call is None:
                 return
             self._num_driven -= call.driven
-            if call.driven and not self._num_driven:  # then callers make the steps again
+            if call.driven and not self._num_driven:  # callers run the steps again
                 self._woken.update(dict.fromkeys(self._waiting))
         call.end(request)
         if call.waiter is not None and (not call.num_open or call.deliver is not None):
@@ -859,29 +856,29 @@ class EngineHandle:
         self._mode = mode
         self._woken.update(dict.fromkeys(self._waiting))
 
-    def _shut(self, why: str) -> None:
-        """Refuse new requests, and end those that are here as "abort"."""
+    def _shut_down(self, why: str) -> None:
+        """Refuse new requests, and end the present ones as "abort"."""
         with self._lock:
             self._why_closed = why
         self._set_mode(Mode.RUNNING)
         try:
-            self._enter()
+            self._add_entering()
             self._engine.abort_all()
         finally:
             for request in list(self._calls):
                 self._fail(request, EngineClosed(why))
 
-    # ---- the thread
+    # ---- the background thread
 
     def _start_thread(self) -> None:
-        """Start the thread, unless there is one."""
+        """Start the background thread, unless it runs."""
         if _interpreter_ends:
             raise EngineClosed("the interpreter is ending")
         if self._thread is None:
             self._thread = _Thread(self)
 
     def _retire(self) -> bool:
-        """Let the thread end, unless there is something to do for it."""
+        """Detach the idle background thread; return False if it has requests again."""
         with self._lock:
             if self._num_driven:
                 return False
@@ -889,25 +886,25 @@ class EngineHandle:
             return True
 
     def _stop_thread(self) -> None:
-        """End the thread after the step under way; return when it has ended."""
+        """Stop the background thread after its current step, and wait for its end."""
         thread = self._thread
         if thread is not None:
             thread.stop()
             self._thread = None
 
     def _forked(self) -> None:
-        """Be closed in the child of a fork, which has none of the parent's threads and connections."""
+        """Close the handle in the child of a fork, which lacks the parent's threads and connections."""
         self._why_closed = self._why_closed or FORKED
         self.collective = None
         self._calls.clear()
         self._entering.clear()
         self._num_driven = 0
-        self._start_afresh()
+        self._reset()
         self._engine.sessions.after_fork()
 
 
 class _Thread:
-    """Makes the steps of a handle while it has driven requests."""
+    """Runs the steps of a handle while it has driven requests."""
 
     def __init__(self, handle: EngineHandle) -> None:
         self.waiter = waiter = ThreadWaiter()
@@ -920,7 +917,7 @@ class _Thread:
         return threading.current_thread() is self._thread
 
     def stop(self) -> None:
-        """End it; return when it has ended."""
+        """Stop the thread, and wait for its end."""
         self._stopped = True
         self.waiter.wake()
         if not self.is_current():
@@ -928,27 +925,27 @@ class _Thread:
 
     def _run(self) -> None:
         while not self._stopped and (handle := self._handle()) is not None:
-            patience: float | None = IDLE_S
+            wait_s: float | None = IDLE_S
             if handle._num_driven:
-                patience = handle._take_over(handle._turn, self.waiter)
+                wait_s = handle._take_over(handle._step_if_due, self.waiter)
             else:
                 handle._steps_wait = False
-            if patience is not None and not handle._inbox.empty():
-                handle._take_over(_nothing)
+            if wait_s is not None and not handle._inbox.empty():
+                handle._take_over(_no_work)
             del handle
-            if patience == 0 or self.waiter.wait(_LOOK_S if patience is None else patience):
+            if wait_s == 0 or self.waiter.wait(_CHECK_S if wait_s is None else wait_s):
                 continue
             handle = self._handle()
-            if patience == IDLE_S and (handle is None or handle._retire()):
+            if wait_s == IDLE_S and (handle is None or handle._retire()):
                 return
 
 
-def _nothing() -> bool:
+def _no_work() -> bool:
     return True
 
 
 def _probe_findings() -> list[str]:
-    """Return how matrix products are kept row-invariant: by the kernels, or as the probe of torch found."""
+    """Return how matrix products are kept batch-invariant: by the kernels, or by tiles of rows."""
     return [
         f"{rows}x{columns} {dtype_name(dtype)}: tiles of {' and '.join(map(str, tiles.heights))} rows"
         + (", one thread" if tiles.one_thread else "")

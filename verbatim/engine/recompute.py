@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import accumulate
 
-import torch
-
-from verbatim.batch import ZERO_STATE, Batch, adapter_column, block_tables, state_columns
+from verbatim.batch import ZERO_STATE, Batch
 from verbatim.core import Sequence
-from verbatim.engine.work import Span, choices
+from verbatim.engine.work import Span, batch_of
 
 
 def recompute_batches(
@@ -22,14 +21,14 @@ def recompute_batches(
     sequences = list({_state_of(s) or s: s for s in sequences}.values())
     covered: defaultdict[int, int] = defaultdict(int)  # recomputed rows of each block
     batches: list[Batch] = []
-    pieces: list[Span] = []
+    spans: list[Span] = []
     room = max_batch_tokens
 
     def flush() -> None:
-        nonlocal pieces, room
-        if pieces:
-            batches.append(_batch(pieces))
-        pieces, room = [], max_batch_tokens
+        nonlocal spans, room
+        if spans:
+            batches.append(_batch(spans))
+        spans, room = [], max_batch_tokens
 
     for sequence in sequences:
         begin, end = 0, sequence.num_computed
@@ -37,10 +36,10 @@ def recompute_batches(
             begin = _uncovered(sequence, covered, block_size)
         while begin < end:
             stop = min(end, begin + room)
-            pieces.append((sequence, begin, stop))
+            spans.append((sequence, begin, sequence.token_ids(begin, stop)))
             room -= stop - begin
             begin = stop
-            if not room or begin < end:  # two pieces of a sequence can't be in one batch
+            if not room or begin < end:  # a batch has one span of a sequence
                 flush()
         for i, block in enumerate(sequence.blocks):
             rows = min(block_size, end - i * block_size)
@@ -63,27 +62,11 @@ def _uncovered(sequence: Sequence, covered: dict[int, int], block_size: int) -> 
     return sequence.num_computed
 
 
-def _batch(pieces: list[Span]) -> Batch:
-    token_ids: list[int] = []
-    positions: list[int] = []
-    query_starts = [0]
+def _batch(spans: list[Span]) -> Batch:
     # An unfinished state is kept where the last one will be.
-    slots = [_state_of(sequence) or ZERO_STATE for sequence, _, _ in pieces]
+    slots = [_state_of(sequence) or ZERO_STATE for sequence, _, _ in spans]
     sources = [
-        slot if begin else ZERO_STATE for slot, (_, begin, _) in zip(slots, pieces, strict=True)
+        slot if begin else ZERO_STATE for slot, (_, begin, _) in zip(slots, spans, strict=True)
     ]
-    for sequence, begin, end in pieces:
-        token_ids += sequence.token_ids(begin, end)
-        positions += range(begin, end)
-        query_starts.append(len(token_ids))
-    return Batch(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64),
-        positions=torch.tensor(positions, dtype=torch.int64),
-        query_starts=torch.tensor(query_starts, dtype=torch.int32),
-        context_lens=torch.tensor([end for _, _, end in pieces], dtype=torch.int32),
-        block_tables=block_tables([sequence.blocks for sequence, _, _ in pieces]),
-        logit_rows=torch.empty(0, dtype=torch.int64),
-        **choices(pieces),
-        **adapter_column([sequence.request.adapter for sequence, _, _ in pieces]),
-        **state_columns(sources, [end - 1 for end in query_starts[1:]], slots),
-    )
+    last_rows = [end - 1 for end in accumulate(len(ids) for _, _, ids in spans)]
+    return batch_of(spans, states=(sources, last_rows, slots))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from verbatim.batch import ZERO_STATE, Batch, adapter_column, block_tables, state_columns
+from verbatim.batch import ZERO_STATE, Batch
 from verbatim.core import Sequence
-from verbatim.params import CHOICES
 
-Span = tuple[Sequence, int, int]  # positions from, to
+Span = tuple[Sequence, int, list[int]]  # rows of a sequence: the first position, and their ids
 
 
 @dataclass(slots=True)
@@ -53,71 +53,68 @@ class Schedule:
 
     def batch(self) -> Batch:
         """Return the batch with the drafts of the chunks; set each chunk's `first_logits_row`."""
-        token_ids: list[int] = []
-        positions: list[int] = []
-        query_starts = [0]
-        context_lens: list[int] = []
-        logit_rows: list[int] = []
-        state_sources: list[int] = []
-        state_rows: list[int] = []
-        state_targets: list[int] = []
         spans: list[Span] = []
+        logit_rows: list[int] = []
+        sources: list[int] = []
+        rows: list[int] = []
+        targets: list[int] = []
+        end_row = 0
         for chunk in self.chunks:
             sequence, draft = chunk.sequence, chunk.draft.ids
             start, stop = sequence.num_computed, sequence.num_computed + chunk.num_rows
-            first_row = len(token_ids)
-            spans.append((sequence, start, stop + len(draft)))
-            token_ids += sequence.token_ids(start, stop) + draft
-            positions += range(start, stop + len(draft))
-            query_starts.append(len(token_ids))
-            context_lens.append(stop + len(draft))
+            ids = sequence.token_ids(start, stop) + draft
+            spans.append((sequence, start, ids))
+            first_row, end_row = end_row, end_row + len(ids)
             states = sequence.states
-            state_sources.append(states[start] if start and states else ZERO_STATE)
-            for position in sorted(p for p in states if start < p <= context_lens[-1]):
-                state_rows.append(first_row + position - start - 1)
-                state_targets.append(states[position])
+            sources.append(states[start] if start and states else ZERO_STATE)
+            for position in sorted(p for p in states if start < p <= start + len(ids)):
+                rows.append(first_row + position - start - 1)
+                targets.append(states[position])
             chunk.first_logits_row = len(logit_rows)
             if chunk.num_prompt_rows:
                 first_prompt_row = first_row + sequence.request.num_prompt_rows_done - start
                 logit_rows += range(first_prompt_row, first_prompt_row + chunk.num_prompt_rows)
             if chunk.draws:
-                logit_rows += range(len(token_ids) - 1 - len(draft), len(token_ids))
-        requests = [chunk.sequence.request for chunk in self.chunks]
-        return Batch(
-            token_ids=torch.tensor(token_ids, dtype=torch.int64),
-            positions=torch.tensor(positions, dtype=torch.int64),
-            query_starts=torch.tensor(query_starts, dtype=torch.int32),
-            context_lens=torch.tensor(context_lens, dtype=torch.int32),
-            block_tables=block_tables([chunk.sequence.blocks for chunk in self.chunks]),
-            logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+                logit_rows += range(end_row - 1 - len(draft), end_row)
+        return batch_of(
+            spans,
+            logit_rows,
+            states=(sources, rows, targets),
             block_copies=self.block_copies,
-            wants_hidden=any(request.params.hidden_states for request in requests),
-            **choices(spans),
-            **adapter_column([request.adapter for request in requests]),
-            **state_columns(state_sources, state_rows, state_targets),
+            wants_hidden=any(s.request.params.hidden_states for s, _, _ in spans),
         )
 
 
-def choices(spans: list[Span]) -> dict[str, Any]:
-    """Return the fields of `Batch` for these rows from what requests record and replay."""
-    experts, keys = (_forced(spans, name) for name in CHOICES)
-    records = any(sequence.request.params.record_indices for sequence, _, _ in spans)
-    return {"forced_experts": experts, "forced_keys": keys, "records_keys": records}
+def batch_of(spans: list[Span], logit_rows: SequenceOf[int] = (), **fields: Any) -> Batch:
+    """Return a batch of these rows, with the adapters, the replays and the records of their requests.
+
+    Args:
+        fields: as for `Batch.of`.
+    """
+    requests = [sequence.request for sequence, _, _ in spans]
+    return Batch.of(
+        [(ids, start, sequence.blocks) for sequence, start, ids in spans],
+        logit_rows,
+        adapters=[request.adapter for request in requests],
+        forced_experts=_forced(spans, "replay_routing"),
+        forced_keys=_forced(spans, "replay_indices"),
+        records_keys=any(request.params.record_indices for request in requests),
+        **fields,
+    )
 
 
-def _forced(spans: list[Span], name: str) -> torch.Tensor | None:
-    """Return what these rows are forced to choose; -1 where they are free."""
-    named = f"replay_{name}"
-    replayed = [getattr(sequence.request.params, named) for sequence, _, _ in spans]
+def _forced(spans: list[Span], field: str) -> torch.Tensor | None:
+    """Return the choices that requests replay in these rows, -1 where the model chooses; None without any."""
+    replayed = [getattr(sequence.request.params, field) for sequence, _, _ in spans]
     first = next((record for record in replayed if record is not None), None)
     if first is None:
         return None
-    num_rows = sum(stop - start for _, start, stop in spans)
+    num_rows = sum(len(ids) for _, _, ids in spans)
     forced = torch.full((num_rows, *first.shape[1:]), -1, dtype=first.dtype)
     row = 0
-    for (_, start, stop), record in zip(spans, replayed, strict=True):
+    for (_, start, ids), record in zip(spans, replayed, strict=True):
         if record is not None:
-            some = record[start:stop]  # may end before `stop`
+            some = record[start : start + len(ids)]  # a record may be shorter
             forced[row : row + len(some)] = some
-        row += stop - start
+        row += len(ids)
     return forced

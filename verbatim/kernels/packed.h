@@ -6,9 +6,7 @@
 
 #include <algorithm>
 
-#include "simd.h"
-
-#define INLINE __attribute__((always_inline))
+#include "blocks.h"
 
 namespace {
 
@@ -40,22 +38,19 @@ static inline void put_all(bf16 *p, f32x16 v) {
     std::memcpy(p, &bits, sizeof bits);
 }
 
-static inline float float_of(uint32_t bits) {
-    float x;
-    std::memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
 // ---- codes, and heads of groups ----
 
 // `Encoding` of weight_packing.py.
-enum Encoding : int { AFFINE, ZERO_POINT, SIGNED, E4M3, NF4, FP4, MXFP4, HALF, SUPER, CENTERED };
-constexpr int SUPERBLOCK = 8;  // groups that share the two scales of SUPER
+enum Encoding : int { AFFINE, ZERO_POINT, SIGNED, E4M3, NF4, FP4, MXFP4, HALF, CENTERED = 9 };
 
 // The kinds of codes that kernels are compiled for: integers of 4 or 8 bits, a place in a table of
-// sixteen numbers, FP8.
+// sixteen numbers, FP8; or a `Block`.
 enum Code : int { BITS4 = 4, BITS8 = 8, TABLE = 20, FP8 = 24 };
 constexpr int bits_of(int code) { return code & 15; }
+constexpr bool in_blocks(int code) { return block_layout(code).bytes; }
+constexpr int bytes_of(int code, int group) {
+    return in_blocks(code) ? block_layout(code).bytes : group * bits_of(code) / 8;
+}
 
 // What a code of 4 bits stands for, by encoding; zeros where that is the code itself.
 alignas(64) static const float NUMBERS[10][16] = {
@@ -77,22 +72,20 @@ alignas(64) static const float NUMBERS[10][16] = {
 };
 
 // How a row lies: its codes, then the head of each group. In 4 bits, byte i of a group holds its
-// elements i (low half) and i + ceil(size / 2).
+// elements i (low half) and i + ceil(size / 2). Or its blocks, one after another.
 struct RowLayout {
     int bits, encoding, head_bytes;
     int64_t depth, whole, code_bytes, bytes;
     int rest;
     RowLayout(int64_t depth, int format, int group)
         : bits(bits_of(format)), encoding(format >> 8),
-          head_bytes(encoding == MXFP4 || encoding == HALF || encoding == SUPER ? 2 : 4), depth(depth), whole(depth / group), code_bytes((depth * bits + 7) / 8),
-          bytes(code_bytes + (depth + group - 1) / group * head_bytes), rest((int)(depth % group)) {}
-    const float *numbers() const { return NUMBERS[encoding]; }
+          head_bytes(encoding == MXFP4 || encoding == HALF ? 2 : 4), depth(depth), whole(depth / group), code_bytes((depth * bits + 7) / 8),
+          bytes(code_bytes + (depth + group - 1) / group * head_bytes), rest((int)(depth % group)) {
+        const int block = block_layout(format & ~255).bytes;
+        if (block) whole = depth / BLOCK, bytes = code_bytes = whole * block, head_bytes = rest = 0;
+    }
+    const float *numbers() const { return NUMBERS[encoding > CENTERED ? AFFINE : encoding]; }
 };
-
-static inline float from_half(uint32_t bits) {
-    const float size = float_of((bits & 0x7fff) << 13) * 0x1p112f;
-    return bits & 0x8000 ? -size : size;
-}
 
 // FP8 numbers are read as half floats, which are 2^8 smaller: their scales are as much larger.
 constexpr float FP8_SCALE = 256.0f;
@@ -101,7 +94,7 @@ struct Head {
     float scale, low;
 };
 
-// Of the word of a head, but of SUPER; one of two bytes is in its upper half. A zero point shifts: its
+// Of the word of a head; one of two bytes is in its upper half. A zero point shifts: its
 // product with the scale is exact. -0 leaves the sign of what it is added to.
 static inline Head head_of(int encoding, int bits, uint32_t word) {
     switch (encoding) {
@@ -128,19 +121,6 @@ static inline Head head_at(const RowLayout &row, const uint8_t *p) {
     return head_of(row.encoding, row.bits, word);
 }
 
-// The head of group `i` of a row whose heads begin at `p`. A head of SUPER has 6 bits of its scale, 6 of
-// its low and 4 of the half floats that the two of all groups of a superblock are multiplied with.
-static inline Head head_at(const RowLayout &row, const uint8_t *p, int64_t i) {
-    if (row.encoding != SUPER) return head_at(row, p + i * row.head_bytes);
-    uint16_t words[SUPERBLOCK];
-    std::memcpy(words, p + i / SUPERBLOCK * sizeof words, sizeof words);
-    uint32_t halves = 0;
-    for (int k = 0; k < SUPERBLOCK; k++) halves |= (uint32_t)(words[k] >> 12) << (4 * k);
-    const uint32_t own = words[i % SUPERBLOCK];
-    return {from_half(halves & 0xffff) * (float)(own & 63),
-            -(from_half(halves >> 16) * (float)(own >> 6 & 63))};
-}
-
 // The heads of sixteen groups.
 struct Heads {
     static constexpr int COUNT = 16;
@@ -150,7 +130,7 @@ struct Heads {
     // None can come of a scale that is 0 or at least 2^-117 and a low that is 0 or at least 2^-126: no
     // number but zero is smaller than 2^-9, and sums are zero or a multiple of 2^-125. (The products
     // take a denormal weight for zero too, but the numbers just below 2^-126 are rounded up to it.)
-    // Half floats and their products with integers are never that small.
+    // Half floats are never that small, nor are their products with integers in blocks.
     INLINE inline bool read(const RowLayout &row, const uint8_t *heads, int64_t count) {
         const __mmask16 there = (__mmask16)((1u << std::min<int64_t>(COUNT, count)) - 1);
         __m512i words;
@@ -174,29 +154,13 @@ struct Heads {
             s = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(words, 16)));
             [[fallthrough]];
         case SIGNED: l = _mm512_fnmadd_ps(s, _mm512_set1_ps((float)(1 << (row.bits - 1))), l); break;
-        case SUPER: {
-            const __m512i places = _mm512_set4_epi32(12, 8, 4, 0);
-            // Four bits of each head, or-ed over the four of a lane: the first half float, then the second.
-            __m512i part = _mm512_sllv_epi32(_mm512_srli_epi32(words, 28), places);
-            part = _mm512_or_si512(part, _mm512_shuffle_epi32(part, (_MM_PERM_ENUM)0x4e));
-            part = _mm512_or_si512(part, _mm512_shuffle_epi32(part, (_MM_PERM_ENUM)0xb1));
-            const __m512 all = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(part));
-            const __m512 d = _mm512_shuffle_f32x4(all, all, 0xa0);
-            const __m512 low = _mm512_shuffle_f32x4(all, all, 0xf5);
-            const auto number = [&](int at) {
-                return _mm512_cvtepi32_ps((__m512i)((u32x16)words >> at & 63u));
-            };
-            s = _mm512_mul_ps(d, number(16));
-            l = _mm512_fnmadd_ps(low, number(22), l);
-            break;
-        }
         }
         const auto below = [](__m512 v, int bits) {  // less one: zero becomes the largest
             const __m512i size = _mm512_and_si512((__m512i)v, _mm512_set1_epi32(0x7fffffff));
             const __m512i one = _mm512_set1_epi32(1);
             return _mm512_cmplt_epu32_mask(_mm512_sub_epi32(size, one), _mm512_set1_epi32(bits - 1));
         };
-        const bool quick = row.encoding == HALF || row.encoding == SUPER ||
+        const bool quick = row.encoding == HALF ||
                            !(below(s, 0x05000000) | below(l, 0x00800000));
         if (row.encoding == E4M3) s = _mm512_mul_ps(s, _mm512_set1_ps(FP8_SCALE));
         _mm512_store_ps(scale, s);
@@ -206,7 +170,7 @@ struct Heads {
 #else
     inline bool read(const RowLayout &row, const uint8_t *heads, int64_t count) {
         for (int i = 0; i < std::min<int64_t>(COUNT, count); i++) {
-            const Head head = head_at(row, heads, i);
+            const Head head = head_at(row, heads + i * row.head_bytes);
             scale[i] = head.scale, low[i] = head.low;
         }
         return false;
@@ -297,6 +261,21 @@ static INLINE inline void whole_group(T *out, const uint8_t *codes, const Head &
 }
 
 template <int CODE, typename T>
+static INLINE inline void whole_block(T *out, const uint8_t *block, const BlockHeads<CODE> &heads) {
+#pragma GCC unroll 8  // so that shifts are constants
+    for (int i = 0; i < BLOCK / 32; i++) {
+        const u8x32 codes = block_codes<CODE>(block, i);
+        for (int half = 0; half < 2; half++) {
+            const int group = (32 * i + 16 * half) / block_layout(CODE).group;
+            const u8x16 code = load_codes((const uint8_t *)&codes + 16 * half);
+            const f32x16 numbers = to_floats(code) - (float)block_layout(CODE).middle;
+            put_all(out + 32 * i + 16 * half,
+                    weights_of(splat(heads.scale(group)), numbers, splat(heads.low(group))));
+        }
+    }
+}
+
+template <int CODE, typename T>
 static __attribute__((noinline)) void short_group(T *out, const uint8_t *codes, int size, const Head &head,
                                const float *table) {
     const int half = (size + 1) / 2;
@@ -361,6 +340,48 @@ template <int CODE, int GROUP> struct Group<4, CODE, GROUP> {
     }
 };
 
+// A block's weights. Where sixteen or 32 codes share a scale, they are places among the weights that there are.
+template <int CODE> struct Group<0, CODE, BLOCK> {
+    const uint8_t *block;
+    const BlockHeads<CODE> *heads;
+    __m512 numbers;  // 0 to 15
+    Group() = default;
+    INLINE inline Group(const uint8_t *block, const BlockHeads<CODE> &heads, int, __m512 numbers)
+        : block(block), heads(&heads), numbers(numbers) {}
+    INLINE inline __m512bh step(int i) const {
+        const auto weights = [&](int group, __m512 numbers) INLINE {
+            return _mm512_fmadd_ps(_mm512_set1_ps(heads->scale(group)), numbers,
+                                   _mm512_set1_ps(heads->low(group)));
+        };
+        if constexpr (CODE == Q4_K) {  // two groups share their bytes, and a table
+            const __m512i both = _mm512_cvtepu8_epi16(bytes_at<__m256i>(block + block_layout(CODE).lower.byte(i)));
+            const __m512i words = i % 2 ? _mm512_or_si512(_mm512_srli_epi16(both, 4), _mm512_set1_epi16(16))
+                                        : _mm512_and_si512(both, _mm512_set1_epi16(15));
+            const __m512bh table = _mm512_cvtne2ps_pbh(weights(i | 1, numbers), weights(i & ~1, numbers));
+            return (__m512bh)_mm512_permutexvar_epi16(words, (__m512i)table);
+        } else if constexpr (CODE == Q5_K) {
+            const __m512 low = weights(i, numbers);
+            const __m512 high = weights(i, _mm512_add_ps(numbers, _mm512_set1_ps(16)));
+            const __m512i words = _mm512_cvtepu8_epi16((__m256i)block_codes<CODE>(block, i));
+            return (__m512bh)_mm512_permutexvar_epi16(words, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+        } else {
+            const auto codes = (__m256i)(block_codes<CODE>(block, i) - (uint8_t)block_layout(CODE).middle);
+            const auto code = [&](int half) INLINE {
+                const __m128i sixteen = half ? _mm256_extracti128_si256(codes, 1) : _mm256_castsi256_si128(codes);
+                return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(sixteen));
+            };
+            return _mm512_cvtne2ps_pbh(weights(2 * i + 1, code(1)), weights(2 * i, code(0)));
+        }
+    }
+};
+
+template <int CODE>
+static INLINE inline void whole_block(bf16 *out, const uint8_t *block, const BlockHeads<CODE> &heads) {
+    const Group<0, CODE, BLOCK> group(block, heads, 0, _mm512_load_ps(NUMBERS[AFFINE]));
+#pragma GCC unroll 8
+    for (int i = 0; i < BLOCK / 32; i++) _mm512_storeu_si512(out + 32 * i, (__m512i)group.step(i));
+}
+
 template <int CODE, int GROUP>
 static INLINE inline void quick_group(bf16 *out, const uint8_t *codes, const Heads &heads, int i,
                                       const float *table) {
@@ -375,9 +396,8 @@ static inline void quick_group(bf16 *, const uint8_t *, const Heads &, int, cons
 template <int CODE, int GROUP>
 static inline void quick_group(float *, const uint8_t *, const Heads &, int, const float *) {}
 
-// One row, `depth` numbers. `fetch(i)` is called for each group, to bring something into the cache.
 template <int CODE, int GROUP, typename T, typename Fetch>
-static inline void unpack_row(T *out, const uint8_t *codes, const RowLayout &row, Fetch fetch) {
+static inline void unpack_groups(T *out, const uint8_t *codes, const RowLayout &row, Fetch fetch) {
     const uint8_t *head = codes + row.code_bytes;
     const float *table = row.numbers();
     Heads heads;
@@ -395,52 +415,24 @@ static inline void unpack_row(T *out, const uint8_t *codes, const RowLayout &row
     short_group<CODE>(out, codes, row.rest, head_at(row, head + row.whole * row.head_bytes), table);
 }
 
-constexpr int64_t STRIP = 512;  // columns whose heads stay in the first cache
-
-// Columns `begin` to `end`, at most STRIP of them, of a group of `size` rows of w[depth, cols]: its
-// heads (scales, then lows, where those are apart), then codes. `out_stride` is from row to row.
-template <int CODE, typename T>
-static void unpack_columns(T *out, int64_t out_stride, const uint8_t *group, const RowLayout &layout,
-                           int size, int64_t cols, int64_t begin, int64_t end) {
-    const uint8_t *codes = group + cols * layout.head_bytes;
-    const float *table = layout.numbers();
-    const int half = (size + 1) / 2;
-    const int64_t width = end - begin;
-    const int64_t next = cols * (layout.head_bytes + (bits_of(CODE) == 4 ? half : size));  // the next group
-    float s[STRIP], l[STRIP];
-    for (int64_t c = 0; c < width; c += 16) {
-        const int count = (int)std::min<int64_t>(16, width - c);
-        if (layout.encoding == AFFINE) {
-            const bf16 *at = (const bf16 *)group + begin + c;
-            store(s + c, count == 16 ? load(at) : load_first(at, count));
-            store(l + c, count == 16 ? load(at + cols) : load_first(at + cols, count));
-        } else {
-            Heads heads;
-            heads.read(layout, group + (begin + c) * layout.head_bytes, count);
-            store(s + c, load(heads.scale));
-            store(l + c, load(heads.low));
-        }
-    }
-    for (int i = 0; i < size; i++) {
-        const bool upper = bits_of(CODE) == 4 && i >= half;
-        const uint8_t *from = codes + (upper ? i - half : i) * cols + begin;
-        T *to = out + i * out_stride;
-        if (!upper)
-            for (int64_t c = 0; c < width; c += 64) __builtin_prefetch(from + next + c);
-        int64_t c = 0;
-        for (; c + 16 <= width; c += 16) {
-            u8x16 code = load_codes(from + c);
-            if (bits_of(CODE) == 4) code = upper ? code >> 4 : code & 15;
-            put_all(to + c, weights_of(load(s + c), numbers_of<CODE>(code, table), load(l + c)));
-        }
-        for (; c < width; c++) {
-            const int code = bits_of(CODE) == 8 ? from[c] : upper ? from[c] >> 4 : from[c] & 15;
-            put(to + c, weight_of<CODE>(Head{s[c], l[c]}, code, table));
-        }
+template <int CODE, typename T, typename Fetch>
+static inline void unpack_blocks(T *out, const uint8_t *block, const RowLayout &row, Fetch fetch) {
+    for (int64_t g = 0; g < row.whole; g++, block += block_layout(CODE).bytes, out += BLOCK) {
+        fetch(g);
+        BlockHeads<CODE> heads;
+        heads.read(block);
+        whole_block(out, block, heads);
     }
 }
 
-// f(code), a constant.
+// One row, `depth` numbers. `fetch(i)` is called for each group, to bring something into the cache.
+template <int CODE, int GROUP, typename T, typename Fetch>
+static inline void unpack_row(T *out, const uint8_t *codes, const RowLayout &row, Fetch fetch) {
+    if constexpr (in_blocks(CODE)) unpack_blocks<CODE>(out, codes, row, fetch);
+    else unpack_groups<CODE, GROUP>(out, codes, row, fetch);
+}
+
+// f(code), a constant, of what is in no blocks.
 template <typename F> static inline void of_code(int format, F f) {
     const int encoding = format >> 8;
     if (encoding == E4M3) f(std::integral_constant<int, FP8>());
@@ -451,6 +443,14 @@ template <typename F> static inline void of_code(int format, F f) {
 
 // f(code, group), both as constants.
 template <typename F> static inline void of_kind(int format, int group, F f) {
+    const auto block = [&](auto code) { f(code, std::integral_constant<int, BLOCK>()); };
+    switch (format & ~255) {
+    case Q2_K: return block(std::integral_constant<int, Q2_K>());
+    case Q3_K: return block(std::integral_constant<int, Q3_K>());
+    case Q4_K: return block(std::integral_constant<int, Q4_K>());
+    case Q5_K: return block(std::integral_constant<int, Q5_K>());
+    case Q6_K: return block(std::integral_constant<int, Q6_K>());
+    }
     of_code(format, [&](auto code) {
         if (group == 32) f(code, std::integral_constant<int, 32>());
         else if (group == 64) f(code, std::integral_constant<int, 64>());

@@ -14,40 +14,52 @@ template <int R, int C, int CODE, int GROUP>
 static INLINE inline bool packed_sums(Accumulators<R, C> &acc, const Place<bf16> &p,
                                       const uint8_t *const (&w)[C], const RowLayout &row,
                                       int64_t next) {
-    constexpr int BITS = bits_of(CODE), BYTES = GROUP * BITS / 8;
+    constexpr int BITS = bits_of(CODE), BYTES = bytes_of(CODE, GROUP);
+    using OfGroups = std::conditional_t<in_blocks(CODE), BlockHeads<CODE>, Heads>;
     const __m512 numbers = _mm512_load_ps(row.numbers());
     const int64_t split = row.bytes - AHEAD_BYTES, over = next + AHEAD_BYTES - row.bytes;
     const bf16 *x = p.x;
-    Heads heads[C];
+    OfGroups heads[C];
     bool quick = true;
-    for (int64_t g = 0, at = 0; g < row.whole; g++, at += BYTES, x += GROUP * R) {
-        const int i = (int)(g % Heads::COUNT);
-        if (i == 0)
-            each<C>([&](auto c) INLINE {
-                const uint8_t *at = w[c] + row.code_bytes + g * row.head_bytes;
-                quick &= heads[c].read(row, at, row.whole - g);
-            });
+    int64_t at = 0;
+    // So many groups, from the `i`th of `heads` on.
+    const auto add = [&](auto count, int i) INLINE {
         const int64_t ahead = at + (at < split ? AHEAD_BYTES : over);
-        Group<BITS, CODE, GROUP> groups[C];
         each<C>([&](auto c) INLINE {
-            for (int b = 0; b < BYTES; b += 64) __builtin_prefetch(w[c] + ahead + b);
-            groups[c] = {w[c] + at, heads[c], i, numbers};
+            for (int b = 0; b < count * BYTES; b += 64) __builtin_prefetch(w[c] + ahead + b);
         });
-        each<GROUP / 32>([&](auto step) INLINE {
-            __m512bh weights[C];
-            each<C>([&](auto c) INLINE { weights[c] = groups[c].step(step); });
-            each<R>([&](auto r) INLINE {
-                const __m512bh inputs = load_step(x + 32 * (step * R + r));
-                each<C>([&](auto c) INLINE { acc.of(r, c) = mac(acc.of(r, c), inputs, weights[c]); });
+        each<count>([&](auto n) INLINE {
+            Group<BITS, CODE, GROUP> groups[C];
+            each<C>([&](auto c) INLINE { groups[c] = {w[c] + at + n * BYTES, heads[c], i + n, numbers}; });
+            each<GROUP / 32>([&](auto step) INLINE {
+                __m512bh weights[C];
+                each<C>([&](auto c) INLINE { weights[c] = groups[c].step(step); });
+                each<R>([&](auto r) INLINE {
+                    const __m512bh inputs = load_step(x + GROUP * R * n + 32 * (step * R + r));
+                    each<C>([&](auto c) INLINE { acc.of(r, c) = mac(acc.of(r, c), inputs, weights[c]); });
+                });
             });
         });
+        at += count * BYTES, x += count * GROUP * R;
+    };
+    for (int64_t g = 0; g < row.whole; g += OfGroups::COUNT) {
+        const int count = (int)std::min<int64_t>(OfGroups::COUNT, row.whole - g);
+        each<C>([&](auto c) INLINE {
+            if constexpr (in_blocks(CODE)) heads[c].read(w[c] + at);
+            else quick &= heads[c].read(row, w[c] + row.code_bytes + g * row.head_bytes, count);
+        });
+        constexpr int LINE = std::max(1, 64 / BYTES);  // the groups of a line
+        int i = 0;
+        for (; i + LINE <= count; i += LINE) add(std::integral_constant<int, LINE>(), i);
+        if (LINE > 1)
+            for (; i < count; i++) add(std::integral_constant<int, 1>(), i);
     }
     if (!quick) return false;
     for (int c = 0; c < C; c++) {
         for (int64_t b = row.code_bytes; b < row.bytes; b += 64)
             __builtin_prefetch(w[c] + b + over);
     }
-    if (row.rest) {
+    if constexpr (!in_blocks(CODE)) if (row.rest) {
         bf16 last[C][GROUP];
         const bf16 *rest[C];
         for (int c = 0; c < C; c++) {

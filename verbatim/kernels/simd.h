@@ -89,13 +89,25 @@ static inline f32x16 to_floats(u8x16 codes) {
 #endif
 }
 
+static inline float float_of(uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static inline float from_half(uint32_t bits) {
+#if defined(__F16C__)
+    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128((int)bits)));
+#else
+    const float size = float_of((bits & 0x7fff) << 13) * 0x1p112f;
+    return bits & 0x8000 ? -size : size;
+#endif
+}
+
 static inline float to_float(float x) { return x; }
 
 static inline float to_float(bf16 x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float f;
-    std::memcpy(&f, &bits, sizeof f);
-    return f;
+    return float_of((uint32_t)x << 16);
 }
 
 // Round to nearest, ties to even, as torch rounds.

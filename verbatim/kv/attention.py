@@ -19,6 +19,7 @@ from torch import Tensor
 from verbatim import kernels
 from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
+from verbatim.kv.recurrence import tree_sum
 
 _TILE = 64  # keys per tile of the reference, at absolute positions
 _MAX_PRODUCTS = 1 << 22  # elements of the reference's largest temporary
@@ -84,7 +85,7 @@ def paged_attention(
     Args:
         q: `[T, H, Dk]`, float32 or bfloat16; query head h reads KV head h // (H // Hkv).
         k_store, v_store: `[blocks, Hkv, block_size, Dk]` and `[..., Dv]`, contiguous, one dtype.
-        batch: as the fields of `Batch`.
+        batch: fields of `Batch`.
         backend: "kernel", "reference", or "auto" for the kernel if it supports the tensors.
         batch_invariant: False allows faster kernels on a GPU that are not batch-invariant.
 
@@ -271,7 +272,7 @@ def _reference_rows(
         blocks, offsets = block_table[valid_keys // block_size].long(), valid_keys % block_size
         k = k_store[blocks, :, offsets].float().transpose(0, 1).unsqueeze(1)  # [Hkv, 1, tile, Dk]
         v = v_store[blocks, :, offsets].float().transpose(0, 1).unsqueeze(1)
-        scores = tree_sum(queries * k, -1).squeeze(-1) * options.scale
+        scores = tree_sum(queries * k, -1) * options.scale
         if options.softcap:
             scores = options.softcap * torch.tanh(scores / options.softcap)
         if slopes is not None:
@@ -284,16 +285,7 @@ def _reference_rows(
         factor = torch.exp(largest - highest)
         weights = torch.exp(scores - highest)
         values = torch.where(visible.unsqueeze(-1), weights.unsqueeze(-1) * v, 0.0)
-        total = torch.where(active, total * factor + tree_sum(weights, -1), total)
-        acc = torch.where(active, acc * factor + tree_sum(values, -2).squeeze(-2), acc)
+        total = torch.where(active, total * factor + tree_sum(weights, -1, keepdim=True), total)
+        acc = torch.where(active, acc * factor + tree_sum(values, -2), acc)
         largest = torch.where(active, highest, largest)
     return (acc / total).reshape(rows, heads, value_size).to(q.dtype)
-
-
-def tree_sum(x: Tensor, dim: int) -> Tensor:
-    """Sum over `dim`, kept as size 1, by adding halves: batch-invariant."""
-    while (size := x.shape[dim]) > 1:
-        half = size // 2
-        total = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
-        x = torch.cat([total, x.narrow(dim, size - 1, 1)], dim) if size % 2 else total
-    return x

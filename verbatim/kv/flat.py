@@ -1,30 +1,53 @@
-"""Blocks of K and V, of records and of states as rows of bytes, to be kept elsewhere."""
+"""`BlockStore`: tensors kept by block or by slot; and blocks as rows of bytes, to be kept elsewhere."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 
-class BlockStore(Protocol):
-    """Tensors kept by block, or by slot.
+class BlockStore:
+    """Base class of tensors whose first dimension is the block, or the slot.
 
     Attributes:
         token_axis: the dimension of positions in the tensors of `read_blocks`; None: they have none.
     """
 
-    token_axis: int | None
+    token_axis: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors; empty after their memory was freed."""
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def read_blocks(self, blocks: list[int]) -> list[Tensor]:
         """Copy whole blocks: tensors of `n` entries each."""
-        ...
+        return [tensor[blocks] for tensor in self.tensors]
 
     def write_blocks(self, blocks: list[int], contents: list[Tensor]) -> None:
         """Write whole blocks, given as `read_blocks` returns them."""
-        ...
+        for tensor, content in zip(self.tensors, contents, strict=True):
+            tensor[blocks] = content.to(tensor.device)
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copy whole blocks, (from, to)."""
+        if not copies:
+            return
+        source = torch.tensor([a for a, _ in copies])
+        target = torch.tensor([b for _, b in copies])
+        for tensor in self.tensors:
+            tensor[target] = tensor[source]
+
+    def poison(self, blocks: list[int]) -> None:
+        """Fill `blocks` with NaN, so that tests detect reads of what was not written."""
+        for tensor in self.tensors:
+            tensor[blocks] = torch.nan
 
 
 def read_rows(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from verbatim.kv.flat import BlockStore
 
-class HiddenStore:
+
+class HiddenStore(BlockStore):
     """One hidden state per position, `[block, position in it, H]`, in the same blocks as K and V.
 
     As for K and V, memory is reserved at once, and committed by the OS when first written.
@@ -16,7 +18,7 @@ class HiddenStore:
         rows: `[blocks * block_size, H]`, by slot (`Batch.slots`); empty after `release`.
     """
 
-    token_axis: int | None = 1  # of `read_blocks`
+    token_axis = 1
 
     def __init__(
         self,
@@ -32,8 +34,9 @@ class HiddenStore:
         self.allocate()
 
     @property
-    def nbytes(self) -> int:
-        return self.rows.nbytes
+    def tensors(self) -> list[Tensor]:
+        """The states as `[blocks, block_size, H]`."""
+        return [self.rows.view(-1, self.block_size, self._shape[1])]
 
     def write(self, slots: Tensor, hidden: Tensor) -> None:
         """Write `hidden` `[T, H]` at `slots` `[T]`."""
@@ -45,24 +48,6 @@ class HiddenStore:
         """Return a copy of the states at `slots` `[T]`: `[T, H]`."""
         return self.rows.index_select(0, slots)
 
-    def read_blocks(self, blocks: list[int]) -> list[Tensor]:
-        """Copy whole blocks: one tensor, `[n, block_size, H]`."""
-        return [self._blocks()[blocks]]
-
-    def write_blocks(self, blocks: list[int], contents: list[Tensor]) -> None:
-        """Write whole blocks, given as `read_blocks` returns them."""
-        self._blocks()[blocks] = contents[0].to(self.rows.device)
-
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, (from, to)."""
-        if copies:
-            blocks = self._blocks()
-            blocks[[b for _, b in copies]] = blocks[[a for a, _ in copies]]
-
-    def poison(self, blocks: list[int]) -> None:
-        """Fill `blocks` with NaN, so that tests detect reads of unwritten states."""
-        self._blocks()[blocks] = torch.nan
-
     def release(self) -> None:
         """Free the memory."""
         self.rows = self.rows.new_empty(0, self._shape[1])
@@ -72,6 +57,3 @@ class HiddenStore:
         if not len(self.rows):
             with torch.inference_mode(False):  # as for K and V
                 self.rows = self.rows.new_empty(self._shape)
-
-    def _blocks(self) -> Tensor:
-        return self.rows.view(-1, self.block_size, self._shape[1])

@@ -1,10 +1,10 @@
-"""Sparse attention by an indexer: which keys a row sees, and attention to those.
+"""Sparse attention: an indexer chooses the keys of each row, and attention reads those.
 
 A model with an indexer (DeepSeek Sparse Attention, DeepSeek-AI 2025, arXiv:2512.02556) keeps one more key
 for each token. Its score for a row is a weighted sum over the indexer's heads of relu(query * key); the row
 attends to the keys of the largest scores. Scores are sums in a fixed order in float32, and of equal ones
 the lowest positions are taken, so the choice is a function of the row's sequence alone. Other models choose
-blocks of keys, each by its best one, and do so for each group of heads.
+blocks of keys by the best key in each, separately for each group of heads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from verbatim import kernels
 from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions, IndexOptions
-from verbatim.kv.attention import tree_sum
+from verbatim.kv.recurrence import tree_sum
 
 _TILE = 64  # keys scored at once, at absolute positions
 _MAX_ELEMENTS = 1 << 22  # of the largest temporary
@@ -114,9 +114,9 @@ def index_scores(
         return out
     tiles = []
     for tile in keys.split(_TILE):
-        scores = tree_sum(q[:, :, None] * tile, -1)[..., 0]
+        scores = tree_sum(q[:, :, None] * tile, -1)
         if weights is not None:
-            scores = tree_sum(scores.relu() * weights[..., None], 1)
+            scores = tree_sum(scores.relu() * weights[..., None], 1, keepdim=True)
         tiles.append(scores)
     return torch.cat(tiles, -1)
 
@@ -141,8 +141,8 @@ def attend_to_chosen(
 ) -> Tensor:
     """Run `attention` on the keys in `options.chosen`.
 
-    The chosen rows of the stores are copied, and each row becomes a sequence of its own over them. A
-    row's bits do not depend on where its keys lie, so one that sees all keys has those of `attention`.
+    The chosen rows of the stores are copied, and each query row becomes a sequence over its copies. Bits do
+    not depend on the location of keys, so a row that sees all keys has the bits of `attention`.
 
     Args:
         attention: `paged_attention`, or another function of the same arguments.
@@ -177,11 +177,11 @@ def attend_to_records(
     batch: AttentionBatch,
     options: AttentionOptions,
 ) -> Tensor:
-    """Run `attention` on the keys in the rows' window, which are values too, and on `options.records`.
+    """Run `attention` on the keys in each row's window, which are also the values, and on `options.records`.
 
     Args:
-        k_store: of keys, `[blocks, 1, block_size, D]`.
-        v_store: of records, of the same shape.
+        k_store: keys, `[blocks, 1, block_size, D]`.
+        v_store: records, of the same shape.
     """
     records, window = options.records, options.window
     assert records is not None and window
@@ -200,11 +200,11 @@ def _attend_to_copies(
     batch: AttentionBatch,
     options: AttentionOptions,
 ) -> Tensor:
-    """Run `attention` on copies of keys and values, some of each store, in one softmax for each row.
+    """Run `attention` on copies of rows of several stores, with one softmax for each query row.
 
     Args:
-        parts: stores of K and V, and the positions in them that rows attend to, `[T, k]`, those that are
-            negative left out.
+        parts: for each store of K and V the positions that rows attend to, `[T, k]`; negative ones are
+            ignored.
     """
     options = replace(options, chosen=None, records=None)
     lengths = batch.query_starts.diff().long()

@@ -1,8 +1,8 @@
 """Cached prefixes in files, so that they survive a restart.
 
-Each block, and each state of recurrent layers, is a file: a digest, then the bytes as the runner gives them.
-Its name is a hash of the model, of all that decides the bits, and of the ids up to its end, so nothing is
-found by another model. A file that is not what its name and digest say counts as missing, and is deleted.
+Each block, and each recurrent state, is a file: a digest, then the bytes of `Runner.read_cache`. The name is
+a hash of the model, of everything that determines the bits, and of the ids up to the block's end, so another
+model finds nothing. A file that does not match its name and digest is deleted, and counts as missing.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Entry = tuple[str, bytes]  # "blocks" or "states", and the key of a prefix
 
 _DIGEST_BYTES = 32
 _COPIED = 4 << 20  # bytes copied between two steps
-_PAUSE_S = 0.02  # between two of these copies
+_PAUSE_S = 0.02  # between two copies
 _READ = 32 << 20  # bytes read at once
-_MAX_PENDING = 1 << 17  # entries; further ones are not kept
-_FLUSH_S = 30.0  # for writing what is left at the end
-_FORSAKEN_S = 600.0  # after which a temporary file belongs to a process that was killed
-# A block counts as a second older for each block before it, so that prefixes lose their ends first.
+_MAX_PENDING = 1 << 17  # entries to write; more are dropped
+_FLUSH_S = 30.0  # for writing the pending entries at the end
+_ABANDONED_S = 600.0  # age at which an unfinished file belongs to a killed process
+# A block counts as one second older for each block before it, so that prefixes are evicted from their ends.
 _AGE_NS = 10**9
 _log = logging.getLogger("verbatim")
 
@@ -43,14 +43,14 @@ _log = logging.getLogger("verbatim")
 class PrefixFolder:
     """A folder of cached prefixes, which several processes may share.
 
-    A thread copies new blocks between two steps, a few at a time, and writes them. It ends when there are no
-    more. The budget is kept by deleting the files that were written or used longest ago.
+    A thread copies new blocks between two steps, a few at a time, and writes them; it ends when none are
+    left. The least recently used files are deleted to keep the budget.
 
     Args:
-        path: created for the owner alone, if it is missing.
-        max_bytes: of all files together; each further process may exceed it by a sixteenth.
-        model: identifies the model, and all that decides the bits of K and V.
-        pools: of the "blocks", and of the slots of "states".
+        path: created with access for its owner only, if it is missing.
+        max_bytes: total size of the files; each further process may exceed it by a sixteenth.
+        model: identifies the model, and everything that determines the bits of K and V.
+        pools: the pools of "blocks", and of slots of "states".
 
     Attributes:
         between_steps: calls a function while no step runs.
@@ -75,37 +75,37 @@ class PrefixFolder:
             self._nbytes[kind] = first.shape[1]
         self._model = f"{model} {self._nbytes}".encode()
         self._counts = dict.fromkeys(("hits", "misses", "bytes_read", "bytes_written"), 0)
-        self._off: str | None = None  # why nothing is read and written any more
-        self._full: str | None = None  # why nothing is written any more
-        self._pending: dict[Entry, int] = {}  # entries to write, or to mark as used; their depth
-        self._lock = threading.Lock()  # of `_pending` and `_thread`
+        self._off: str | None = None  # the reason why reading and writing stopped
+        self._full: str | None = None  # the reason why writing stopped
+        self._pending: dict[Entry, int] = {}  # depths of entries to write, or to mark as used
+        self._lock = threading.Lock()  # guards `_pending` and `_thread`
         self._thread: threading.Thread | None = None
         self._hurry = threading.Event()
-        self._room = 0  # bytes that may be written until the folder is looked through again
+        self._room = 0  # bytes that may be written before the next `_sweep`
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = path.stat()
             if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
                 raise InvalidRequest(
                     f"prefix_folder={str(path)!r}: must belong to this user, and be closed to others "
-                    "(chmod 700): it holds what prompts are made of"
+                    "(chmod 700): its contents reveal prompts"
                 )
             self._sweep(0)
         except OSError as error:
             raise InvalidRequest(f"prefix_folder={str(path)!r}: {error.strerror}") from None
 
     def stats(self) -> dict[str, Any]:
-        """Return blocks found and not found, bytes, and why it is off; plain values."""
+        """Return hits and misses in blocks, bytes, and the reason if it is off, as plain values."""
         return {**self._counts, "off": self._off or self._full}
 
-    # ---- reading, by the owner of the engine
+    # ---- reading: called by the owner of the engine
 
     def has(self, kind: str, key: bytes) -> bool:
-        """Return whether there is a file, which may still be damaged."""
+        """Return whether the file exists; it may be damaged."""
         return self._off is None and os.path.exists(self._file(kind, key))
 
     def leading(self, keys: list[bytes]) -> int:
-        """Return for how many leading keys there are files of blocks."""
+        """Return the number of leading keys with a file of their block."""
         found = next((i for i, key in enumerate(keys) if not self.has("blocks", key)), len(keys))
         self._counts["misses"] += len(keys) - found
         return found
@@ -140,7 +140,7 @@ class PrefixFolder:
         return done
 
     def _read(self, kind: str, key: bytes, into: Tensor) -> bool:
-        """Read one file; return whether it is there and whole."""
+        """Read one file; return whether it exists and is undamaged."""
         path, view = self._file(kind, key), into.numpy().data
         try:
             with path.open("rb", buffering=0) as file:
@@ -152,7 +152,7 @@ class PrefixFolder:
                     done, is_whole = done + count, count > 0
             if is_whole and digest == _digest(path.name, view):
                 return True
-            path.unlink()  # or it would never be written again
+            path.unlink()  # else it would never be written again
         except OSError:
             pass
         return False
@@ -160,10 +160,10 @@ class PrefixFolder:
     # ---- writing
 
     def note(self, kind: str, keys: Iterable[bytes], first: int) -> None:
-        """Have entries written soon, or marked as used where they are.
+        """Queue entries to be written, or to be marked as used if they have files.
 
         Args:
-            first: number of blocks before the first of them.
+            first: number of blocks before the first entry.
         """
         with self._lock:
             if self._off is not None or self._full is not None:
@@ -172,20 +172,20 @@ class PrefixFolder:
                 if len(self._pending) < _MAX_PENDING:
                     self._pending[kind, key] = depth
             if self._pending and self._thread is None:
-                # Not a daemon: it would copy tensors while the interpreter ends.
+                # Not a daemon, which would copy tensors while the interpreter ends.
                 thread = threading.Thread(target=self._run, name="verbatim-prefixes", daemon=False)
-                with suppress(RuntimeError):  # the interpreter ends, and starts no threads
+                with suppress(RuntimeError):  # no thread can start while the interpreter ends
                     thread.start()
                     self._thread = thread
 
     def stop(self, reason: str) -> None:
-        """Read and write nothing from now on."""
+        """Stop reading and writing."""
         with self._lock:
             self._off = self._off or reason
             self._pending.clear()
 
     def finish(self) -> None:
-        """Write what is left, and stop. The caller must not own the engine."""
+        """Write the pending entries, and stop. The caller must not own the engine."""
         self._hurry.set()
         with self._lock:
             thread = self._thread
@@ -214,14 +214,14 @@ class PrefixFolder:
                     self._pending.clear()
 
     def _save(self, kind: str, depths: dict[bytes, int]) -> None:
-        """Write those of these entries that have no file, and mark the others as used."""
+        """Write the entries without a file, and mark the others as used."""
         missing = [key for key, depth in depths.items() if not _touch(self._file(kind, key), depth)]
         if not missing:
             return
 
         def copy() -> tuple[list[bytes], Tensor | None]:
             pool = self._pools[kind]
-            # After an update of the weights, the same keys stand for other contents.
+            # After an update of the weights, the same keys have other contents.
             cached = [key for key in missing if self._off is None and pool.has(key)]
             numbers = [pool.find([key])[0] for key in cached]
             return cached, self._runner.read_cache(kind, numbers) if numbers else None
@@ -245,7 +245,7 @@ class PrefixFolder:
         self._counts["bytes_written"] += size
 
     def _sweep(self, size: int) -> None:
-        """Delete the files that were not used for longest, until `size` more bytes fit, and `.part` files."""
+        """Delete abandoned files, and the least recently used ones until `size` more bytes fit."""
         found, total = [], 0
         for entry in os.scandir(self.path):
             with suppress(FileNotFoundError):  # another process was faster
@@ -255,7 +255,7 @@ class PrefixFolder:
                 if entry.name.endswith(".kv"):
                     found.append((status.st_mtime_ns, status.st_size, entry.path))
                     total += status.st_size
-                elif entry.name.endswith(".part") and status.st_mtime < time.time() - _FORSAKEN_S:
+                elif entry.name.endswith(".part") and status.st_mtime < time.time() - _ABANDONED_S:
                     os.unlink(entry.path)
         if total + size > self.max_bytes:
             for _, nbytes, path in sorted(found):
@@ -278,7 +278,7 @@ def _digest(name: str, data: memoryview) -> bytes:
 
 
 def _touch(path: Path, depth: int) -> bool:
-    """Mark a file as used now; return whether it is there."""
+    """Mark a file as used now; return whether it exists."""
     used = time.time_ns() - depth * _AGE_NS
     try:
         os.utime(path, ns=(used, used))

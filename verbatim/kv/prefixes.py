@@ -12,12 +12,12 @@ class Prefixes:
     """Shares the blocks of common prefixes between sequences.
 
     Only full blocks are shared, and at least one row of a sequence is always computed, for its next
-    token. Sequences with replayed choices are excluded, as their K and V do not follow from ids alone,
-    and so are those of private sessions, with K and V from before the cache was cleared.
+    token. Excluded are sequences with replayed choices, as their K and V depend on more than the ids, and
+    those of private sessions, with K and V from before the cache was cleared.
 
     Attributes:
-        folder: prefixes in files, from an earlier run or evicted; None: there are none. Those of adapters,
-            whose numbers another run gives to others, are in memory only.
+        folder: prefixes in files, from earlier runs or evicted; None: memory only. Prefixes of adapters are
+            in memory only, as their numbers differ in another run.
     """
 
     folder: PrefixFolder | None = None
@@ -30,16 +30,14 @@ class Prefixes:
         self.block_size = block_size
         self.enabled = enabled
         self.num_hits = 0  # cached tokens found since it was opened
-        self._in_flight: dict[
-            bytes, Sequence
-        ] = {}  # keys of blocks that a running prefill will fill
+        self._in_flight: dict[bytes, Sequence] = {}  # by key of a block that a prefill will fill
         self._in_flight_of: dict[Sequence, list[bytes]] = {}
 
     def attach(self, sequence: Sequence, *, load: bool = False) -> None:
         """Attach the longest cached prefix to a sequence without blocks.
 
         Args:
-            load: read more of it from files, if there is room for the whole sequence.
+            load: also read blocks from files, if there is room for the whole sequence.
         """
         if not self._is_shareable(sequence):
             return
@@ -61,15 +59,15 @@ class Prefixes:
     def _load(
         self, folder: PrefixFolder, sequence: Sequence, keys: list[bytes], found: list[int]
     ) -> None:
-        """Cache what the files have of a prefix, beyond the blocks `found` in memory."""
-        self.pool.share(found)  # or they might be evicted for others
+        """Cache the blocks of a prefix that are in files, after the blocks `found` in memory."""
+        self.pool.share(found)  # so that they are not evicted
         needed = -(-sequence.num_tokens // self.block_size) - len(found)
         if self.pool.num_free >= needed and self.states.num_free(3) == 3:
             usable = len(found) + folder.leading(keys[len(found) :])
             has_state = False
-            if self.states.pool is not None:
-                state = self.states.pool.has
-                while usable and not (has_state := state(keys[usable - 1])):
+            if self.states.enabled:
+                cached = self.states.pool.has
+                while usable and not (has_state := cached(keys[usable - 1])):
                     if folder.has("states", keys[usable - 1]):
                         break
                     usable -= 1
@@ -79,7 +77,7 @@ class Prefixes:
         self.pool.give_back(found)
 
     def _note(self, sequence: Sequence, kind: str, keys: list[bytes], first: int) -> None:
-        """Have entries of the cache written to files, if there is a folder for them."""
+        """Queue cache entries to be written to files, if there is a folder."""
         if self.folder is not None and keys and not sequence.request.adapter:
             self.folder.note(kind, keys, first)
 
@@ -100,7 +98,7 @@ class Prefixes:
         """Register the blocks of a starting prefill as in flight."""
         if self._is_shareable(sequence):
             uncomputed = self._keys(sequence)[len(sequence.blocks) :]
-            if self.states.enabled:  # others can only go on from where a state is cached
+            if self.states.enabled:  # other sequences can continue only where a state is cached
                 uncomputed = self._reusable_keys(sequence)[len(sequence.blocks) :][-1:]
             own_keys = [key for key in uncomputed if key not in self._in_flight]
             self._in_flight.update((key, sequence) for key in own_keys)
@@ -118,7 +116,7 @@ class Prefixes:
         keys = self._keys(sequence)
         for i in range(first, full):
             block = self.pool.remember(sequence.blocks[i], keys[i])
-            if block != sequence.blocks[i]:  # another sequence's, maybe without draft cache
+            if block != sequence.blocks[i]:  # another sequence's, which may lack draft cache
                 sequence.blocks[i] = block
                 sequence.truncate_draft_cache(i * self.block_size)
         sequence.num_indexed = full
@@ -129,15 +127,14 @@ class Prefixes:
     def withdraw(self, sequence: Sequence) -> list[bytes]:
         """Unregister a sequence that lost its blocks; return its keys still in flight."""
         sequence.num_indexed = 0
-        if sequence.snapshot is not None and self.states.pool is not None:
-            if self.states.pool.has(sequence.snapshot):
-                self._note(sequence, "states", [sequence.snapshot], len(sequence.keys))
+        if sequence.snapshot is not None and self.states.pool.has(sequence.snapshot):
+            self._note(sequence, "states", [sequence.snapshot], len(sequence.keys))
         return self._drop(sequence, None)
 
     def snapshots(self, sequence: Sequence, end: int) -> list[int]:
-        """Return after how many tokens to cache the state, among the rows up to `end` of a prefill.
+        """Return the numbers of tokens after which to cache the state, in a prefill up to `end`.
 
-        That is where an equal prompt could go on from, and where this prompt leaves another one's.
+        They are the last full block of the prompt, and the block where it departs from a cached prompt.
         """
         if not self.states.enabled or not self._is_shareable(sequence):
             return []
@@ -150,7 +147,7 @@ class Prefixes:
     def _snapshot(self, sequence: Sequence, first: int, full: int) -> None:
         """Cache the states that were written at the ends of blocks `first` to `full`.
 
-        Of those in the completion only the latest is kept, where the next turn of a conversation begins.
+        Of the states in the completion only the latest is kept, for the next turn of a conversation.
         """
         for position in sorted(sequence.states):
             blocks, offset = divmod(position, self.block_size)
@@ -160,20 +157,20 @@ class Prefixes:
             self.states.remember(sequence, position, key)
             if position >= sequence.request.num_input_tokens:
                 if sequence.snapshot is not None:
-                    self.states.drop(sequence.snapshot)
-                sequence.snapshot = key  # the last one is written to a file
+                    self.states.pool.drop(sequence.snapshot)
+                sequence.snapshot = key  # the last snapshot is written to a file
             else:
                 self._note(sequence, "states", [key], blocks)
 
     def drop_cached(self) -> None:
-        """Drop what is cached and not used."""
+        """Drop unused cache entries."""
         self.pool.drop_cached()
-        self.states.drop_cached()
+        self.states.pool.drop_cached()
 
     def forget(self) -> None:
         """Clear the cache; running sequences keep what they use."""
         self.pool.forget()
-        self.states.forget()
+        self.states.pool.forget()
 
     def _drop(self, sequence: Sequence, computed: set[bytes] | None) -> list[bytes]:
         """Unregister the keys in `computed`, or all if it is None; return them."""
@@ -190,7 +187,7 @@ class Prefixes:
         request = sequence.request
         is_private = request.session_cache is not None and request.session_cache.is_private
         params = request.params
-        # Blocks of others hold no record of keys.
+        # Blocks of other requests have no record of keys.
         is_private |= params.forces_choices or params.record_indices
         return self.enabled and not is_private
 

@@ -245,16 +245,13 @@ def _pointers(*tensors: Tensor | None) -> list[int | None]:
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
-def tree_sum(x: Tensor, dim: int) -> Tensor:
-    """Sum over a dimension in an order that depends on its length alone, unlike `torch.sum`."""
-    while (width := x.shape[dim]) > 1:
-        half = width // 2
-        low, high = x.narrow(dim, 0, half), x.narrow(dim, half, half)
-        rest = x.narrow(dim, 2 * half, width - 2 * half)
-        x = low + high
-        if rest.shape[dim]:
-            x = torch.cat([x, rest], dim)
-    return x.squeeze(dim)
+def tree_sum(x: Tensor, dim: int, *, keepdim: bool = False) -> Tensor:
+    """Sum over a dimension by adding halves: the order depends on its length alone, unlike `torch.sum`."""
+    while (size := x.shape[dim]) > 1:
+        half = size // 2
+        total = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
+        x = torch.cat([total, x.narrow(dim, size - 1, 1)], dim) if size % 2 else total
+    return x if keepdim else x.squeeze(dim)
 
 
 def _sequences(at: StateRows) -> Iterator[tuple[int, int, int, list[tuple[int, int]]]]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from verbatim.batch import ZERO_STATE, Batch
 from verbatim.core import Sequence, SessionCache
 from verbatim.kv.blocks import BlockPool
+from verbatim.kv.flat import BlockStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class StateRows(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch) -> StateRows:
-        """Return those of a batch; one without states begins with zeros and writes nothing."""
+        """Return the slots of a batch; without states, sequences begin with zeros and write nothing."""
         sources, rows, targets = batch.state_sources, batch.state_rows, batch.state_targets
         if sources is None or rows is None or targets is None:
             sources = torch.zeros_like(batch.context_lens)
@@ -56,53 +57,40 @@ class StateRows(NamedTuple):
         return cls(batch.query_starts, sources, rows, targets)
 
 
-class StateStore:
+class StateStore(BlockStore):
     """The states of `num_slots` slots, in a tensor `[num_slots, *shape]` for each recurrent operation.
 
     Slot `ZERO_STATE` holds zeros, the state before the first token.
     """
 
-    token_axis: int | None = None  # of `read_blocks`
-
     def __init__(self, shapes: list[StateShape], num_slots: int, device: torch.device) -> None:
         self.shapes = shapes
         self.num_slots = num_slots
         self._device = device
-        self.tensors: list[Tensor] = []
+        self._tensors: list[Tensor] = []
         self.allocate()
 
     @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+    def tensors(self) -> list[Tensor]:
+        """One tensor for each recurrent operation; empty after `release`."""
+        return self._tensors
 
-    def read_blocks(self, slots: list[int]) -> list[Tensor]:
-        """Copy slots: one tensor `[n, *shape]` for each recurrent operation."""
-        return [tensor[slots] for tensor in self.tensors]
-
-    def write_blocks(self, slots: list[int], contents: list[Tensor]) -> None:
-        """Write slots, given as `read_blocks` returns them."""
-        for tensor, content in zip(self.tensors, contents, strict=True):
-            tensor[slots] = content.to(tensor.device)
-
-    def poison(self, slots: Iterable[int]) -> None:
-        """Fill slots with NaN, so that tests detect reads of states that were not written."""
-        poisoned = [slot for slot in slots if slot != ZERO_STATE]
-        for tensor in self.tensors:
-            tensor[poisoned] = torch.nan
+    def poison(self, blocks: list[int]) -> None:
+        super().poison([slot for slot in blocks if slot != ZERO_STATE])
 
     def release(self) -> None:
         """Free the memory."""
-        self.tensors.clear()
+        self._tensors.clear()
 
     def allocate(self) -> None:
-        """Allocate memory, uninitialized but for the zero state, unless it is there."""
-        if not self.tensors:
+        """Allocate memory, unless it is allocated; only the zero state is initialized."""
+        if not self._tensors:
             with torch.inference_mode(False):
                 for s in self.shapes:
                     size = (self.num_slots, *s.shape)
                     tensor = torch.empty(size, dtype=s.dtype, device=self._device)
                     tensor[ZERO_STATE] = 0
-                    self.tensors.append(tensor)
+                    self._tensors.append(tensor)
 
 
 def open_states(
@@ -115,45 +103,45 @@ def open_states(
 class StateSlots:
     """Allocates slots to sequences. `Sequence.states` maps a number of tokens to the slot after them.
 
-    Between two steps, a sequence has a slot for its computed tokens. A step reserves slots for the states
-    that it writes; what is not kept after the step is freed.
+    Between two steps, a sequence has one slot, for its computed tokens. A step reserves slots for the states
+    that it writes; slots that are not kept after the step are freed.
 
     Args:
-        num_slots: including that of the zero state; 0 for a model without recurrent layers.
+        num_slots: number of slots, including the zero state; 0 for a model without recurrent layers.
     """
 
     def __init__(self, num_slots: int) -> None:
-        self.pool = BlockPool(num_slots) if num_slots else None
-        self.enabled = self.pool is not None
+        self.enabled = num_slots > 0
+        self.pool = BlockPool(
+            num_slots if self.enabled else 2
+        )  # nothing is taken if it is not enabled
 
     def num_free(self, wanted: int) -> int:
-        """Return how many of `wanted` slots can be taken; all of them where there are no states."""
-        return wanted if self.pool is None else min(wanted, self.pool.num_free)
+        """Return how many of `wanted` slots can be taken; all of them if the model has no states."""
+        return min(wanted, self.pool.num_free) if self.enabled else wanted
 
     def reserve(self, sequence: Sequence | SessionCache, positions: Iterable[int]) -> None:
         """Take a slot for the state after each of these numbers of tokens; a slot must be free for each."""
-        if self.pool is not None:
+        if self.enabled:
             new = [p for p in positions if p not in sequence.states]
             sequence.states.update(zip(new, self.pool.take(len(new)), strict=True))
 
     def keep(self, sequence: Sequence | SessionCache, position: int) -> None:
-        """Free a sequence's slots but for that of the state after `position` tokens."""
+        """Free a sequence's slots, except the one of the state after `position` tokens."""
         if len(sequence.states) > (position in sequence.states):
-            assert self.pool is not None
-            unused = [slot for p, slot in sequence.states.items() if p != position]
-            self.pool.give_back(unused)
+            self.pool.give_back([slot for p, slot in sequence.states.items() if p != position])
             sequence.states = {p: slot for p, slot in sequence.states.items() if p == position}
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Give `child` the state of `parent`."""
         slot = parent.states.get(parent.num_computed)
-        if slot is not None and self.pool is not None:
+        if slot is not None:
             self.pool.share([slot])
             child.states = {parent.num_computed: slot}
 
     def attach(self, sequence: Sequence, position: int, keys: list[bytes]) -> None:
         """Give a sequence the cached state after `position` tokens, the prefix with these keys."""
-        if self.pool is not None and keys:
+        if self.enabled and keys:
             (slot,) = self.pool.find(keys[-1:])
             self.pool.share([slot])
             sequence.states = {position: slot}
@@ -161,26 +149,11 @@ class StateSlots:
     def remember(self, sequence: Sequence, position: int, key: bytes) -> None:
         """Cache the state after the prefix with this key, if the sequence has it."""
         slot = sequence.states.get(position)
-        if slot is not None and self.pool is not None:
+        if slot is not None:
             sequence.states[position] = self.pool.remember(slot, key)
 
-    def drop(self, key: bytes) -> None:
-        """Free the cached state with this key, unless it is used."""
-        if self.pool is not None:
-            self.pool.drop(key)
-
-    def drop_cached(self) -> None:
-        """Drop the cached states that are not used."""
-        if self.pool is not None:
-            self.pool.drop_cached()
-
-    def forget(self) -> None:
-        """Clear the cache."""
-        if self.pool is not None:
-            self.pool.forget()
-
     def longest(self, keys: list[bytes]) -> int:
-        """Return for how many of the leading keys there is a cached state after all of them."""
-        if self.pool is None:
+        """Return the largest number of leading keys after which a state is cached."""
+        if not self.enabled:
             return len(keys)
         return next((n for n in range(len(keys), 0, -1) if self.pool.has(keys[n - 1])), 0)

@@ -16,6 +16,7 @@ from torch import Tensor
 from verbatim.batch import AttentionBatch, Batch
 from verbatim.kernels.options import AnyOptions, IndexOptions
 from verbatim.kv.attention import paged_attention, write_kv
+from verbatim.kv.flat import BlockStore
 from verbatim.kv.indexing import attend_to_chosen, attend_to_records, choose_keys
 from verbatim.kv.quantized import KVDtype, Packing, packed_attention, unpack, write_packed
 from verbatim.kv.states import StateShape, StateStore
@@ -27,7 +28,7 @@ class LayerShape:
 
     Attributes:
         value_dim: 0 for the keys of an indexer.
-        records: keys are values too, and what lies in the place of values are records of windows.
+        records: keys are also the values, and the store of values has records of windows.
     """
 
     kv_heads: int
@@ -40,7 +41,7 @@ class LayerShape:
         return self.kv_heads * (self.key_dim + self.value_dim)
 
 
-class KVStore:
+class KVStore(BlockStore):
     """K and V of `num_blocks` blocks in every layer, laid out `[block, KV head, token, width]`.
 
     A head's tokens are adjacent, so a decode step reads each tile of keys as contiguous memory. The
@@ -51,11 +52,10 @@ class KVStore:
         dtype_name: "float32", "bfloat16", "int8" or "int4".
         device: device of the tensors.
         batch_invariant: as for `paged_attention`.
-        states: of the model's recurrent layers; None: it has none.
+        states: states of recurrent layers; None without such layers.
     """
 
-    token_axis: int | None = 2  # of `read_blocks`
-
+    token_axis = 2
     batch_invariant = True
     states: StateStore | None = None
     device = torch.device("cpu")
@@ -88,13 +88,14 @@ class KVStore:
         self._addresses: Any = None  # computed on first use
 
     @property
-    def nbytes(self) -> int:
-        return sum(k.nbytes + v.nbytes for k, v in self.layers)
+    def tensors(self) -> list[Tensor]:
+        """K and V of each layer in turn, `[block, KV head, token, width]`."""
+        return [tensor for pair in self.layers for tensor in pair]
 
     def addresses(self) -> Any:
-        """Return the addresses of K and V of each layer in turn, as an array for the kernels."""
+        """Return the addresses of `tensors`, as an array for the kernels."""
         if self._addresses is None:
-            pointers = [tensor.data_ptr() for pair in self.layers for tensor in pair]
+            pointers = [tensor.data_ptr() for tensor in self.tensors]
             self._addresses = (ctypes.c_void_p * len(pointers))(*pointers)
         return self._addresses
 
@@ -138,34 +139,8 @@ class KVStore:
         """Yield the store to use for each micro-batch of one forward."""
         yield [self] * len(batches)
 
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, (from, to), in every layer."""
-        if not copies:
-            return
-        source = torch.tensor([a for a, _ in copies])
-        target = torch.tensor([b for _, b in copies])
-        for k, v in self.layers:
-            k[target] = k[source]
-            v[target] = v[source]
-
-    def read_blocks(self, blocks: list[int]) -> list[Tensor]:
-        """Copy whole blocks: K and V of each layer in turn, `[n, KV head, token, width]`."""
-        return [tensor[blocks] for pair in self.layers for tensor in pair]
-
-    def write_blocks(self, blocks: list[int], contents: list[Tensor]) -> None:
-        """Write whole blocks, given as `read_blocks` returns them."""
-        tensors = [tensor for pair in self.layers for tensor in pair]
-        for tensor, content in zip(tensors, contents, strict=True):
-            tensor[blocks] = content.to(tensor.device)
-
-    def poison(self, blocks: list[int]) -> None:
-        """Fill `blocks` with NaN, so that tests detect reads of unwritten K and V."""
-        for k, v in self.layers:
-            k[blocks] = torch.nan
-            v[blocks] = torch.nan
-
     def release(self) -> None:
-        """Free the memory, that of the states included."""
+        """Free the memory, including that of the states."""
         if self.states is not None:
             self.states.release()
         self.layers.clear()
@@ -209,9 +184,8 @@ class QuantizedKVStore(KVStore):
         return unpack(k[blocks, 0].flatten(0, 1), width, self._packing)
 
     def poison(self, blocks: list[int]) -> None:
-        for k, v in self.layers:  # all ones make every bf16 scale a NaN
-            k[blocks] = 0xFF
-            v[blocks] = 0xFF
+        for tensor in self.tensors:  # all ones make every bf16 scale a NaN
+            tensor[blocks] = 0xFF
 
 
 def make_store(
@@ -239,10 +213,10 @@ def bytes_per_token(layers: list[LayerShape], dtype: KVDtype) -> int:
 def cache_info(
     layers: list[LayerShape], states: list[StateShape], dtype: KVDtype, draft_bytes: int
 ) -> dict[str, Any]:
-    """Return the bytes that `LLM.info` has of each token, and of the state of each sequence, by kind too.
+    """Return the fields of `LLM.info` for the bytes of a token and of a state, in total and by kind.
 
     Args:
-        draft_bytes: of a token, in layers that draft.
+        draft_bytes: bytes of a token in draft layers.
     """
     records = [LayerShape(s.kv_heads, 0, s.value_dim) for s in layers if s.records]
     both = [replace(s, value_dim=0) if s.records else s for s in layers if s.value_dim]

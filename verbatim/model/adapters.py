@@ -132,23 +132,18 @@ def _mpt(module: Any) -> Callable[..., tuple[Tensor, None]]:
     return forward
 
 
-def _separate(module: Any, heads: int) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+def _separate(module: Any, heads: int) -> Callable[[Tensor], Iterator[Tensor]]:
     """Return a function that splits heads of `q_proj`, `k_proj` and `v_proj`."""
-
-    def split(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = module.q_proj(hidden), module.k_proj(hidden), module.v_proj(hidden)
-        return _split(q, heads), _split(k, heads), _split(v, heads)
-
-    return split
+    linears = module.q_proj, module.k_proj, module.v_proj
+    return lambda hidden: (_split(linear(hidden), heads) for linear in linears)
 
 
-def _codegen_heads(module: Any) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+def _codegen_heads(module: Any) -> Callable[[Tensor], Iterator[Tensor]]:
     """Return a function that splits CodeGen's projection, laid out for four devices as query, value, key."""
 
-    def split(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def split(hidden: Tensor) -> Iterator[Tensor]:
         fused = module.qkv_proj(hidden).unflatten(-1, (4, 3, -1, module.head_dim))
-        q, v, k = (fused[..., i, :, :].flatten(-3, -2) for i in range(3))
-        return q, k, v
+        return (fused[..., i, :, :].flatten(-3, -2) for i in (0, 2, 1))
 
     return split
 
@@ -179,22 +174,21 @@ def _rotate(x: Tensor, width: int | None, rotate: Any, sin: Tensor, cos: Tensor)
 
 def _gpt_neo(module: Any) -> Callable[..., tuple[Tensor, None]]:
     window = module.config.window_size if module.attention_type == "local" else 0
-    options = AttentionOptions(scale=1.0, window=window)
-    heads = _separate(module, module.num_heads)
-
-    def forward(hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        return module.out_proj(_attend(module, *heads(hidden_states), options)), None
-
-    return forward
+    return _projected(module, AttentionOptions(scale=1.0, window=window))
 
 
 def _xglm(module: Any) -> Callable[..., tuple[Tensor, None]]:
     """Return the forward of attention of BART's kind."""
-    options = AttentionOptions(scale=float(module.scaling))
+    return _projected(module, AttentionOptions(scale=float(module.scaling)))
+
+
+def _projected(module: Any, options: AttentionOptions) -> Callable[..., tuple[Tensor, None]]:
+    """Return a forward without positions, between separate projections."""
     heads = _separate(module, module.num_heads)
 
     def forward(hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        return module.out_proj(_attend(module, *heads(hidden_states), options)), None
+        q, k, v = heads(hidden_states)
+        return module.out_proj(_attend(module, q, k, v, options)), None
 
     return forward
 
@@ -226,39 +220,29 @@ def _openai_gpt(module: Any) -> Callable[..., list[Tensor]]:
 
 
 def _bert(module: Any) -> Callable[..., tuple[Tensor, None]]:
-    """Return the forward of BERT variants with their own attention, without output projection."""
+    """Return the forward of BERT variants with their own attention, without output projection.
+
+    RoFormer's is rotary over all dimensions, of values if its config says so.
+    """
     options = AttentionOptions(scale=module.attention_head_size**-0.5)
-    heads = module.num_attention_heads
-
-    def forward(hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        if not module.is_decoder:
-            raise UnsupportedModel(f"{type(module).__name__} attends to later tokens")
-        q, k, v = (
-            module.query(hidden_states),
-            module.key(hidden_states),
-            module.value(hidden_states),
-        )
-        return _attend(module, _split(q, heads), _split(k, heads), _split(v, heads), options), None
-
-    return forward
-
-
-def _roformer(module: Any) -> Callable[..., tuple[Tensor, None]]:
-    """Return RoFormer's forward: rotary over all dimensions, of values if its config says so."""
-    options = AttentionOptions(scale=module.attention_head_size**-0.5)
-    heads = module.num_attention_heads
+    heads, linears = module.num_attention_heads, (module.query, module.key, module.value)
 
     def forward(
-        hidden_states: Tensor, attention_mask: Any, sinusoidal_pos: Tensor, *_: Any, **__: Any
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        sinusoidal_pos: Any = None,
+        *_: Any,
+        **__: Any,
     ) -> tuple[Tensor, None]:
         if not module.is_decoder:
             raise UnsupportedModel(f"{type(module).__name__} attends to later tokens")
-        linears = (module.query, module.key, module.value)
         q, k, v = (_split(linear(hidden_states), heads) for linear in linears)
-        angles = sinusoidal_pos.reshape(*q.shape[:2], 1, -1)
-        values = [v] if module.rotary_value else []
-        q, k, *turned = module.apply_rotary_position_embeddings(angles, q, k, *values)
-        return _attend(module, q, k, turned[0] if turned else v, options), None
+        if hasattr(module, "rotary_value"):
+            angles = sinusoidal_pos.reshape(*q.shape[:2], 1, -1)
+            values = [v] if module.rotary_value else []
+            q, k, *turned = module.apply_rotary_position_embeddings(angles, q, k, *values)
+            v = turned[0] if turned else v
+        return _attend(module, q, k, v, options), None
 
     return forward
 
@@ -273,11 +257,15 @@ def _falcon_linear(module: Any) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-def _mpt_model(module: Any) -> Callable[..., Any]:
-    """Return the forward of MPT's body with a dummy mask of four dimensions, which is not read."""
+def _with_mask(module: Any) -> Callable[..., Any]:
+    """Return the forward with a mask of four dimensions, where there is none; it is not read.
+
+    For MPT's body, and attention with an indexer.
+    """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        kwargs["attention_mask"] = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+        if kwargs.get("attention_mask") is None:
+            kwargs["attention_mask"] = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
         return type(module).forward(module, *args, **kwargs)
 
     return forward
@@ -472,17 +460,6 @@ _BLOCK_INDEXERS = {
 }
 
 
-def _with_indexer(module: Any) -> Callable[..., Any]:
-    """Return the forward of attention with an indexer, to which it passes a mask that is not read."""
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if kwargs["attention_mask"] is None:
-            kwargs["attention_mask"] = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
-        return type(module).forward(module, *args, **kwargs)
-
-    return forward
-
-
 def _llama4_rotary(module: Any) -> Callable[..., Tensor]:
     """Return the forward of Llama 4's rotary embedding without `torch.polar`.
 
@@ -517,11 +494,11 @@ _ADAPTERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "Llama4TextMoe": _llama4_experts,
     "MegatronBertSelfAttention": _bert,
     "MptAttention": _mpt,
-    "MptModel": _mpt_model,
+    "MptModel": _with_mask,
     "MvpAttention": _xglm,
     "Qwen4ExpTextAttention": _qwen4,
     "RemBertSelfAttention": _bert,
-    "RoFormerSelfAttention": _roformer,
+    "RoFormerSelfAttention": _bert,
     "RwkvModel": _rwkv_model,
     "TrOCRAttention": _xglm,
     "XGLMAttention": _xglm,
@@ -562,7 +539,7 @@ def adapter_for(module: nn.Module) -> Callable[..., Any] | None:
     if cls.__name__ in streams.LAYERS:  # a stage gives its first layer a forward
         return None if "forward" in module.__dict__ else streams.LAYERS[cls.__name__](module)
     if type(module._modules.get("indexer")).__name__ in _INDEXERS:
-        return _with_indexer(module)
+        return _with_mask(module)
     if cls.__name__ in _BEFORE_5_24 and _source(module, "ALL_ATTENTION_FUNCTIONS"):
         return None
     maker = _ADAPTERS.get(cls.__name__) or _ADAPTED_BY_FILE.get((cls.__module__, cls.__name__))

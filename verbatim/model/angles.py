@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verbatim.model.layer_trial import bit_equal
+from verbatim.model.differential import bit_equal
 
 _FIRST = 1024  # smallest table, in positions
 _MOST = 1 << 15  # largest table: 16 MB for heads of 128

@@ -7,6 +7,8 @@ There is none outside of the engine's forwards, so a trainer's forward in the sa
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,10 +61,6 @@ class ForwardContext(Protocol):
         """
         ...
 
-
-class RecurrentContext(ForwardContext, Protocol):
-    """The context of a forward of a model with recurrent layers."""
-
     def update_state(
         self, shape: StateShape, update: Update, rowwise: Callable[[], Tensor]
     ) -> Tensor:
@@ -91,6 +89,25 @@ def activate(context: ForwardContext) -> Iterator[None]:
         yield
     finally:
         _thread.active = before
+
+
+def replace_function(owner: Any, name: str, ours: Callable[..., Any]) -> None:
+    """Replace a function of a module or a class within the engine's forwards; do nothing the second time.
+
+    Args:
+        ours: is called as the original, which is its attribute `verbatim_original` then.
+    """
+    kept = inspect.getattr_static(owner, name)
+    original = getattr(owner, name)
+    if hasattr(original, "verbatim_original"):
+        return
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (original if active_context() is None else ours)(*args, **kwargs)
+
+    call.verbatim_original = original  # type: ignore[attr-defined]
+    setattr(owner, name, staticmethod(call) if isinstance(kept, staticmethod) else call)
 
 
 @kernels.without_overrides

@@ -15,17 +15,15 @@ from torch import Tensor, nn
 
 from verbatim.batch import Adapter, Batch
 from verbatim.errors import EngineClosed, ModelChanged, NotSupported, first_line
-from verbatim.kernels.options import AnyOptions, AttentionOptions, IndexOptions
 from verbatim.kv.hidden import HiddenStore
-from verbatim.kv.states import StateRows, StateShape, open_states
 from verbatim.kv.store import KVStore
-from verbatim.model.context import IMPLEMENTATION, ForwardContext, Update, activate, flat_attention
-from verbatim.model.direct import direct_rows
+from verbatim.model.context import IMPLEMENTATION, ForwardContext, activate, flat_attention
 from verbatim.model.experts import flat_experts, how_run
+from verbatim.model.flat import BLOCK_SIZE, FlatContext, Sandbox, logits_of
 from verbatim.model.fused import FusedLayers
 from verbatim.model.hidden import body_outputs, head_inputs, head_of, hidden_rows
 from verbatim.model.invariant import InvariantMode
-from verbatim.model.lora import Adapters, groups_of
+from verbatim.model.lora import Adapters
 from verbatim.model.patching import (
     configs_of,
     exclusive,
@@ -33,9 +31,10 @@ from verbatim.model.patching import (
     plain_numbers,
     replaced_forwards,
 )
-from verbatim.model.routing import ChoiceStore, Records, RoutedLayers, Routing
-from verbatim.model.spec import ModelSpec, inner_model, inspect_model
+from verbatim.model.routing import Records, RoutedLayers, Routing
+from verbatim.model.spec import ModelSpec, inner_model
 from verbatim.model.tree import Tree, hooked_everywhere
+from verbatim.model.trial import inspect_model
 from verbatim.model.whole import ModelPart
 
 _TRIAL_TOKENS = 8  # tokens of a trial forward
@@ -333,11 +332,13 @@ class Decoder:
         """
         with exclusive:
             self.refresh()
-            device, bodies = next(self.held.parameters()).device, []
+            spec, device, bodies = self.spec, next(self.held.parameters()).device, []
+            ids = torch.arange(_TRIAL_TOKENS) * 7 % max(1, spec.vocab_size - 3) + 1
             try:
                 for self._head_reads_body in (False, True):
-                    context = FlatContext(self.spec.slots, self._trial_batch(), self._trial_store())
-                    body = HiddenStore(hidden_size, 2, _TRIAL_TOKENS, self.spec.dtype, device)
+                    sandbox = Sandbox(spec, device)
+                    context = sandbox.context({0: (0, _TRIAL_TOKENS)}, ids)
+                    body = HiddenStore(hidden_size, 2, BLOCK_SIZE, spec.dtype, device)
                     self._forward(self.held, [context], body=body, hooks=False)
                     bodies.append(body.read(context.rows))
                 self._head_reads_body = torch.equal(*bodies)
@@ -352,23 +353,6 @@ class Decoder:
         if self._body is None:
             self._body = inner_model(module).get_decoder()
         return self._body
-
-    def _trial_store(self) -> KVStore:
-        spec, device = self.spec, next(self.held.parameters()).device
-        store = KVStore(spec.layers, 2, _TRIAL_TOKENS, spec.dtype, device)
-        store.states = open_states(spec.states, 1, device)
-        return store
-
-    def _trial_batch(self) -> Batch:
-        tokens = _TRIAL_TOKENS
-        return Batch(
-            token_ids=torch.arange(tokens) * 7 % max(1, self.spec.vocab_size - 3) + 1,
-            positions=torch.arange(tokens),
-            query_starts=torch.tensor([0, tokens], dtype=torch.int32),
-            context_lens=torch.tensor([tokens], dtype=torch.int32),
-            block_tables=torch.ones(1, 1, dtype=torch.int32),
-            logit_rows=torch.arange(tokens),
-        )
 
     def _forward(
         self,
@@ -417,7 +401,7 @@ class Decoder:
             head_inputs(head_of(inner_model(module)) if wants_hidden else None, contexts) as seen,
             body_outputs(None if body is None else self._body_of(module), contexts) as made,
         ):
-            forwards = [partial(_logits, module, spec, context.batch) for context in contexts]
+            forwards = [partial(logits_of, module, spec, context.batch) for context in contexts]
             logits = self._order.run(contexts, forwards)
             if adapters is not None:
                 for context in contexts:
@@ -439,17 +423,6 @@ def _needs_all_logits(batch: Batch) -> bool:
     return len(rows) == batch.num_tokens and torch.equal(rows, torch.arange(len(rows)))
 
 
-def _logits(module: nn.Module, spec: ModelSpec, batch: Batch) -> Tensor:
-    """Run the module's own forward: `[R, V]` of the rows that need logits."""
-    inputs: dict[str, Any] = {"input_ids": batch.token_ids[None], "use_cache": False}
-    if spec.takes_positions:
-        inputs["position_ids"] = batch.positions[None]
-    if spec.takes_logit_rows:
-        inputs["logits_to_keep"] = batch.logit_rows
-    logits: Tensor = module(**inputs).logits[0]
-    return logits if spec.takes_logit_rows else logits[batch.logit_rows]
-
-
 def _joined(rows: list[Tensor]) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
@@ -463,116 +436,3 @@ def _mode(tree: Tree, spec: ModelSpec, batch_invariant: bool) -> AbstractContext
 
 def _routing(layers: RoutedLayers, batch: Batch, device: torch.device) -> Routing:
     return Routing(layers, batch.num_tokens, batch.forced_experts, device)
-
-
-class FlatContext:
-    """Attention for one batch: write K and V at the batch's slots, then attend through the blocks.
-
-    Args:
-        slots: as `ModelSpec.slots`.
-        routing: records the experts of tokens; None: not recorded.
-        indices: records the keys that indexers choose; None: not recorded.
-        rows: the batch's slots, if it is on the store's device; None computes and moves both.
-
-    Attributes:
-        batch, routing: the arguments, with the batch on the store's device.
-        rows: the batch's slots, also there.
-        direct: addresses of them and their K and V for kernels; None: only `attend` can be used.
-        adapted: the rows that have adapters.
-        changed: names of the linear layers that adapters were added to.
-    """
-
-    def __init__(
-        self,
-        slots: dict[tuple[int, int], int],
-        batch: Batch,
-        store: KVStore,
-        routing: Routing | None = None,
-        *,
-        indices: ChoiceStore | None = None,
-        rows: Tensor | None = None,
-    ) -> None:
-        self._slots = slots
-        groups = groups_of(batch)
-        if rows is None:
-            rows = batch.slots(store.block_size)
-            if store.device.type != "cpu":
-                batch, rows = batch.to(store.device), rows.to(store.device)
-        self.rows = rows
-        self.batch = batch
-        self.adapted = groups
-        self.changed: set[str] = set()
-        self._store = store
-        self.routing = routing
-        self._indices = indices
-        self._num_indexed = 0  # choices that indexers have made
-        self.direct = direct_rows(store, batch, self.rows)
-        self._calls: dict[int, int] = {}
-        self.positions = batch.positions[None]
-        self._num_states = 0  # recurrent operations run
-
-    def update_state(
-        self, shape: StateShape, update: Update, rowwise: Callable[[], Tensor]
-    ) -> Tensor:
-        states = self._store.states
-        assert states is not None
-        return update(states.tensors[self.next_states(1)], StateRows.of(self.batch))
-
-    def next_states(self, count: int) -> int:
-        """Return the number of recurrent operations that have run, and count `count` more."""
-        self._num_states += count
-        return self._num_states - count
-
-    def route(self, experts: nn.Module, index: Tensor) -> None:
-        if self.routing is not None:
-            self.routing.note(experts, index)
-
-    def forced_experts(self) -> Tensor | None:
-        """Return the forced experts of the running router's layer, `[T, k]`, or None."""
-        return None if self.routing is None else self.routing.forced_experts()
-
-    def layer_of(self, module: nn.Module) -> int:
-        """Return the store's layer for this call of `module`; each call may have its own."""
-        call = self._calls.get(id(module), 0)
-        self._calls[id(module)] = call + 1
-        return self._slots[id(module), call]
-
-    def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AnyOptions
-    ) -> Tensor:
-        layer = self.layer_of(module)
-        self._store.write(layer, k, v, self.rows)
-        out = self._attend(layer, q, options)
-        return self._chosen(out) if isinstance(options, IndexOptions) else out
-
-    def _chosen(self, chosen: Tensor) -> Tensor:
-        """Replace what an indexer chose `[T, G, k]` where it is forced, and record it."""
-        own = slice(self._num_indexed, self._num_indexed + chosen.shape[1])
-        if self.batch.forced_keys is not None:
-            forced = self.batch.forced_keys[:, own]
-            chosen = torch.where(forced[..., :1] < 0, chosen, forced)
-        if self._indices is not None:
-            self._indices.write(self.rows, chosen, own)
-        self._num_indexed = own.stop
-        return chosen
-
-    def attend_rotated(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        options: AttentionOptions,
-    ) -> Tensor:
-        """Apply rotary embeddings `[T, R]` to queries and keys, and `attend`; on a GPU."""
-        layer = self.layer_of(module)
-        if cos is None or sin is None:
-            self._store.write(layer, k, v, self.rows)
-        else:
-            q = self._store.write_rotated(layer, q, k, v, cos, sin, self.rows)
-        return self._attend(layer, q, options)
-
-    def _attend(self, layer: int, q: Tensor, options: AnyOptions) -> Tensor:
-        return self._store.attend(layer, q, self.batch.attention, options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from operator import attrgetter, getitem
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from verbatim.model.packed import PackedLinear
+from verbatim.model.structs import NotFusable
 
 # A reference to a tensor or a number: its dictionary and name.
 Place = tuple[dict[str, Any], str]
@@ -78,6 +79,21 @@ class Fingerprint:
     def unchanged(self) -> bool:
         """Return whether nothing changed but perhaps the values of tensors."""
         return self.same_layouts() and self.same_numbers() and self.same_code()
+
+    def fits(self, prepare: Callable[[], None]) -> bool:
+        """Return whether nothing changed that kernels can't follow.
+
+        Args:
+            prepare: is called where tensors lie elsewhere; records the layouts, or raises NotFusable.
+        """
+        if not (self.same_code() and self.same_numbers()):
+            return False
+        try:
+            if not self.same_layouts():
+                prepare()
+        except NotFusable:
+            return False
+        return True
 
     def record_layouts(self) -> None:
         """Record where the tensors lie, and which are missing."""

@@ -16,24 +16,24 @@ import torch
 from torch import Tensor, nn
 
 from verbatim import kernels
+from verbatim.batch import Batch
 from verbatim.errors import first_line
 from verbatim.kernels.options import Activation
 from verbatim.model.context import activate
 from verbatim.model.elementwise import activation_of
 from verbatim.model.fingerprint import Fingerprint
+from verbatim.model.flat import Sandbox, logits_of
 from verbatim.model.gpu_layer import GpuTrial
 from verbatim.model.invariant import InvariantMode
 from verbatim.model.layer import FusedLayer, Trust
 from verbatim.model.layer_parts import LayerParts
-from verbatim.model.layer_trial import AttentionRecorder, FusionTrial, LayerTrial
+from verbatim.model.layer_trial import SPANS, FusionTrial, LayerTrial
 from verbatim.model.mixers import mixer_of, recurs
 from verbatim.model.norms import Norm, norm_parts
 from verbatim.model.patching import Forwards, patched
 from verbatim.model.spec import ModelSpec, inner_model
 from verbatim.model.structs import NotFusable
 from verbatim.model.whole import ModelPart, WholeModel
-
-_ROWS = 5  # of a trial
 
 _MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward", "moe", "shared_mlp")
 _GATE_NAMES = ("gate_proj", "up_proj"), ("gate_up_proj",), ("w1", "w3"), ("input_linear",)
@@ -108,13 +108,11 @@ class FusedLayers:
             try:
                 if layer is None:
                     raise NotFusable("its attention is not in a layer with an MLP")
-                place = spec.slots.get((id(attention), 0))
-                slot = None if place is None else spec.layers[place]
                 parts = take_apart(layer, attention)
                 if on_gpu:
-                    trials.append(GpuTrial(parts, called))
+                    trials.append(GpuTrial(parts, spec, called))
                 else:
-                    trials.append(LayerTrial(parts, called, slot, self._trust))
+                    trials.append(LayerTrial(parts, spec, called, self._trust))
             except NotFusable as reason:
                 self._plain[str(reason)] += 1
         if not trials:
@@ -146,7 +144,7 @@ class FusedLayers:
             id(layer): place for layer, (place, _) in zip(self._layers, self.forwards, strict=True)
         }
 
-        def forward(spies: list[Callable[..., Any]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        def forward(spies: list[Callable[..., Any]]) -> tuple[Batch, Tensor]:
             own = [(places[id(layer)], spy) for layer, spy in zip(layers, spies, strict=True)]
             return _run(module, spec, [*forwards, *own], configs)
 
@@ -170,18 +168,23 @@ class FusedLayers:
         if not watched and not hooks and self._snapshot is not None and self._snapshot.same_code():
             self._trust.given = True
             return
-        self._trust.given = self._whole_fits = False
+        self._trust.given = False
         if hooks:  # hooks are handed the modules, and may edit them
             self._snapshot = None
         if hooks or not self._layers:
             return
         if self._snapshot is None or not self._snapshot.unchanged():
+            self._snapshot = None
             fit = [layer.fits() for layer in self._layers]  # each of them, so that all are prepared
             if not all(fit):
                 return
-            self._snapshot = Fingerprint.joined(layer.fingerprint for layer in self._layers)
+            prints = [layer.fingerprint for layer in self._layers]
+            if self.whole is not None:
+                prints.append(self.whole.fingerprint)
+            self._whole_fits = self.whole is not None and self.whole.fits()
+            if self.whole is None or self._whole_fits:
+                self._snapshot = Fingerprint.joined(prints)
         self._trust.given = True
-        self._whole_fits = self.whole is not None and self.whole.fits()
 
     def forget(self) -> None:
         """Inspect again before the next forward, even if no caller holds the module."""
@@ -200,9 +203,7 @@ class FusedLayers:
 
     def whole_now(self) -> WholeModel | None:
         """Return the model as one call, if the last check allows it."""
-        whole = self.whole
-        fits = whole is not None and self._whole_fits and self._trust.given and whole.same_code()
-        return whole if fits else None
+        return self.whole if self._whole_fits and self._trust.given else None
 
     @property
     def report(self) -> dict[str, Any]:
@@ -299,31 +300,26 @@ def _norms_of(layer: nn.Module, attention: nn.Module) -> dict[str, Norm]:
 
 def _run(
     module: nn.Module, spec: ModelSpec, forwards: Forwards, configs: list[Any]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Batch, Tensor]:
     """Run a few tokens at positions all over the context, with trials in place of the layers.
 
     Returns:
-        The ids and positions `[1, T]`, the rows `[R]` whose logits were asked
-        for, and those `[R, V]`.
+        Them, and the logits `[R, V]` of some.
     """
     config: Any = getattr(inner_model(module), "config", None)
     limit = getattr(config, "max_position_embeddings", None)
-    last = max(_ROWS, limit if isinstance(limit, int) else 4096) - 1
+    rows = sum(stop - start for start, stop in SPANS.values())
+    last = max(rows, limit if isinstance(limit, int) else 4096) - 1
     device = next(module.parameters()).device
-    ids = torch.arange(_ROWS, device=device) * 7 % max(1, spec.vocab_size - 3) + 1
-    inputs: dict[str, Any] = {"input_ids": ids[None], "use_cache": False}
-    positions = torch.tensor([[0, 1, last // 3, 2 * last // 3, last]], device=device)
-    if spec.takes_positions:
-        inputs["position_ids"] = positions
-    watch = AttentionRecorder()
-    watch.positions = positions
-    rows = torch.tensor([0, _ROWS - 1], device=device)
-    if spec.takes_logit_rows:
-        inputs["logits_to_keep"] = rows
+    ids = torch.arange(rows) * 7 % max(1, spec.vocab_size - 3) + 1
+    positions = torch.tensor([0, 1, last // 3, 2 * last // 3, last], device=device)
+    sandbox = Sandbox(spec, device)
+    context = sandbox.context(SPANS, ids, positions)
+    context.batch.logit_rows = torch.tensor([0, rows - 1], device=device)
     with (
         patched(module, forwards, configs, hooks=False),
-        activate(watch),
+        activate(context),
         InvariantMode() if spec.needs_override else nullcontext(),
     ):
-        logits: Tensor = module(**inputs).logits[0]
-    return ids[None], positions, rows, logits if spec.takes_logit_rows else logits[rows]
+        logits = logits_of(module, spec, context.batch)
+    return context.batch, logits

@@ -9,17 +9,17 @@ with random rows its bits must be those of its own forward, else it runs by that
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from verbatim.kernels.options import AttentionOptions
 from verbatim.model.context import active_context
+from verbatim.model.differential import differential_check, noise
 from verbatim.model.fingerprint import Fingerprint, numbers_of
 from verbatim.model.layer_parts import LayerParts
-from verbatim.model.layer_trial import FusionTrial, noise, watched
+from verbatim.model.layer_trial import FusionTrial
 from verbatim.model.norms import Norm
 from verbatim.model.structs import NotFusable
 
@@ -33,7 +33,6 @@ def forward_of(parts: LayerParts, options: AttentionOptions, turns: bool) -> Cal
         options: of its attention; without sinks and ALiBi.
         turns: it is handed angles as `position_embeddings`.
     """
-    from verbatim.kernels.triton import rope
     from verbatim.kernels.triton.norm import rms_norm
 
     layer, attention, mlp = parts.layer, parts.attention, parts.mlp
@@ -58,7 +57,7 @@ def forward_of(parts: LayerParts, options: AttentionOptions, turns: bool) -> Cal
         return rms_norm(x, weight, norm.module.__dict__[eps], kind, residual=residual)
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        context = active_context()
+        context: Any = active_context()
         hooked = any(values[name] for values in fields for name in _HOOKS)
         if context is None or args or hooked or not fingerprint.unchanged():
             return plain(layer, hidden_states, *args, **kwargs)
@@ -74,13 +73,7 @@ def forward_of(parts: LayerParts, options: AttentionOptions, turns: bool) -> Cal
         cos = sin = None
         if turns:
             cos, sin = (angles.flatten(0, -2) for angles in kwargs["position_embeddings"])
-        attend_rotated = getattr(context, "attend_rotated", None)
-        if attend_rotated is not None:
-            attended = attend_rotated(attention, q, k, v, cos, sin, options)
-        else:  # an inspection or a trial
-            if cos is not None and sin is not None:
-                q, k = rope.rotated(q, cos, sin), rope.rotated(k, cos, sin)
-            attended = context.attend(attention, q, k, v, options)
+        attended = context.attend_rotated(attention, q, k, v, cos, sin, options)
         out = parts.output(attended.reshape(*hidden_states.shape[:-1], -1))
         if role("after_attention") is not None:
             out, _ = normed(role("after_attention"), out)
@@ -108,20 +101,18 @@ class GpuTrial(FusionTrial):
         if parts.residual_scale != 1.0:
             raise NotFusable("it scales what it adds")
         x = noise(tuple(hidden_states.shape), hidden_states.dtype).to(hidden_states.device)
-        expected, seen = watched(lambda: type(layer).forward(layer, x, **kwargs))
-        options: AttentionOptions = seen[3]
+        plain = partial(type(layer).forward, layer)
+        expected = self._outcome(plain, parts.attention, kwargs, x)
+        if not self.attended:
+            raise NotFusable("it does not attend")
+        options = self.attended[0][3]
         if options.alibi is not None or options.sinks is not None:
             raise NotFusable("its attention has a bias or sinks of its own")
         for turns in (True, False):
             if turns and not isinstance(kwargs.get("position_embeddings"), tuple):
                 continue
-            forward = forward_of(parts, replace(options), turns)
-            made, ours = watched(lambda forward=forward: forward(x, **kwargs))  # type: ignore[misc]
-            same = all(_equal(a, b) for a, b in zip(ours[:3], seen[:3], strict=True))
-            if same and isinstance(expected, Tensor) and _equal(made, expected):
+            forward = forward_of(parts, options, turns)
+            ours = partial(self._outcome, forward, parts.attention, kwargs)
+            if not differential_check(ours, lambda _: expected, [x]):
                 return forward
         raise NotFusable("what it makes is not what fewer launches make")
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a, b))

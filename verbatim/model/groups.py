@@ -9,13 +9,8 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError
-from verbatim.model.weight_packing import (
-    SUPERBLOCK,
-    TABLES,
-    Encoding,
-    WeightPacking,
-    stretches,
-)
+from verbatim.model.gguf_blocks import pack_blocks, unpack_blocks
+from verbatim.model.weight_packing import BLOCKS, TABLES, Encoding, WeightPacking, stretches
 
 LARGEST = 2.0**126  # largest weight, so that a group's range is finite
 PIECE = 1 << 20  # elements packed at once
@@ -63,12 +58,6 @@ def _encode(
         scale = _round_up((high - low) / levels)
         zero = (low + 8 * scale).bfloat16().float()
         code = ((x - zero) / scale).round() + 8
-    elif encoding is Encoding.SUPER:
-        low = low.clamp(max=0)
-        d, dmin = (_times_63(part.flatten(1)) for part in ((high - low) / levels, -low))
-        heads = super_heads(*d, *dmin)
-        scale, least = (part.view_as(low) for part in _of_super_heads(heads))
-        code = ((x + least) / scale).round()
     elif encoding is Encoding.FP8:
         scale = peak / 448
         code = (x / scale).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -87,8 +76,6 @@ def _encode(
     code = code.masked_fill(scale == 0, 0).to(torch.uint8)
     if encoding is Encoding.AFFINE:
         return halved(code, dim, bits), (_upper_half(scale), _upper_half(low))
-    if encoding is Encoding.SUPER:
-        return halved(code, dim, bits), (heads.view(scale.shape),)
     return halved(code, dim, bits), (heads_of(scale, zero, encoding),)
 
 
@@ -134,10 +121,6 @@ def _decode(code: Tensor, heads: Tensor, dim: int, size: int, packing: WeightPac
         made: Tensor = low.float() + scale.float() * code
         return made
     number = code.float()
-    if encoding is Encoding.SUPER:
-        scale, low = (x.view(heads.shape) for x in _of_super_heads(heads.flatten(1)))
-        product: Tensor = scale * number - low
-        return product
     if encoding is Encoding.CENTERED:
         scale, zero = (part.view(torch.float32) for part in (heads << 16, heads & _HIGH_BITS))
         moved: Tensor = scale * (number - 8) + zero
@@ -156,38 +139,6 @@ def _decode(code: Tensor, heads: Tensor, dim: int, size: int, packing: WeightPac
     # As in the kernels, a zero of integers is never -0, also with a scale that is 0 or negative.
     integers = encoding in (Encoding.ZERO_POINT, Encoding.SIGNED, Encoding.HALF)
     return scale * number + 0.0 if integers else scale * number
-
-
-def _times_63(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return numbers `[n, groups]` of at least 0 as 0 to 63 times one of each superblock, in float32."""
-    blocks = x.unflatten(1, (-1, SUPERBLOCK))
-    whole = blocks.amax(-1) / 63
-    small = (blocks / whole.half().float()[..., None]).round().nan_to_num(0).clamp(0, 63)
-    return small.flatten(1), whole
-
-
-def super_heads(scale: Tensor, d: Tensor, low: Tensor, dmin: Tensor) -> Tensor:
-    """Return the heads of `SUPER` `[n, groups]`, int16.
-
-    Args:
-        scale, low: `[n, groups]`, 0 to 63.
-        d, dmin: `[n, groups / 8]`; what float16 has no room for is rounded off.
-    """
-    halves = torch.stack([d, dmin], -1).half().view(torch.int16).int()
-    shifts = torch.arange(0, 16, 4, dtype=torch.int32)
-    parts = (halves[..., None] >> shifts & 15).flatten(1)
-    return (scale.int() | low.int() << 6 | parts << 12).to(torch.int16)
-
-
-def _of_super_heads(heads: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scales and lows `[n, groups]` of heads of `SUPER` `[n, groups]`."""
-    parts = (heads.int() >> 12 & 15).unflatten(1, (-1, 2, SUPERBLOCK // 2))
-    halves = (parts << torch.arange(0, 16, 4, dtype=torch.int32)).sum(-1).to(torch.int16)
-    d, dmin = (
-        half.contiguous().view(torch.float16).float().repeat_interleave(SUPERBLOCK, 1)
-        for half in halves.unbind(-1)
-    )
-    return d * (heads.int() & 63), dmin * (heads.int() >> 6 & 63)
 
 
 def _round_up(x: Tensor, bits: int = 16) -> Tensor:
@@ -214,9 +165,6 @@ def _as_heads(data: Tensor, packing: WeightPacking) -> Tensor:
     return whole.view(torch.int32 if wide else torch.int16)
 
 
-# ---- [..., N, K] ----
-
-
 def pack_rows(weight: Tensor, packing: WeightPacking, name: str, out: Tensor) -> None:
     """Quantize `weight` `[..., N, K]` into `out`, `[packing.nbytes]` uint8."""
     depth = packing.depth
@@ -225,6 +173,12 @@ def pack_rows(weight: Tensor, packing: WeightPacking, name: str, out: Tensor) ->
     step = max(1, PIECE // depth)
     for begin in range(0, len(rows), step):
         x = rows[begin : begin + step].float()
+        if packing.encoding in BLOCKS:
+            blocks, halves = pack_blocks(x, packing.encoding)
+            if not bool(halves.isfinite().all()):
+                raise unfit(name)
+            target[begin : begin + step] = blocks
+            continue
         codes, heads, at = [], [], 0
         for count, size in stretches(depth, packing.quantization.group_size):
             groups = x[:, at : at + count * size].reshape(len(x), count, size)
@@ -243,6 +197,9 @@ def unpack_rows(packed: Tensor, packing: WeightPacking, out: Tensor) -> None:
     step = max(1, PIECE // depth)
     for begin in range(0, len(source), step):
         rows = source[begin : begin + step]
+        if packing.encoding in BLOCKS:
+            target[begin : begin + step] = unpack_blocks(rows, packing.encoding)
+            continue
         codes = rows[:, : (depth * bits + 7) // 8]
         heads = _as_heads(rows[:, codes.shape[1] :], packing)
         each = packing.head_bytes // heads.element_size()
@@ -255,47 +212,3 @@ def unpack_rows(packed: Tensor, packing: WeightPacking, out: Tensor) -> None:
             target[begin : begin + step, at : at + count * size] = groups.flatten(1)
             at, code_at = at + count * size, code_at + count * nbytes
             head_at += each * count
-
-
-# ---- [..., K, N] ----
-
-
-def pack_columns(weight: Tensor, packing: WeightPacking, name: str, out: Tensor) -> None:
-    """Quantize `weight` `[..., K, N]` into `out`, `[packing.nbytes]` uint8."""
-    width, at = packing.shape[-1], 0
-    for matrix in weight.reshape(-1, packing.depth, width):
-        row = 0
-        for count, size in _pieces(packing):
-            groups = matrix[row : row + count * size].float().reshape(count, size, width)
-            code, head = _encode(groups, -2, packing, name)
-            heads = torch.cat(head, -2).view(torch.uint8)
-            made = torch.cat([heads.flatten(1), code.flatten(1)], 1).flatten()
-            out[at : at + len(made)] = made
-            at, row = at + len(made), row + count * size
-    assert at == len(out)
-
-
-def unpack_columns(packed: Tensor, packing: WeightPacking, out: Tensor) -> None:
-    """Dequantize the output of `pack_columns` into the contiguous `out`."""
-    bits, width = packing.quantization.bits, packing.shape[-1]
-    at = 0
-    for matrix in out.view(-1, packing.depth, width):
-        row = 0
-        for count, size in _pieces(packing):
-            head_bytes = width * packing.head_bytes
-            nbytes = head_bytes + width * ((size * bits + 7) // 8)
-            groups = packed[at : at + count * nbytes].view(count, nbytes)
-            heads = _as_heads(groups[:, :head_bytes], packing).view(count, -1, width)
-            code = groups[:, head_bytes:].reshape(count, -1, width)
-            made = _decode(code, heads, -2, size, packing)
-            matrix[row : row + count * size] = made.view(-1, width)
-            at, row = at + count * nbytes, row + count * size
-
-
-def _pieces(packing: WeightPacking) -> list[tuple[int, int]]:
-    """Return `stretches` in pieces that are processed at once."""
-    found = []
-    for count, size in stretches(packing.depth, packing.quantization.group_size):
-        step = max(1, PIECE // (size * packing.shape[-1]))
-        found += [(min(step, count - done), size) for done in range(0, count, step)]
-    return found

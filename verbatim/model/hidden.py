@@ -25,56 +25,54 @@ def head_of(inner: Any) -> nn.Module | None:
     return head if isinstance(head, nn.Module) else None
 
 
+Seen = list[list[Any]]  # what was recorded in each forward context
+
+
 @contextmanager
-def head_inputs(
-    head: nn.Module | None, contexts: Sequence[ForwardContext]
-) -> Iterator[list[list[Any]]]:
+def head_inputs(head: nn.Module | None, contexts: Sequence[ForwardContext]) -> Iterator[Seen]:
     """Record the inputs of `head` in each of these forward contexts, by a temporary hook.
 
-    As the last hook, it sees the result of the owner's hooks and wrappers.
+    As the last hook, it sees the result of the owner's hooks and wrappers. None records nothing.
     """
-    seen: list[list[Any]] = [[] for _ in contexts]
-    if head is None:
-        yield seen
-        return
-    by_context = {id(context): found for context, found in zip(contexts, seen, strict=True)}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found = by_context.get(id(active_context()))
-        if found is not None:
-            found.append(args[0] if args else next(iter(kwargs.values()), None))
+        _record(seen, contexts, args[0] if args else next(iter(kwargs.values()), None))
 
-    handle = head.register_forward_pre_hook(note, with_kwargs=True)
+    seen: Seen = [[] for _ in contexts]
+    handle = None if head is None else head.register_forward_pre_hook(note, with_kwargs=True)
     try:
         yield seen
     finally:
-        handle.remove()
+        if handle is not None:
+            handle.remove()
 
 
 @contextmanager
-def body_outputs(
-    body: nn.Module | None, contexts: Sequence[ForwardContext]
-) -> Iterator[list[list[Tensor]]]:
+def body_outputs(body: nn.Module | None, contexts: Sequence[ForwardContext]) -> Iterator[Seen]:
     """Record the last hidden states of `body` (the model's `get_decoder()`) in each forward context.
 
     It is a temporary hook, as in `head_inputs`, and sees all rows. None records nothing.
     """
-    made: list[list[Tensor]] = [[] for _ in contexts]
-    if body is None:
-        yield made
-        return
-    by_context = {id(context): found for context, found in zip(contexts, made, strict=True)}
 
     def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        found = by_context.get(id(active_context()))
-        if found is not None:
-            found.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
+        last = output[0] if isinstance(output, tuple) else output.last_hidden_state
+        _record(made, contexts, last)
 
-    handle = body.register_forward_hook(note)
+    made: Seen = [[] for _ in contexts]
+    handle = None if body is None else body.register_forward_hook(note)
     try:
         yield made
     finally:
-        handle.remove()
+        if handle is not None:
+            handle.remove()
+
+
+def _record(seen: Seen, contexts: Sequence[ForwardContext], value: Any) -> None:
+    """Append a value to the list of the active context, if it is one of `contexts`."""
+    active = active_context()
+    for context, found in zip(contexts, seen, strict=True):
+        if context is active:
+            found.append(value)
 
 
 def why_no_hidden(head: nn.Module | None, seen: list[Any], num_rows: int) -> str | None:

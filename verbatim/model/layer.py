@@ -29,9 +29,9 @@ from verbatim.model.mixture import MixtureStruct
 from verbatim.model.norms import Norm
 from verbatim.model.packed import PackedLinear
 from verbatim.model.structs import ROLES, LayerStruct, NotFusable, address_of, matrix_of, norm_of
+from verbatim.model.tree import hooked_everywhere
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-_everywhere = torch.nn.modules.module  # hooks that every module has
 _hooks, _pre_hooks = itemgetter("_forward_hooks"), itemgetter("_forward_pre_hooks")
 
 
@@ -101,14 +101,14 @@ class FusedLayer:
         self._fields = [m.__dict__ for m in modules]
         owners = [parts.layer, parts.attention, parts.mlp]
         owners += [n.module for n in parts.norms.values()]
-        if parts.mixer is not None:
-            owners += parts.mixer.norms
+        if parts.mixer is not None and parts.mixer.norm is not None:
+            owners.append(parts.mixer.norm.module)
         if parts.mixture is not None:
             owners += parts.mlp.children()
         classes = map(type, (*owners, *modules))
         self.fingerprint = Fingerprint(places, numbers_of(owners), classes)
         self._struct, self._mixture = LayerStruct(), MixtureStruct()
-        self._mixer = None if parts.mixer is None else parts.mixer.struct()
+        self._mixer: Any = None if parts.mixer is None else parts.mixer.kind()
         self._prepare()
 
     @property
@@ -159,21 +159,11 @@ class FusedLayer:
         """The address of its `Layer` of kernels/layer.cpp, which does not move."""
         return ctypes.addressof(self._struct)
 
-    def ready(self) -> bool:
-        """Return whether nothing changed but perhaps the values of weights.
-
-        Raises:
-            NotFusable: weights were replaced by others that the kernels don't read.
-        """
+    def fits(self) -> bool:
+        """Return whether the kernels can run it as it is now, without hooks."""
         if any(map(_hooks, self._fields)) or any(map(_pre_hooks, self._fields)):
             return False
-        if _everywhere._global_forward_hooks or _everywhere._global_forward_pre_hooks:
-            return False
-        if not (self.fingerprint.same_code() and self.fingerprint.same_numbers()):
-            return False
-        if not self.fingerprint.same_layouts():
-            self._prepare()
-        return True
+        return not hooked_everywhere() and self.fingerprint.fits(self._prepare)
 
     def _prepare(self) -> None:
         """Fill in the struct."""
@@ -338,13 +328,6 @@ class FusedLayer:
             return finish(out, of_mlp[0] if isinstance(of_mlp, tuple) else of_mlp)
 
         return forward
-
-    def fits(self) -> bool:
-        """Return `ready()`, or False if the layer can't be fused any more."""
-        try:
-            return self.ready()
-        except NotFusable:
-            return False
 
 
 def _own_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 # Config fields of the largest position plus one.
@@ -71,6 +72,13 @@ def placeholders_of(config: Any) -> dict[int, str]:
     configs = [config, *(getattr(config, name, None) for name in _INNER)]
     found = [(getattr(c, name, None), name) for c in configs for name in _PLACEHOLDERS]
     return {value: name for value, name in found if type(value) is int}
+
+
+def pad_id_of(configs: Iterable[Any], eos_ids: Iterable[int]) -> int:
+    """Return the first pad id of some configs, else the lowest end-of-sequence id, else 0."""
+    ids = (getattr(config, "pad_token_id", None) for config in configs)
+    ends = min((i for i in eos_ids if i >= 0), default=0)
+    return next((i for i in ids if isinstance(i, int) and i >= 0), ends)
 
 
 def eos_ids_of(generation_config: Any, config: Any) -> frozenset[int]:

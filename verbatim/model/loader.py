@@ -487,22 +487,30 @@ def built_module(
     except Exception as error:  # a damaged file leads to arbitrary exceptions
         raise ModelError(f"{source}: can't be loaded: {first_line(error)}") from error
     module, report = loaded
+    refuse_missing(source, report, is_plain=not hasattr(config, "quantization_config"))
+    if unused_weights == "error":
+        refuse_unused(source, module, config, report["unexpected_keys"])
+    begin_at_lines(module)
+    return module.eval()
+
+
+def refuse_missing(source: object, report: Mapping[str, Any], *, is_plain: bool) -> None:
+    """Raise ModelError if weights are missing or of another shape.
+
+    Args:
+        report: transformers' report of loading.
+        is_plain: the config says nothing of quantization.
+    """
     for kind in ("missing_keys", "mismatched_keys"):
-        names = sorted(str(name) for name in report[kind])
+        names, unused = (sorted(map(str, report[of])) for of in (kind, "unexpected_keys"))
         if names:
-            what = kind.replace("_keys", "")
-            unused = sorted(str(name) for name in report["unexpected_keys"])
-            hint = ""
-            if unused and not hasattr(config, "quantization_config"):
+            what, hint = kind.replace("_keys", ""), ""
+            if unused and is_plain:
                 hint = (
                     f"; the files have {unused[0]} and others that are not used: does config.json lack its "
                     "quantization_config?"
                 )
             raise ModelError(f"{source}: {len(names)} weights are {what}, such as {names[0]}{hint}")
-    if unused_weights == "error":
-        refuse_unused(source, module, config, report["unexpected_keys"])
-    begin_at_lines(module)
-    return module.eval()
 
 
 def _check_fit(source: str, config: Any, where: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ from verbatim.model import products
 from verbatim.model.context import active_context
 from verbatim.model.elementwise import SUFFIX, declared
 from verbatim.model.layer import FusedLayer
-from verbatim.model.packed import PackedConv1D, PackedLinear
+from verbatim.model.packed import PackedLinear
 from verbatim.model.shard import Columns
 from verbatim.model.spec import inner_model
 
@@ -321,9 +321,7 @@ def shape_of(module: nn.Module) -> tuple[int, int] | None:
     if type(module) is nn.Linear:
         return module.weight.shape[0], module.weight.shape[1]
     if type(module) is PackedLinear:
-        return module.packing.shape[0], module.packing.shape[1]
-    if type(module) is PackedConv1D:
-        return module.packing.shape[1], module.packing.shape[0]
+        return module.out_features, module.in_features
     from transformers.pytorch_utils import Conv1D
 
     if type(module) is Conv1D:

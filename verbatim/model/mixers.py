@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,46 +20,55 @@ from verbatim.model.structs import NormStruct, NotFusable, address_of, norm_of
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
-class Mixer(Protocol):
+@dataclass(frozen=True, slots=True)
+class Mixer:
     """The recurrent part of a layer, in place of attention.
 
     Attributes:
         field: of `LayerStruct`, for the address of the struct.
         num_states: recurrent operations, each of which keeps a state.
+        kind: the struct's class.
         inputs: names of the linears of the layer's input.
-        norms: beside those of the layer.
+        norm: beside those of the layer; None without.
         sizes: heads, key heads, and their widths; heads times value width is the width of the output.
-        widths: columns of the inputs' products.
     """
 
+    field: ClassVar[str]
+    kind: ClassVar[type[ctypes.Structure]]
+    num_states: ClassVar[int] = 2
+    module: nn.Module
+    inputs: list[str]
+    norm: Norm | None
+    sizes: tuple[int, int, int, int]
+
     @property
-    def field(self) -> str: ...
-    @property
-    def num_states(self) -> int: ...
-    @property
-    def inputs(self) -> list[str]: ...
-    @property
-    def norms(self) -> list[nn.Module]: ...
-    @property
-    def sizes(self) -> tuple[int, int, int, int]: ...
-    @property
-    def widths(self) -> list[int]: ...
+    def widths(self) -> list[int]:
+        """Columns of the inputs' products."""
+        raise NotImplementedError
 
     def places(self) -> list[Place]:
         """Return references of the tensors that the kernels read, without the linears'."""
-        ...
-
-    def struct(self) -> ctypes.Structure:
-        """Return an empty struct of its kind."""
-        ...
+        raise NotImplementedError
 
     def fill(self, struct: Any, dtype: torch.dtype) -> None:
-        """Fill in the struct.
+        """Fill in a struct of its kind.
 
         Raises:
             NotFusable: its weights are of a kind that the kernels don't read where they are.
         """
-        ...
+        raise NotImplementedError
+
+
+def _places_of(mixer: Mixer, conv: str, *names: str) -> list[Place]:
+    """Return references of the convolution's weight and bias, of parameters, and of the norm's weight."""
+    child = mixer.module._modules[conv]
+    assert child is not None
+    found: list[Place] = [(child._parameters, "weight"), (child._parameters, "bias")]
+    found += [(mixer.module._parameters, name) for name in names]
+    if mixer.norm is not None:
+        assert mixer.norm.parts.weight is not None
+        found.append((mixer.norm.module._parameters, mixer.norm.parts.weight))
+    return found
 
 
 class _Slice(ctypes.Structure):
@@ -88,29 +97,16 @@ class DeltaRuleStruct(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaRule:
-    """A gated delta rule, as Qwen3-Next, Qwen3.5 and OLMo Hybrid have it.
+class DeltaRule(Mixer):
+    """A gated delta rule, as Qwen3-Next, Qwen3.5 and OLMo Hybrid have it, with a norm of a head's output."""
 
-    Attributes:
-        roles: names of the linears of the input, and what their products have.
-        norm: of a head's output, with a gate.
-    """
-
-    field: ClassVar[str] = "delta"
-    num_states: ClassVar[int] = 2
-    module: nn.Module
-    roles: dict[str, str]
-    norm: Norm
-    sizes: tuple[int, int, int, int]
+    __slots__ = ()
+    field, kind = "delta", DeltaRuleStruct
 
     @property
-    def inputs(self) -> list[str]:
-        return [*self.roles]
-
-    @property
-    def norms(self) -> list[nn.Module]:
-        return [self.norm.module]
+    def roles(self) -> dict[str, str]:
+        """What the products of the inputs have."""
+        return next(names for names in _DELTA_INPUTS if [*names] == self.inputs)
 
     @property
     def widths(self) -> list[int]:
@@ -125,14 +121,7 @@ class DeltaRule:
         return dict(zip(_ROLES, (key_dim, key_dim, value, value, group, group), strict=True))
 
     def places(self) -> list[Place]:
-        conv, weight = self.module._modules["conv1d"], self.norm.parts.weight
-        assert conv is not None and weight is not None
-        own = self.module._parameters
-        found = [(own, "A_log"), (own, "dt_bias"), (conv._parameters, "weight")]
-        return [*found, (conv._parameters, "bias"), (self.norm.module._parameters, weight)]
-
-    def struct(self) -> DeltaRuleStruct:
-        return DeltaRuleStruct()
+        return _places_of(self, "conv1d", "A_log", "dt_bias")
 
     def fill(self, struct: Any, dtype: torch.dtype) -> None:
         heads, key_heads, key_dim, value_dim = self.sizes
@@ -146,7 +135,7 @@ class DeltaRule:
                 at += of[role] * (1 if by_head else key_heads)
             if name in _BY_KEY_HEAD:
                 at += together * (key_heads - 1)
-        a_log, dt_bias, weight, bias, _ = (fields.get(name) for fields, name in self.places())
+        weight, bias, a_log, dt_bias, _ = (fields.get(name) for fields, name in self.places())
         channels = 2 * key_heads * key_dim + heads * value_dim
         if bias is not None or a_log is None or dt_bias is None:
             raise NotFusable("its convolution has a bias, or parameters are missing")
@@ -172,20 +161,11 @@ class Mamba2Struct(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Mamba2:
+class Mamba2(Mixer):
     """Mamba-2 with a norm behind its gate, as Bamba, Granite 4 and Nemotron-H have it."""
 
-    field: ClassVar[str] = "mamba2"
-    num_states: ClassVar[int] = 2
-    inputs: ClassVar[list[str]] = ["in_proj"]
-    module: nn.Module
-    norm: Norm
-    sizes: tuple[int, int, int, int]
-
-    @property
-    def norms(self) -> list[nn.Module]:
-        return [self.norm.module]
+    __slots__ = ()
+    field, kind = "mamba2", Mamba2Struct
 
     @property
     def widths(self) -> list[int]:
@@ -193,15 +173,7 @@ class Mamba2:
         return [2 * heads * value_dim + 2 * groups * key_dim + heads]
 
     def places(self) -> list[Place]:
-        conv, weight = self.module._modules["conv1d"], self.norm.parts.weight
-        assert conv is not None and weight is not None
-        own = self.module._parameters
-        found = [(conv._parameters, "weight"), (conv._parameters, "bias")]
-        found += [(own, "A_log"), (own, "dt_bias"), (own, "D")]
-        return [*found, (self.norm.module._parameters, weight)]
-
-    def struct(self) -> Mamba2Struct:
-        return Mamba2Struct()
+        return _places_of(self, "conv1d", "A_log", "dt_bias", "D")
 
     def fill(self, struct: Any, dtype: torch.dtype) -> None:
         heads, groups, key_dim, value_dim = self.sizes
@@ -210,6 +182,7 @@ class Mamba2:
         weight, bias, *vectors, norm_weight = (fields.get(name) for fields, name in self.places())
         if any(x is None or x.shape != (heads,) for x in vectors):
             raise NotFusable("its parameters do not fit together")
+        assert self.norm is not None
         if norm_weight is None or norm_weight.shape != (width,):
             raise NotFusable("its norm has another width")
         struct.weight, struct.taps = _taps(weight, channels, dtype)
@@ -227,49 +200,26 @@ class ShortConvStruct(ctypes.Structure):
     _fields_ = [("weight", _POINTER), ("bias", _POINTER), ("taps", _LONG)]
 
 
-@dataclass(frozen=True, slots=True)
-class ShortConv:
+class ShortConv(Mixer):
     """A gated convolution, as LFM2 has it."""
 
-    field: ClassVar[str] = "conv"
-    num_states: ClassVar[int] = 1
-    module: nn.Module
-
-    @property
-    def inputs(self) -> list[str]:
-        return ["in_proj"]
-
-    @property
-    def norms(self) -> list[nn.Module]:
-        return []
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        return 1, 0, 0, self._conv.out_channels
+    __slots__ = ()
+    field, kind, num_states = "conv", ShortConvStruct, 1
 
     @property
     def widths(self) -> list[int]:
-        return [3 * self._conv.out_channels]
-
-    @property
-    def _conv(self) -> nn.Conv1d:
-        conv = self.module._modules["conv"]
-        assert isinstance(conv, nn.Conv1d)
-        return conv
+        return [3 * self.sizes[3]]
 
     def places(self) -> list[Place]:
-        return [(self._conv._parameters, name) for name in ("weight", "bias")]
-
-    def struct(self) -> ShortConvStruct:
-        return ShortConvStruct()
+        return _places_of(self, "conv")
 
     def fill(self, struct: Any, dtype: torch.dtype) -> None:
         weight, bias = (fields.get(name) for fields, name in self.places())
-        struct.weight, struct.taps = _taps(weight, self._conv.out_channels, dtype)
-        struct.bias = _bias(bias, self._conv.out_channels, dtype)
+        struct.weight, struct.taps = _taps(weight, self.sizes[3], dtype)
+        struct.bias = _bias(bias, self.sizes[3], dtype)
 
 
-MIXER_STRUCTS = dict(delta=DeltaRuleStruct, mamba2=Mamba2Struct, conv=ShortConvStruct)
+MIXER_STRUCTS = {mixer.field: mixer.kind for mixer in (DeltaRule, Mamba2, ShortConv)}
 
 
 def _bias(bias: Any, channels: int, dtype: torch.dtype) -> int:
@@ -298,20 +248,21 @@ def mixer_of(module: Any) -> Mixer:
         NotFusable: it is of an unknown kind.
     """
     children, fields = module._modules, module.__dict__
-    if children.keys() == {"conv", "in_proj", "out_proj"}:
-        return ShortConv(module)
+    conv = children.get("conv")
+    if children.keys() == {"conv", "in_proj", "out_proj"} and isinstance(conv, nn.Conv1d):
+        return ShortConv(module, ["in_proj"], None, (1, 0, 0, conv.out_channels))
     if {"conv1d", "in_proj", "norm", "out_proj"} <= children.keys():
         gated = norm_parts(children["norm"], Gate.BEFORE)
         sizes = _sizes(fields, "num_heads", "n_groups", "ssm_state_size", "head_dim")
         if gated is not None and sizes is not None:
-            return Mamba2(module, Norm(children["norm"], gated), sizes)
+            return Mamba2(module, ["in_proj"], Norm(children["norm"], gated), sizes)
     roles = next((names for names in _DELTA_INPUTS if names.keys() <= children.keys()), None)
     norm = children.get("norm", children.get("o_norm"))
     parts = None if norm is None else norm_parts(norm, Gate.AFTER)
     sizes = _sizes(fields, "num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim")
     if roles is None or parts is None or sizes is None:
         raise NotFusable(f"the kernels don't have {type(module).__name__}")
-    return DeltaRule(module, roles, Norm(norm, parts), sizes)
+    return DeltaRule(module, [*roles], Norm(norm, parts), sizes)
 
 
 def _sizes(fields: dict[str, Any], *names: str) -> tuple[int, int, int, int] | None:

@@ -24,8 +24,9 @@ from verbatim.kv.quantized import KVDtype
 from verbatim.kv.store import KVStore, LayerShape, bytes_per_token, make_store
 from verbatim.model.angles import rotary
 from verbatim.model.context import activate
-from verbatim.model.decoder import Decoder, FlatContext
+from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
+from verbatim.model.flat import FlatContext
 from verbatim.model.invariant import InvariantMode, Recorder
 from verbatim.model.patching import configs_of, exclusive, patched, replaced_forwards
 from verbatim.model.spec import InspectionContext

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -174,6 +174,7 @@ def _is_number(number: Any) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and number > 0
 
 
+_IGNORED = "_keys_to_ignore_on_load_unexpected"
 _ALIKE = ("model_type", "hidden_size", "vocab_size", "num_hidden_layers")
 
 
@@ -192,23 +193,27 @@ def _config_beside(config: Any, folder: Path) -> Any:
     return found
 
 
-@contextmanager
-def _as_told(config: Any, told: Any) -> Iterator[None]:
+def _as_told(config: Any, told: Any) -> AbstractContextManager[None]:
     """Copy the MTP fields of another config temporarily."""
-    own = config.__dict__
     said = {n: v for n, v in told.__dict__.items() if n == "num_mtp_layers" or n.startswith("mtp_")}
     if QWENS_NUMBER in said:
         number = said.setdefault("num_mtp_layers", said[QWENS_NUMBER])
         said.setdefault("mtp_layer_types", ["full_attention"] * number)
-    before = {name: own[name] for name in said if name in own}
+    return _with_fields(config, said)
+
+
+@contextmanager
+def _with_fields(owner: Any, fields: dict[str, Any]) -> Iterator[None]:
+    """Set attributes temporarily."""
+    before = {name: vars(owner)[name] for name in fields if name in vars(owner)}
     try:
-        for name, value in said.items():
-            setattr(config, name, value)
+        for name, value in fields.items():
+            setattr(owner, name, value)
         yield
     finally:
-        for name in said:
-            own.pop(name, None)
-        own.update(before)
+        for name in fields.keys() - before.keys():
+            vars(owner).pop(name, None)
+        vars(owner).update(before)
 
 
 @contextmanager
@@ -248,25 +253,17 @@ def _findable(inner: Any, folder: Path) -> Iterator[None]:
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    own, ignored = inner.__dict__, "_keys_to_ignore_on_load_unexpected"
-    had, before = ignored in own, own.get(ignored)
-    path, dtype = inner.config.name_or_path, inner.config.dtype
-    known = getattr(inner, ignored, None) or []
-    built = not hasattr(inner, "_weight_conversions")
-    if built:
-        inner._weight_conversions = get_model_conversion_mapping(inner)
-    head = inner.lm_head
+    known = getattr(inner, _IGNORED, None) or []
+    fields = {_IGNORED: [*known, *mtp_names(inner.config)]}
+    if not hasattr(inner, "_weight_conversions"):
+        fields["_weight_conversions"] = get_model_conversion_mapping(inner)
+    config, head = inner.config, inner.lm_head
+    path, dtype = config.name_or_path, config.dtype
     try:
         inner.lm_head = nn.Linear(1, 1, bias=False)
-        setattr(inner, ignored, [*known, *mtp_names(inner.config)])
-        inner.config.name_or_path, inner.config.dtype = str(folder), inner.dtype
-        yield
+        config.name_or_path, config.dtype = str(folder), inner.dtype
+        with _with_fields(inner, fields):
+            yield
     finally:
         inner.lm_head = head
-        if built:
-            del inner._weight_conversions
-        inner.config.name_or_path, inner.config.dtype = path, dtype
-        if had:
-            own[ignored] = before
-        else:
-            delattr(inner, ignored)
+        config.name_or_path, config.dtype = path, dtype

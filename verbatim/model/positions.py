@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import wraps
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from verbatim.model.context import active_context
+from verbatim.model.context import active_context, replace_function
 
 _BY_PADDING = "create_position_ids_from_input_ids"  # of RoBERTa's kind
 # Arguments of a position embedding of BART's kind; `cache_length` since transformers 5.24.
@@ -29,11 +29,11 @@ def patch_positions(module: nn.Module) -> None:
     """Replace the functions in which a model's classes count positions; does nothing the second time."""
     for cls in {type(layer) for layer in module.modules()}:
         if _counts_by_padding(cls):
-            _replace(cls, _BY_PADDING, _after_padding)
+            replace_function(cls, _BY_PADDING, partial(_at_positions, _after_padding))
         elif _counts_from_the_start(cls):
-            _replace(cls, "forward", _embed)
+            replace_function(cls, "forward", partial(_at_positions, _embed))
         elif cls.__name__ in _COUNT_CACHED:
-            _replace(cls, "forward", _after_cached)
+            replace_function(cls, "forward", partial(_at_positions, _after_cached))
 
 
 def counts_by_padding(module: nn.Module) -> bool:
@@ -50,6 +50,14 @@ def _counts_from_the_start(cls: type) -> bool:
         return False
     _, *names = inspect.signature(cls.forward).parameters
     return tuple(names[1:]) in _EMBEDS and names[0] in _FIRST
+
+
+def _at_positions(ours: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function with the positions of the forward context in front of its arguments."""
+    context = active_context()
+    assert context is not None
+    device = next((a.device for a in args if isinstance(a, Tensor)), context.positions.device)
+    return ours(context.positions.to(device), *args, **kwargs)
 
 
 def _after_padding(positions: Tensor, input_ids: Tensor, padding_idx: int, *_: Any) -> Tensor:
@@ -82,21 +90,3 @@ def _after_cached(
     rows = hidden_states.flatten(0, 1)[None]
     out, *others = type(layer).forward.verbatim_original(layer, rows, *args, **kwargs)
     return out.view(hidden_states.shape), *others
-
-
-def _replace(cls: type, name: str, ours: Callable[..., Tensor]) -> None:
-    kept = inspect.getattr_static(cls, name)
-    original = getattr(cls, name)
-    if hasattr(original, "verbatim_original"):
-        return
-
-    @wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        positions = getattr(active_context(), "positions", None)
-        if positions is None:
-            return original(*args, **kwargs)
-        device = next((a.device for a in args if isinstance(a, Tensor)), positions.device)
-        return ours(positions.to(device), *args, **kwargs)
-
-    call.verbatim_original = original  # type: ignore[attr-defined]
-    setattr(cls, name, staticmethod(call) if isinstance(kept, staticmethod) else call)

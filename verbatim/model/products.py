@@ -15,20 +15,20 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from verbatim import kernels
+from verbatim.model.differential import differential_check
 from verbatim.model.elementwise import SUFFIX, declared
 from verbatim.model.integers import integer_linear
 from verbatim.model.quantize import unpack
 from verbatim.model.weight_packing import WeightPacking
-
-_Function = Callable[..., None]
 
 
 def _name(backend: str) -> str | None:
@@ -46,89 +46,6 @@ def _name(backend: str) -> str | None:
     return backend
 
 
-@functools.cache
-def _functions(name: str | None) -> Mapping[tuple[torch.dtype, bool], _Function]:
-    """Return the kernel for each dtype and each layout of the weight (True: stored [K, N])."""
-    if name is None:
-        return {}
-    library = kernels.load(name)
-    arguments = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 6, *[ctypes.c_int] * 2]
-    return {
-        (dtype, transposed): declared(library, kernel, dtype, arguments)
-        for dtype in SUFFIX
-        for kernel, transposed in (("vb_linear", False), ("vb_linear_t", True))
-    }
-
-
-@kernels.without_overrides
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    backend: str = "auto",
-    float32: bool = False,
-) -> Tensor:
-    """Compute `x @ weight.T + bias`, each row by itself.
-
-    x is [..., K], weight [N, K] with any strides (rows or columns contiguous are used in place,
-    anything else is copied), bias [N]; the result is [..., N] in x's dtype, or in float32 where
-    `float32` asks for it (logits). `backend` is "auto", "kernel", "torch" or one of
-    `kernels.available()`. The kernels take float32 and bfloat16 on the CPU; other dtypes, mixed
-    ones and other devices go to torch under any backend. Shapes that do not fit raise ValueError.
-    """
-    functions = _functions(_name(backend))
-    dtype = x.dtype
-    num_out, depth = weight.shape
-    if x.shape[-1] != depth or (bias is not None and bias.shape != (num_out,)):
-        shapes = [tuple(t.shape) for t in (x, weight, bias) if t is not None]
-        raise ValueError(f"linear: shapes {shapes} do not fit [..., K], [N, K], [N]")
-    row_stride, column_stride = weight.stride()
-    # Decided by how the weight lies and not by its width: a product whose "weight" has a column for
-    # each token must not change its method when there is one token.
-    transposed = row_stride == 1 and depth > 1
-    if not transposed and (column_stride != 1 or row_stride == 0):  # one row, expanded to many
-        weight = weight.contiguous()
-        row_stride = depth
-    function = functions.get((dtype, transposed))
-    if (
-        function is None
-        or weight.dtype is not dtype
-        or not (x.is_cpu and weight.is_cpu)
-        or not (bias is None or (bias.dtype is dtype and bias.is_cpu))
-    ):
-        return _other_linear(x, weight, bias, backend, float32)
-
-    if x.dim() != 2:
-        shape = x.shape[:-1]
-        rows = x.reshape(shape.numel(), depth)
-    else:
-        shape = x.shape[:1]
-        rows = x
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
-    if bias is not None:
-        bias = bias.contiguous()
-    out = torch.empty((*shape, num_out), dtype=torch.float32 if float32 else dtype)
-    num_rows = rows.shape[0]
-    if num_rows and num_out:
-        function(
-            out.data_ptr(),
-            rows.data_ptr(),
-            weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            num_rows,
-            num_out,
-            depth,
-            rows.stride(0),
-            column_stride if transposed else row_stride,
-            num_out,
-            float32,
-            torch.get_num_threads(),
-        )
-    return out
-
-
 class Matrix(ctypes.Structure):
     """`vb::Matrix` of kernels/matrix.h."""
 
@@ -144,11 +61,14 @@ class Matrix(ctypes.Structure):
     )
 
 
+def kernel_of(backend: str, dtype: torch.dtype) -> Callable[..., None] | None:
+    """Return the kernel of a backend, which takes packed matrices, too; None without one."""
+    name = _name(backend)
+    return None if name is None or dtype not in SUFFIX else _kernel(name, dtype)
+
+
 @functools.cache
-def _multiply(name: str | None, dtype: torch.dtype) -> _Function | None:
-    """Return the kernel that takes several matrices, packed or not; None without one."""
-    if name is None or dtype not in SUFFIX:
-        return None
+def _kernel(name: str, dtype: torch.dtype) -> Callable[..., None]:
     pointer, length, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     arguments = [*[pointer] * 2, *[length] * 2, pointer, number, length, *[number] * 2]
     return declared(kernels.load(name), "vb_multiply", dtype, arguments)
@@ -156,10 +76,59 @@ def _multiply(name: str | None, dtype: torch.dtype) -> _Function | None:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight [N, K] quantized, as `quantize.pack` makes it: rows, one matrix; or interleaved."""
+    """A quantized weight, one matrix, as `quantize.pack` makes it; or interleaved."""
 
     data: Tensor
     packing: WeightPacking
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[N, K], also of a parameter [K, N]."""
+        return self.packing.shape[::-1] if self.packing.columns else self.packing.shape
+
+
+@kernels.without_overrides
+def linear(
+    x: Tensor,
+    weight: Tensor | Packed,
+    bias: Tensor | None = None,
+    *,
+    backend: str = "auto",
+    float32: bool = False,
+) -> Tensor:
+    """Compute `x @ weight.T + bias`, each row by itself.
+
+    x is [..., K], weight [N, K] with any strides (rows or columns contiguous are used in place,
+    anything else is copied), or quantized, bias [N]; the result is [..., N] in x's dtype, or in float32
+    where `float32` asks for it (logits). `backend` is "auto", "kernel", "torch" or one of
+    `kernels.available()`. The kernels take float32 and bfloat16 on the CPU; other dtypes, mixed
+    ones and other devices go to torch under any backend. Shapes that do not fit raise ValueError.
+    """
+    depth, shape = x.shape[-1], weight.shape
+    if len(shape) != 2 or shape[1] != depth or (bias is not None and bias.shape != shape[:1]):
+        shapes = ", ".join(str(tuple(t.shape)) for t in (x, weight, bias) if t is not None)
+        raise ValueError(f"linear: shapes {shapes} do not fit [..., K], [N, K], [N]")
+    function = kernel_of(backend, x.dtype) if x.is_cpu else None
+    if function is None or not _reads(weight, bias, x.dtype):
+        return _other_linear(x, weight, bias, backend, float32)
+    rows = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), depth)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    matrix, _held = pointers_of(weight, bias)
+    out = torch.empty((*x.shape[:-1], shape[0]), dtype=torch.float32 if float32 else x.dtype)
+    if out.numel():
+        function(
+            out.data_ptr(),
+            rows.data_ptr(),
+            rows.shape[0],
+            rows.stride(0),
+            ctypes.addressof(matrix),
+            1,
+            shape[0],
+            float32,
+            torch.get_num_threads(),
+        )
+    return out
 
 
 def packed_linear(
@@ -173,94 +142,43 @@ def packed_linear(
 ) -> Tensor:
     """Compute `linear(x, unpack(packed, packing), bias)`, bit for bit, without that matrix in memory.
 
-    packed is `[packing.nbytes]` uint8 at any address, so an expert's slice of a stack of rows serves;
-    `packing.shape` is [N, K], or [K, N] with `packing.columns`, which is unpacked first. The rest is
-    as in `linear`. With `packing.interleaved` activations become codes, too (`integers.py`).
+    packed is `[packing.nbytes]` uint8 at any address, so an expert's slice of a stack serves;
+    `packing.shape` is [N, K], or [K, N] with `packing.columns`. The rest is as in `linear`. With
+    `packing.interleaved` activations become codes, too (`integers.py`).
     """
-    return linear_many(x, [Packed(packed, packing)], [bias], backend=backend, float32=float32)
+    return linear(x, Packed(packed, packing), bias, backend=backend, float32=float32)
 
 
-def linear_many(
-    x: Tensor,
-    weights: Sequence[Tensor | Packed],
-    biases: Sequence[Tensor | None] | None = None,
-    *,
-    backend: str = "auto",
-    float32: bool = False,
-) -> Tensor:
-    """Compute `linear` of x with each weight, side by side: [..., N1 + N2 + ...], in one pass of the
-    threads.
+def _reads(weight: Tensor | Packed, bias: Tensor | None, dtype: torch.dtype) -> bool:
+    """Return whether the kernel takes a weight, for activations of `dtype`."""
+    if bias is not None and not (bias.dtype is dtype and bias.is_cpu):
+        return False
+    if isinstance(weight, Tensor):
+        return weight.dtype is dtype and weight.is_cpu
+    return weight.data.is_cpu and weight.packing.dtype is dtype
 
-    A weight is a matrix [N, K] or a quantized one; `biases` has one or None for each. Every number has
-    the bits that it has alone.
-    """
-    if biases is None:
-        biases = [None] * len(weights)
-    depth = x.shape[-1]
-    width, held = 0, []
-    function = _multiply(_name(backend), x.dtype) if x.is_cpu else None
-    matrices = (Matrix * len(weights))()
-    for matrix, weight, bias in zip(matrices, weights, biases, strict=True):
-        if isinstance(weight, Packed):
-            packing = weight.packing
-            shape = packing.shape[::-1] if packing.columns else packing.shape
-            by_rows = packing.interleaved or not packing.columns
-            served = by_rows and weight.data.is_cpu and packing.dtype is x.dtype
-        else:
-            shape, served = tuple(weight.shape), weight.is_cpu and weight.dtype is x.dtype
-            served = served and weight.dim() == 2 and weight.stride(1) == 1 and weight.stride(0) > 0
-        if len(shape) != 2 or shape[1] != depth or (bias is not None and bias.shape != shape[:1]):
-            raise ValueError(
-                f"linear: shapes {tuple(x.shape)}, {shape} and "
-                f"{None if bias is None else tuple(bias.shape)} do not fit [..., K], [N, K], [N]"
-            )
-        if not served or not (bias is None or (bias.dtype is x.dtype and bias.is_cpu)):
-            function = None
-        width += shape[0]
-        if function is None:
-            continue
-        if bias is not None:
-            bias = bias.contiguous()
-            held.append(bias)
-            matrix.bias = bias.data_ptr()
-        matrix.cols, matrix.depth = shape
-        if isinstance(weight, Packed):
-            assert weight.data.is_contiguous() and weight.data.shape == (weight.packing.nbytes,)
-            matrix.data = weight.data.data_ptr()
-            matrix.format = weight.packing.format
-            matrix.group = weight.packing.quantization.group_size
-        else:
-            matrix.data, matrix.stride = weight.data_ptr(), weight.stride(0)
-            matrix.format = 1 if x.dtype is torch.bfloat16 else 0
-    if function is None:
-        outs = []
-        for weight, bias in zip(weights, biases, strict=True):
-            if isinstance(weight, Packed) and weight.packing.interleaved:
-                outs.append(integer_linear(x, weight.data, weight.packing, bias, float32))
-                continue
-            if isinstance(weight, Packed):
-                columns = weight.packing.columns
-                weight = unpack(weight.data, weight.packing)
-                weight = weight.t() if columns else weight
-            outs.append(linear(x, weight, bias, backend=backend, float32=float32))
-        return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
-    rows = x.reshape(x.shape[:-1].numel(), depth)
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
-    out = torch.empty((*x.shape[:-1], width), dtype=torch.float32 if float32 else x.dtype)
-    if out.numel():
-        function(
-            out.data_ptr(),
-            rows.data_ptr(),
-            rows.shape[0],
-            rows.stride(0),
-            ctypes.addressof(matrices),
-            len(weights),
-            width,
-            float32,
-            torch.get_num_threads(),
-        )
-    return out
+
+def pointers_of(weight: Tensor | Packed, bias: Tensor | None) -> tuple[Matrix, tuple[Any, ...]]:
+    """Return the kernel's view of a weight and its bias, and the tensors that it points to."""
+    cols, depth = weight.shape
+    bias = None if bias is None else bias.contiguous()
+    at_bias = None if bias is None else bias.data_ptr()
+    if isinstance(weight, Packed):
+        data, packing = weight.data, weight.packing
+        assert data.is_contiguous() and data.shape == (packing.nbytes,)
+        group = packing.quantization.group_size
+        return Matrix(data.data_ptr(), at_bias, cols, depth, 0, packing.format, group), (data, bias)
+    stride, column_stride = weight.stride()
+    # Decided by how the weight lies and not by its width: a product whose "weight" has a column for
+    # each token must not change its method when there is one token.
+    transposed = stride == 1 and depth > 1
+    if transposed:
+        stride = column_stride
+    elif column_stride != 1 or stride == 0:  # one row, expanded to many
+        weight, stride = weight.contiguous(), depth
+    number = 1 if weight.dtype is torch.bfloat16 else 0
+    matrix = Matrix(weight.data_ptr(), at_bias, cols, depth, stride, number, 0, transposed)
+    return matrix, (weight, bias)
 
 
 def matmul(x: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
@@ -330,9 +248,15 @@ _found: dict[_Key, RowTiles] = {}
 
 
 def _other_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, backend: str, float32: bool
+    x: Tensor, weight: Tensor | Packed, bias: Tensor | None, backend: str, float32: bool
 ) -> Tensor:
-    """Compute `linear` without a compiled CPU kernel."""
+    """Compute `linear` where the compiled CPU kernel does not take the weight as it is."""
+    if isinstance(weight, Packed):
+        if weight.packing.interleaved:
+            return integer_linear(x, weight.data, weight.packing, bias, float32)
+        matrix = unpack(weight.data, weight.packing)
+        matrix = matrix.t() if weight.packing.columns else matrix
+        return linear(x, matrix, bias, backend=backend, float32=float32)
     if backend == "auto" and x.device == weight.device and kernels.triton_serves(x.device):
         from verbatim.kernels.triton import linear as triton_linear
 
@@ -391,15 +315,17 @@ def holds(tiles: RowTiles, product: Callable[[Tensor], Tensor], x: Tensor) -> bo
     x is [256, K]. All shapes that `tiles` will ever multiply are tried, at each of their places.
     """
     last = tiles.heights[-1]
-    one = RowTiles((last,), one_thread=True)
-    expected = one.apply(product, x)
-    for shift in range(1, last):
-        if not torch.equal(
-            tiles.apply(product, x[:last].roll(shift, 0)).roll(-shift, 0), expected[:last]
-        ):
-            return False
-    return torch.equal(tiles.apply(product, x), expected) and torch.equal(
-        RowTiles((last,), tiles.one_thread).apply(product, x), expected
+    expected = RowTiles((last,), one_thread=True).apply(product, x)
+
+    def shifted(by: int) -> list[Tensor]:
+        return [tiles.apply(product, x[:last].roll(by, 0)).roll(-by, 0)]
+
+    def at_all_heights(_: int) -> list[Tensor]:
+        return [tiles.apply(product, x), RowTiles((last,), tiles.one_thread).apply(product, x)]
+
+    return not (
+        differential_check(shifted, lambda _: [expected[:last]], range(1, last))
+        or differential_check(at_all_heights, lambda _: [expected] * 2, [0])
     )
 
 

@@ -8,15 +8,13 @@ calls the original.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from functools import wraps
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from verbatim.model.context import active_context
+from verbatim.model.context import replace_function
 from verbatim.model.recurrent_layers import FORWARDS, STATE_BYTES
 from verbatim.model.recurrent_ops import FUNCTIONS
 
@@ -27,27 +25,10 @@ def patch(module: nn.Module) -> None:
         names = vars(file)
         for name, ours in FUNCTIONS.items():
             if name in names:
-                _replace(file, name, ours)
+                replace_function(file, name, ours)
         for name, ours in FORWARDS.items():
             if name in names:
-                _replace(names[name], "forward", ours)
-
-
-def _replace(owner: Any, name: str, ours: Callable[..., Any]) -> None:
-    original = getattr(owner, name)
-    if not hasattr(original, "verbatim_original"):
-        setattr(owner, name, _dispatch(ours, original))
-
-
-def _dispatch(ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if active_context() is None:
-            return original(*args, **kwargs)
-        return ours(*args, **kwargs)
-
-    call.verbatim_original = original  # type: ignore[attr-defined]
-    return call
+                replace_function(names[name], "forward", ours)
 
 
 def reads_weight(layer: nn.Module, name: str) -> bool:

@@ -210,36 +210,10 @@ def _multi_head_norm(layer: Any, x: Tensor) -> Tensor:
     return normed
 
 
-def _lightning_bytes(layer: Any) -> int:
-    numbers: int = layer.num_attention_heads * layer.head_dim**2
-    return numbers * torch.float32.itemsize
-
-
-def _mlstm_bytes(layer: Any) -> int:
-    heads = layer.config.num_heads
-    numbers: int = heads + layer.qk_dim * (layer.v_dim // heads + 1)
-    return numbers * torch.float32.itemsize
-
-
-def _row_bytes(layer: Any) -> int:
-    nbytes: int = layer.config.hidden_size * layer.key.weight.dtype.itemsize
-    return nbytes
-
-
-def _wkv_bytes(layer: Any) -> int:
-    wkv: int = 3 * layer.attention_hidden_size * torch.float32.itemsize
-    return _row_bytes(layer) + wkv
-
-
 def _zaya_bytes(layer: Any) -> int:
     convs = (layer.conv_qk_depthwise, layer.conv_qk_grouped)
     rows = sum((conv.kernel_size[0] - 1) * conv.out_channels for conv in convs)
     nbytes: int = (rows + layer.hidden_size) * convs[0].weight.dtype.itemsize
-    return nbytes
-
-
-def _ngram_bytes(layer: Any) -> int:
-    nbytes: int = layer.context_len * torch.float32.itemsize
     return nbytes
 
 
@@ -249,12 +223,6 @@ def _pooled_bytes(layer: Any) -> int:
     rotated = int(layer.head_dim * rope.get("partial_rotary_factor", 1.0))
     width = indexer.index_head_dim + 2 * rotated
     nbytes: int = (indexer.compress_ratio - 1) * width * layer.o_proj.weight.dtype.itemsize
-    return nbytes
-
-
-def _per_layer_bytes(layer: Any) -> int:
-    weight = layer.conv1d.weight
-    nbytes: int = layer.short_conv_state_len * len(weight) * weight.dtype.itemsize
     return nbytes
 
 
@@ -272,15 +240,18 @@ FORWARDS: dict[str, Callable[..., Any]] = {
     "xLSTMMultiHeadLayerNorm": _multi_head_norm,
 }
 
+_WIDE = torch.float32.itemsize
 # The bytes of a sequence's states in a layer, where other layers' attributes do not tell them.
 STATE_BYTES: dict[str, Callable[[Any], int]] = {
     **dict.fromkeys((*compressed.COMPRESSORS, "DeepseekV4Indexer"), compressed.state_bytes),
-    "MiniMaxLightningAttention": _lightning_bytes,
-    "Qwen4ExpTextNGramEmbedding": _ngram_bytes,
-    "Qwen4ExpTextPLELayer": _per_layer_bytes,
+    "MiniMaxLightningAttention": lambda m: m.num_attention_heads * m.head_dim**2 * _WIDE,
+    "Qwen4ExpTextNGramEmbedding": lambda m: m.context_len * _WIDE,
+    "Qwen4ExpTextPLELayer": lambda m: m.short_conv_state_len * m.conv1d.weight[:, 0, 0].nbytes,
     "Qwen4ExpTextAttention": _pooled_bytes,
-    "RwkvFeedForward": _row_bytes,
-    "RwkvSelfAttention": _wkv_bytes,
+    "RwkvFeedForward": lambda m: m.key.weight[0].nbytes,
+    "RwkvSelfAttention": lambda m: m.key.weight[0].nbytes + 3 * m.attention_hidden_size * _WIDE,
     "ZayaCCAProjection": _zaya_bytes,
-    "xLSTMLayer": _mlstm_bytes,
+    "xLSTMLayer": lambda m: (
+        (m.config.num_heads + m.qk_dim * (m.v_dim // m.config.num_heads + 1)) * _WIDE
+    ),
 }

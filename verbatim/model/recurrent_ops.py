@@ -15,14 +15,16 @@ from verbatim.kernels.options import NormKind
 from verbatim.kv.recurrence import causal_conv, linear_recurrence, tree_sum
 from verbatim.kv.states import StateShape
 from verbatim.model import elementwise
-from verbatim.model.context import RecurrentContext, Update, active_context
+from verbatim.model.context import Update, active_context
 from verbatim.model.invariant import exp, silu, softplus
 
 
 @kernels.without_overrides
 def update_state(shape: StateShape, update: Update, rowwise: Callable[[], Tensor]) -> Tensor:
     """Run a recurrent operation in the forward context of this thread."""
-    return cast(RecurrentContext, active_context()).update_state(shape, update, rowwise)
+    context = active_context()
+    assert context is not None
+    return context.update_state(shape, update, rowwise)
 
 
 def causal_conv1d(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from verbatim.batch import Choices
 from verbatim.errors import NotSupported, OutOfBlocks
+from verbatim.kv.flat import BlockStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +105,14 @@ def routed_layers_of(
     return RoutedLayers(tuple(call.module for call in calls), len(calls), k, experts), None
 
 
-class ChoiceStore:
+class ChoiceStore(BlockStore):
     """The choices for every token whose K and V are kept, `[block, token, layer, k]`.
 
     Memory is reserved when something is recorded first, and touched only where it is written: keys take more
     of it than K and V, and few requests record them.
     """
 
-    token_axis: int | None = 1  # of `read_blocks`
+    token_axis = 1
 
     def __init__(self, choices: Choices, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -141,18 +142,15 @@ class ChoiceStore:
     def nbytes(self) -> int:
         return math.prod(self._shape) * self._dtype.itemsize
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """A tensor `[blocks, block_size, k]` for each layer, as for K and V; views of `ids`."""
+        return [*self.ids.unbind(2)]
+
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks, (from, to)."""
         if copies and self._ids is not None:
             self.ids[[b for _, b in copies]] = self.ids[[a for a, _ in copies]]
-
-    def read_blocks(self, blocks: list[int]) -> list[Tensor]:
-        """Copy whole blocks: for each layer a tensor `[n, block_size, k]`, as for K and V."""
-        return [*self.ids[blocks].unbind(2)]
-
-    def write_blocks(self, blocks: list[int], contents: list[Tensor]) -> None:
-        """Write whole blocks, given as `read_blocks` returns them."""
-        self.ids[blocks] = torch.stack(contents, 2).to(self.ids.device)
 
     def write(self, slots: Tensor, ids: Tensor, layers: slice = slice(None)) -> None:
         """Put `ids` `[T, layers, k]`, or those of some layers, at `slots` `[T]`."""

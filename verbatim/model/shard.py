@@ -5,7 +5,7 @@ from the whole input, every one by the very arithmetic that it has where all are
 columns are put side by side. So every rank has every activation, and all bits are those of one process. (To
 cut along the input and add, as is usual for every second product, is half the talk and other bits.)
 
-Attention is cut by heads, in the store of K and V (`placement/parallel/heads.py`).
+Attention is cut by heads, in the store of K and V (`placement/distributed/heads.py`).
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ from verbatim.model.invariant import Recorder
 from verbatim.model.patching import configs_of, patched, replaced_forwards
 from verbatim.model.positions import counts_by_padding, patch_positions
 from verbatim.model.recurrent import patch
-from verbatim.model.refusals import reason_to_refuse
 from verbatim.model.routing import (
     UNKNOWN_ROUTER,
     RoutedLayers,
@@ -35,8 +34,6 @@ from verbatim.model.routing import (
     indexed_layers_of,
     routed_layers_of,
 )
-from verbatim.model.trial import try_out
-from verbatim.model.verified import is_verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,36 +171,16 @@ _IDS = [[4, 1, 3, 2], [1, 3, 2, 5]]
 _POSITIONS = [[0, 1, 2, 3], [1, 2, 3, 4]]
 
 
-def inspect_model(module: nn.Module) -> ModelSpec:
-    """Run one small forward of `module`, and return its spec.
+def inspect_once(module: nn.Module, inner: Any, *, positions: bool | None = None) -> ModelSpec:
+    """Run one small forward of a module, and return its spec.
+
+    Args:
+        inner: the transformers model in it.
+        positions: pass `position_ids`; None: if the forward names them.
 
     Raises:
-        UnsupportedModel: the reason why it can't be run on flat batches.
+        UnsupportedModel: it can't be run on flat batches.
     """
-    inner = inner_model(module)
-    try:
-        reason = reason_to_refuse(inner)
-        if reason is not None:
-            raise UnsupportedModel(reason)
-        spec = _inspect(module, inner)
-        if not is_verified(module, inner):
-            try_out(
-                module,
-                replaced_forwards(module),
-                vocab_size=spec.vocab_size,
-                positions=spec.takes_positions,
-                override=bool(spec.needs_override),
-            )
-    except UnsupportedModel as reason:
-        name = type(inner).__name__
-        raise UnsupportedModel(
-            f"{name} can't be run on flat batches: {reason}"
-        ) from reason.__cause__
-    return spec
-
-
-def _inspect(module: nn.Module, inner: Any, *, positions: bool | None = None) -> ModelSpec:
-    """Inspect once; with `positions` None, pass `position_ids` if the forward names them."""
     signature = inspect.signature(inner.forward).parameters
     named = takes_positions(inner)
     positions = named if positions is None else positions
@@ -215,7 +192,7 @@ def _inspect(module: nn.Module, inner: Any, *, positions: bool | None = None) ->
         raise UnsupportedModel(_NO_INTERFACE)
     if context.needs_positions and not (positions or context.counts_positions):
         if any(p.kind is p.VAR_KEYWORD for p in signature.values()):  # a wrapper may pass them on
-            return _inspect(module, inner, positions=True)
+            return inspect_once(module, inner, positions=True)
         raise UnsupportedModel(_NO_POSITIONS)
     if logits.shape[:2] != ids.shape:
         raise UnsupportedModel(

@@ -111,7 +111,7 @@ def matrix_of(linear: Any, dtype: torch.dtype) -> Matrix:
     if type(linear) is PackedLinear:
         packing = linear.packing
         data: Any = linear._buffers["packed"]
-        cols, depth = packing.shape
+        cols, depth = packing.width, packing.depth
     elif type(linear) is nn.Linear:
         data = linear._parameters["weight"]
         cols, depth = data.shape

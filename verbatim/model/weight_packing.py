@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -31,15 +31,26 @@ class Encoding(IntEnum):
     MXFP4 = 6
     # scale * (code - 2^(bits - 1)), float16.
     HALF = 7
-    # d * scale * code - dmin * min, with scale and min from 0 to 63, and with float16 d and dmin for 8 groups
-    # of 32. A head has 6 bits of its scale, 6 of its min, and 4 of the 32 bits of d and dmin: GGUF's Q4_K.
-    SUPER = 8
     # scale * (code - 8) + zero, both bf16.
     CENTERED = 9
+    # GGUF's types of these names, as they lie in a file (`gguf_blocks.py`).
+    Q4_K = 8
+    Q5_K = 10
+    Q6_K = 11
+    Q3_K = 12
+    Q2_K = 13
 
 
-SUPERBLOCK = 8  # groups that share d and dmin of `SUPER`
-_TWO_BYTES = (Encoding.MXFP4, Encoding.HALF, Encoding.SUPER)
+BLOCK = 256  # elements of a block of GGUF's types
+# Bytes of a block, and which of them are float16 numbers.
+BLOCKS = {
+    Encoding.Q2_K: (84, slice(80, 84)),
+    Encoding.Q3_K: (110, slice(108, 110)),
+    Encoding.Q4_K: (144, slice(0, 4)),
+    Encoding.Q5_K: (176, slice(0, 4)),
+    Encoding.Q6_K: (210, slice(208, 210)),
+}
+_TWO_BYTES = (Encoding.MXFP4, Encoding.HALF)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP4 = (
     *(0.0, 0.0052083334885537624, 0.6666666865348816, 1.0),
@@ -63,13 +74,12 @@ class WeightPacking:
     """The byte layout of one quantized parameter.
 
     `[..., N, K]` (as in nn.Linear) is stored row by row: the codes of a row, then the head of each of its
-    groups. `[..., K, N]` (as in GPT-2) is stored group by group: N heads (of `AFFINE`: N scales, N lows),
-    then the codes row by row. With 4 bits, byte i of a group has its elements i (low half) and
-    i + ceil(size / 2).
+    groups. `[..., K, N]` (as in GPT-2) is stored as its transpose is. With 4 bits, byte i of a group has its
+    elements i (low half) and i + ceil(size / 2). A row of blocks (`BLOCKS`) has one after another.
 
     Attributes:
         shape, dtype: of the parameter.
-        columns: K is the second to last dimension; else the last.
+        columns: K is the second to last dimension of `shape`; else the last.
         interleaved: the layout for integer products (`integers.py`), matrix by matrix. `pack` and `unpack`
             do not support it.
         encoding: of codes and heads.
@@ -84,9 +94,12 @@ class WeightPacking:
 
     def __post_init__(self) -> None:
         assert len(self.shape) >= 2 and self.dtype.is_floating_point
-        assert self.encoding is not Encoding.SUPER or not (
-            self.columns or self.depth % (SUPERBLOCK * 32)
-        )
+        assert self.encoding not in BLOCKS or not (self.columns or self.depth % BLOCK)
+
+    @property
+    def one(self) -> WeightPacking:
+        """The layout of one matrix of a stack."""
+        return replace(self, shape=self.shape[-2:])
 
     @property
     def multiplies_codes(self) -> bool:
@@ -99,6 +112,8 @@ class WeightPacking:
         kind = self.quantization
         if self.encoding is Encoding.AFFINE:
             return kind.name
+        if self.encoding in BLOCKS:
+            return self.encoding.name.lower()
         named = self.encoding in (Encoding.FP8, *TABLES)
         name = self.encoding.name.lower() if named else f"int{kind.bits}"
         return f"{name}-g{kind.group_size}"
@@ -131,6 +146,8 @@ class WeightPacking:
     @property
     def vector_bytes(self) -> int:
         """Bytes per vector of K elements."""
+        if self.encoding in BLOCKS:
+            return self.depth // BLOCK * BLOCKS[self.encoding][0]
         groups = -(-self.depth // self.quantization.group_size)
         return (self.depth * self.quantization.bits + 7) // 8 + groups * self.head_bytes
 

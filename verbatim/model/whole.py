@@ -20,17 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from verbatim import kernels
+from verbatim.batch import Batch
 from verbatim.model.angles import Angles
-from verbatim.model.direct import DirectRows
+from verbatim.model.differential import differential_check, noise
 from verbatim.model.fingerprint import Fingerprint, Place, numbers_of, places_of
+from verbatim.model.flat import FlatContext
 from verbatim.model.hidden import head_of
 from verbatim.model.invariant import forward_for
 from verbatim.model.layer import FusedLayer
-from verbatim.model.layer_trial import bit_equal, noise
 from verbatim.model.norms import Norm, norm_parts
 from verbatim.model.packed import PackedLinear
 from verbatim.model.products import Matrix
-from verbatim.model.routing import Routing
 from verbatim.model.spec import ModelSpec, inner_model
 from verbatim.model.structs import NormStruct, NotFusable, matrix_of, norm_of
 
@@ -40,8 +40,8 @@ _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _MOST_WORK = 1 << 39
 _NORM_NAMES = ("norm", "final_layernorm", "ln_f", "embedding_norm")
 
-# A forward with these callables in the layers' places: ids, positions, the rows that have logits, logits.
-Forward = Callable[[list[Callable[..., Any]]], tuple[Tensor, Tensor, Tensor, Tensor]]
+# A forward with these callables in the layers' places: its batch, and its logits.
+Forward = Callable[[list[Callable[..., Any]]], tuple[Batch, Tensor]]
 
 
 class Note(NamedTuple):
@@ -69,14 +69,6 @@ class ModelPart(Protocol):
     def entering(self, token_ids: Tensor) -> Tensor:
         """Return made-up hidden states `[1, T, H]` for its first layer, in memory of their own."""
         ...
-
-
-class WholeInput(Protocol):
-    """The inputs of a whole forward."""
-
-    batch: Any
-    direct: DirectRows | None
-    routing: Routing | None
 
 
 class _Model(ctypes.Structure):
@@ -175,7 +167,7 @@ class WholeModel:
         places: list[Place] = places_of(head) if ends else []
         if ends and parts.weight is not None:
             places.append((norm._parameters, parts.weight))
-        self._fingerprint = Fingerprint(places, numbers_of([inner, body, norm]), classes)
+        self.fingerprint = Fingerprint(places, numbers_of([inner, body, norm]), classes)
         numbers = sum(p.numel() for p in inner.parameters() if p.ndim < 3)
         numbers += sum(layer.parts.mixture.numbers for layer in layers if layer.parts.mixture)
         packed = [m for m in inner.modules() if isinstance(m, PackedLinear)]
@@ -186,34 +178,23 @@ class WholeModel:
 
     def _prepare(self) -> None:
         struct, layers = self._struct, self._structs
-        self._fingerprint.forget_layouts()  # until all of it is checked
+        self.fingerprint.forget_layouts()  # until all of it is checked
         struct.layers, struct.count = ctypes.addressof(layers), len(layers)
         if self._ends:
             struct.head = matrix_of(self._head, self.dtype)
             struct.norm = norm_of(self._norm, self.dtype, struct.head.depth, None)
-        self._fingerprint.record_layouts()
-
-    def same_code(self) -> bool:
-        """Return whether the classes around the layers have the forwards that they had."""
-        return self._fingerprint.same_code()
+        self.fingerprint.record_layouts()
 
     def fits(self) -> bool:
         """Return whether nothing around the layers changed but perhaps the values of weights."""
-        if not (self.same_code() and self._fingerprint.same_numbers()):
-            return False
-        try:
-            if not self._fingerprint.same_layouts():
-                self._prepare()
-        except NotFusable:
-            return False
-        return True
+        return self.fingerprint.fits(self._prepare)
 
     def forget(self) -> None:
         """Keep nothing from call to call."""
         if self._angles is not None:
             self._angles.forget()
 
-    def run(self, context: WholeInput, *, watched: bool) -> WholeOutput | None:
+    def run(self, context: FlatContext, *, watched: bool) -> WholeOutput | None:
         """Run the rows of `context`; None where they are many, or K, V or dtypes are not the kernels'.
 
         Args:
@@ -271,31 +252,40 @@ class WholeModel:
             NotFusable: it does something else.
         """
         notes: list[Note] = []
-        ids, positions, rows, logits = forward([_spy(layer, notes) for layer in self._layers])
+        batch, logits = forward([_spy(layer, notes) for layer in self._layers])
         if [note.layer for note in notes] != self._layers:
             raise NotFusable("its layers do not run one behind the other")
-        hidden = self._embed(ids)
-        angles = None if self._angles is None else self._angles.of(hidden, positions[0])
-        for note in notes:
-            if not bit_equal(note.hidden, hidden):
-                raise NotFusable("something happens to the rows before a layer")
-            if note.layer.turns and not _same_angles(note.arguments, angles):
-                raise NotFusable("its layers have angles of their own")
-            hidden = note.made
-        if not self._ends:
-            if not bit_equal(hidden[0], logits):
-                raise NotFusable("something happens to the rows behind its last layer")
+        entering = self._embed(batch.token_ids[None])
+        angles = None if self._angles is None else self._angles.of(entering, batch.positions)
+
+        def ours(number: int) -> list[Tensor]:
+            """Return what goes into a layer, or comes out behind the last one."""
+            hidden = notes[number - 1].made if number else entering
+            if number < len(notes):
+                return [hidden, *(angles or ())] if notes[number].layer.turns else [hidden]
+            if not self._ends:
+                return [hidden[0]]
+            norm, head = _forward_of(self._norm.module), _forward_of(self._head)
+            return [head(norm(hidden[0][batch.logit_rows]))]
+
+        def theirs(number: int) -> list[Tensor]:
+            if number == len(notes):
+                return [logits]
+            given = notes[number].arguments.get("position_embeddings")
+            turns = notes[number].layer.turns
+            own = [x.flatten(0, -2) for x in given] if turns and isinstance(given, tuple) else []
+            return [notes[number].hidden, *own]
+
+        found = differential_check(ours, theirs, range(len(notes) + 1))
+        if found is None:
             return
-        norm, head = _forward_of(self._norm.module), _forward_of(self._head)
-        if not bit_equal(head(norm(hidden[0][rows])), logits):
-            raise NotFusable("its logits are not what its head makes of its last norm")
-
-
-def _same_angles(arguments: dict[str, Any], angles: tuple[Tensor, Tensor] | None) -> bool:
-    given = arguments.get("position_embeddings")
-    if not isinstance(given, tuple) or angles is None or len(given) != 2:
-        return False
-    return all(bit_equal(a.flatten(0, -2), b) for a, b in zip(given, angles, strict=True))
+        if found.place:
+            raise NotFusable("its layers have angles of their own")
+        if found.case < len(notes):
+            raise NotFusable("something happens to the rows before a layer")
+        if not self._ends:
+            raise NotFusable("something happens to the rows behind its last layer")
+        raise NotFusable("its logits are not what its head makes of its last norm")
 
 
 def _spy(layer: FusedLayer, notes: list[Note]) -> Callable[..., Tensor]:

@@ -116,6 +116,43 @@ class RowRunner(ExternalRunner):
         return logits[0, back]
 
 
+class StepForward:
+    """The forward of a wrapper with Megatron's `run_one_forward_step`, for one whole row.
+
+    `prep_model_for_inference`, `prep_inference_input` and `get_batch_for_context_window` of the wrapper are
+    called where it has them. It sees the `inference_context` that it has now.
+
+    Args:
+        wrapper: its step takes `tokens` and `position_ids` [1, L] and a causal `attention_mask`
+            [1, 1, L, L], True where a position is hidden, in a dict, and returns logits [1, T, V].
+    """
+
+    def __init__(self, wrapper: Any) -> None:
+        self.wrapper = wrapper
+        self.model = getattr(wrapper, "model", None)
+        self._context = getattr(wrapper, "inference_context", None)
+
+    def __call__(self, input_ids: Tensor) -> dict[str, Any]:
+        wrapper, length = self.wrapper, input_ids.shape[1]
+        outside = getattr(wrapper, "inference_context", None)
+        wrapper.inference_context = self._context
+        try:
+            prepare = getattr(wrapper, "prep_model_for_inference", None)
+            if prepare is not None:
+                prepare(*[input_ids] * bool(ForwardArguments.of(prepare).names))
+            if hasattr(wrapper, "prep_inference_input"):
+                inputs = wrapper.prep_inference_input(input_ids)
+            else:
+                hidden = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+                positions = torch.arange(length)[None]
+                inputs = {"tokens": input_ids, "position_ids": positions, "attention_mask": hidden}
+            if hasattr(wrapper, "get_batch_for_context_window"):
+                inputs = wrapper.get_batch_for_context_window(inputs, 0, length)
+            return {"logits": wrapper.run_one_forward_step(inputs)}
+        finally:
+            wrapper.inference_context = outside
+
+
 def check_takes_ids(model: Any) -> ForwardArguments:
     """Check that the model's forward takes ids.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,18 +19,11 @@ from verbatim.batch import Adapter, Batch, Choices, Draws, SamplePlan
 from verbatim.errors import EngineClosed, NotSupported
 from verbatim.model.patching import exclusive, threads
 from verbatim.model.weights import weight_info, writes_to
-from verbatim.options import dtype_name
+from verbatim.options import dtype_name, on_cpu
 from verbatim.params import CHOICES
 from verbatim.protocols import Forward
 from verbatim.sampling.sampler import sample_rows
 from verbatim.weights.update import NewWeights, WeightWriter
-
-
-def on_cpu() -> AbstractContextManager[Any]:
-    """Run the block with the CPU as torch's default device."""
-    if torch.get_default_device().type == "cpu":
-        return nullcontext()
-    return torch.device("cpu")
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 Their K and V are in the engine's own blocks, so prefix reuse, eviction, forks and beams work as for any
 model. A module whose steps are all known to be batch-invariant (`model/rowwise.py`), and the same in every
-forward (`model/steps.py`), runs sequences of equal length together, in any chunks. Others run one token of
+forward, runs sequences of equal length together, in any chunks. Others run one token of
 one sequence at a time, on one thread: slow, but with the same logits in every schedule.
 """
 
@@ -19,16 +19,17 @@ from verbatim.kv.store import bytes_per_token
 from verbatim.model.patching import exclusive, threads
 from verbatim.model.rowwise import NotRowwise
 from verbatim.model.tree import Tree
-from verbatim.options import dtype_name
-from verbatim.placement.external import ExternalRunner, Piece, on_cpu
+from verbatim.options import dtype_name, on_cpu
+from verbatim.placement.external import ExternalRunner, Piece
 from verbatim.placement.kv_protocol import (
     CacheShape,
+    Findings,
     call_together,
     run_alone,
     speaks_kv_caches,
     taken,
+    try_out,
 )
-from verbatim.placement.kv_trial import Findings, try_out
 from verbatim.placement.options import EngineOptions
 
 __all__ = ["KVCachesRunner", "open_kv_caches", "speaks_kv_caches"]

@@ -53,7 +53,7 @@ class EngineOptions:
     def num_states(self, state_bytes: int) -> int:
         """Return the number of slots of recurrent states, including that of the zero state.
 
-        A running sequence needs two, and a cached prefix one. At most half of the memory is used.
+        A running sequence needs two, a session or a cached prefix one. At most half of the memory is used.
 
         Args:
             state_bytes: of one slot; 0 for a model without such layers.
@@ -69,7 +69,7 @@ class EngineOptions:
                 f"kv_memory of {self.kv_budget} bytes is too small: half of it is for the recurrent states, "
                 f"and a sequence needs 3 slots of {state_bytes} bytes"
             )
-        return min(slots, 3 * self.max_sequences + _SNAPSHOTS)
+        return min(slots, 3 * self.max_sequences + (_SNAPSHOTS if self.prefix_cache else 1))
 
     def num_blocks(self, bytes_per_token: int, max_length: int | None, state_bytes: int = 0) -> int:
         """Return the number of blocks that fit and can be used at once, including the scratch block.

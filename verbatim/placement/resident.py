@@ -83,6 +83,11 @@ class Resident:
         """The module itself; EngineClosed if it was held weakly and is gone."""
         return self.decoder.module
 
+    @property
+    def whole_module(self) -> nn.Module | None:
+        """The module, if all its parameters are here as the checkpoint has them."""
+        return None if self.packed is not None or self.cuts else self.module
+
     def refresh(self) -> None:
         """Inspect a live module again if it was edited; raise ModelChanged if its layout changed."""
         self.decoder.refresh()

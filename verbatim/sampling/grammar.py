@@ -1,4 +1,4 @@
-"""`GrammarCompiler` and `StructureState`: structured outputs, by the library llguidance.
+"""Structured output with the library llguidance: `GrammarCompiler` and `StructureState`.
 
 A structure constrains the completion's text without special tokens. So llguidance gets every id as the
 bytes that it adds to that text, which requires a tokenizer with context-free pieces. Ids that add another
@@ -29,7 +29,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from torch import Tensor
 
 from verbatim.errors import InvalidRequest, RequestFailed
-from verbatim.params import MAX_STRUCTURE_CHARS, STRUCTURES, SamplingParams
+from verbatim.params import MAX_STRUCTURE_CHARS, SamplingParams
 from verbatim.sampling.json_schema import (
     ANY_WHITESPACE,
     COMPACT,
@@ -38,7 +38,7 @@ from verbatim.sampling.json_schema import (
     check_schema,
     format_embedded,
 )
-from verbatim.sampling.processors import bitmask
+from verbatim.sampling.processors import bitmask, in_mask
 from verbatim.sampling.vocabulary import Vocabulary
 from verbatim.text.tokenizer import Tokenizer
 
@@ -63,7 +63,7 @@ _IDS_PER_ITEM = 4
 # usual priority that compute one mask after the other delay the steps.
 SLOW_S = 2.5e-4
 _QUICK_PER_SLOW = (
-    16  # masks that must be quick for each `SLOW_S` of a slow one, until the grammar is quick
+    16  # quick masks for each `SLOW_S` of a slow one, until the grammar is quick again
 )
 
 # Intersections of terminals in one grammar. The time to compile them doubles with each, uncounted by LIMITS.
@@ -72,7 +72,7 @@ _LITERAL = re.compile(LARK_LITERAL)
 
 NO_TOKEN = "no text fits it from here on, or none that the tokenizer's tokens can write"
 
-_Key = tuple[str, Any, bool]  # the name in STRUCTURES, its text or choices, `any_whitespace`
+_Key = tuple[str, Any, bool]  # `SamplingParams.structure`, its text or choices, `any_whitespace`
 _TEMPERATURE = re.compile(r"^\s*\w+\s*\[[^\]]*\btemperature\s*=", re.MULTILINE)
 
 
@@ -109,7 +109,7 @@ class GrammarCompiler:
     def knows(self, params: SamplingParams) -> bool:
         """Return whether the structure of `params` is cached."""
         with self._lock:
-            return any(_key(name, params) in self._compiled for name in STRUCTURES)
+            return _key(params) in self._compiled
 
     def start(self, params: SamplingParams, *, ends: bool) -> StructureState | None:
         """Return the state before the first token, or None if `params` have no structure.
@@ -122,10 +122,8 @@ class GrammarCompiler:
             InvalidRequest: the structure is invalid, unsupported or unsatisfiable; the message has the
                 field and llguidance's reason.
         """
-        kind = next((name for name in STRUCTURES if getattr(params, name) is not None), None)
-        if kind is None:
+        if (key := _key(params)) is None:
             return None
-        key = _key(kind, params)
         with self._lock:
             compiled = self._compiled.pop(key, None)
         compiled = compiled or self.compile(key)
@@ -136,7 +134,7 @@ class GrammarCompiler:
             raise InvalidRequest(str(error)) from None
         if empty:
             raise InvalidRequest(
-                f"{kind}: only the empty text fits it, and no end of sequence ends it"
+                f"{params.structure}: only the empty text fits it, and no end of sequence ends it"
             )
         with self._lock:  # cache valid structures only, the last used one at the end
             if state.compiled is compiled:
@@ -150,7 +148,7 @@ class GrammarCompiler:
         return state
 
     def drop(self, compiled: _Compiled) -> None:
-        """Do not give `compiled` to any more requests."""
+        """Remove `compiled` from the cache."""
         with self._lock:
             if self._compiled.get(compiled.key) is compiled:
                 del self._compiled[compiled.key]
@@ -295,7 +293,7 @@ class StructureState:
     def _allows(self, token_id: int) -> bool:
         if not 0 <= token_id < 32 * self._compiler.num_words:
             return False
-        return bool(self.mask()[token_id // 32] >> (token_id % 32) & 1)
+        return in_mask(self.mask(), token_id)
 
     def _compute(self) -> Tensor:
         try:
@@ -405,15 +403,14 @@ os.register_at_fork(after_in_child=_after_fork)  # a child has none of the threa
 
 def _with_deep_stack(make: Callable[[], LLMatcher]) -> LLMatcher:
     """Call `make` in a thread with `_STACK_BYTES` of stack."""
-    results: list[LLMatcher] = []
-    raised: list[BaseException] = []
+    made: Future[LLMatcher] = Future()
 
     def run() -> None:
         _lower_priority()
         try:
-            results.append(make())
+            made.set_result(make())
         except BaseException as error:
-            raised.append(error)
+            made.set_exception(error)
 
     with _stack_lock:
         before = threading.stack_size(_STACK_BYTES)
@@ -422,10 +419,7 @@ def _with_deep_stack(make: Callable[[], LLMatcher]) -> LLMatcher:
             thread.start()
         finally:
             threading.stack_size(before)
-    thread.join()
-    if raised:
-        raise raised[0]
-    return results[0]
+    return made.result()
 
 
 _stack_lock = threading.Lock()
@@ -436,9 +430,10 @@ def _num_chars(key: _Key) -> int:
     return len(source) if isinstance(source, str) else sum(map(len, source))
 
 
-def _key(kind: str, params: SamplingParams) -> _Key:
-    """Return the cache key of a structure."""
-    return kind, getattr(params, kind), params.any_whitespace
+def _key(params: SamplingParams) -> _Key | None:
+    """Return the cache key of a request's structure; None without a structure."""
+    name = params.structure
+    return None if name is None else (name, getattr(params, name), params.any_whitespace)
 
 
 def _one_line(message: str) -> str:

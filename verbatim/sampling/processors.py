@@ -185,6 +185,11 @@ def bitmask(ids: Iterable[int], vocab_size: int) -> Tensor:
     return (flags << torch.arange(32)).sum(dim=1).to(torch.int32)
 
 
+def in_mask(mask: Tensor, token_id: int) -> bool:
+    """Return whether a mask made by `bitmask` has an id."""
+    return bool(mask[token_id // 32] >> (token_id % 32) & 1)
+
+
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
     """Refuse parameters with token ids outside of the vocabulary.
 

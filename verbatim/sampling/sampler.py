@@ -18,6 +18,7 @@ from torch import Tensor
 from verbatim import kernels
 from verbatim.batch import Candidates, Draws, SamplePlan, SampleRow
 from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.options import on_cpu
 from verbatim.params import SamplingParams
 from verbatim.sampling import fast, gpu
 from verbatim.sampling.logprobs import Mass, likeliest
@@ -66,7 +67,7 @@ def sample_rows(
         draws = _on_gpu(logits, plan.rows, places, num_threads)
     else:
         draws = _on_cpu(logits.cpu(), plan.rows, places, backend, num_threads)
-    use_kernel = backend != "reference" and fast.has_support()
+    use_kernel = backend != "reference" and fast.available()
     for i, row in enumerate(plan.rows):
         if row.params.support and row.target is None and draws.ids[i] >= 0:
             raw = logits[places[i]].cpu()
@@ -262,10 +263,11 @@ def sample(
     if logits.shape[1] == 0:
         raise InvalidRequest(f"logits {list(logits.shape)} have no vocabulary to draw from")
     positions = _positions(seed, position, logits.shape[0])
-    if seed is None:
-        seed = int(torch.randint(-(2**63), 2**63 - 1, ())) & (2**64 - 1)
-    rows = [SampleRow(params, seed, b, where) for b, where in enumerate(positions)]
-    ids = sample_rows(logits, SamplePlan(rows)).ids
+    with on_cpu():
+        if seed is None:
+            seed = int(torch.randint(-(2**63), 2**63 - 1, ())) & (2**64 - 1)
+        rows = [SampleRow(params, seed, b, where) for b, where in enumerate(positions)]
+        ids = sample_rows(logits, SamplePlan(rows)).ids
     if -1 in ids:
         raise InvalidRequest(f"row {ids.index(-1)} of logits holds NaN or +inf, or only -inf")
     return torch.tensor(ids, dtype=torch.int64, device=logits.device)

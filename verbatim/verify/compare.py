@@ -70,15 +70,12 @@ class Comparison:
         if expected.prompt_token_ids != found.prompt_token_ids:
             yield "the prompt", expected.prompt_token_ids, found.prompt_token_ids, True
             return
-        yield from self._floats(
-            "prompt log-prob", expected.prompt_logprobs, found.prompt_logprobs, math.inf
-        )
-        yield from self._tops(
-            "top of the prompt",
-            expected.prompt_top_logprobs,
-            found.prompt_top_logprobs,
-            math.inf,
-        )
+        for label, attribute in (
+            ("prompt log-prob", "prompt_logprobs"),
+            ("top of the prompt", "prompt_top_logprobs"),
+        ):
+            before, now = getattr(expected, attribute), getattr(found, attribute)
+            yield from self._rows(label, before, now, math.inf)
         if len(expected.outputs) != len(found.outputs):
             yield "completions", len(expected.outputs), len(found.outputs), True
         for before, now in zip(expected.outputs, found.outputs, strict=False):
@@ -103,34 +100,35 @@ class Comparison:
             before, now = getattr(expected, attribute), getattr(found, attribute)
             if before != now:
                 yield name + attribute.replace("_", " "), before, now, True
-        for attribute in ("logprobs", "sampled_logprobs"):
+        for attribute in ("logprobs", "sampled_logprobs", "top_logprobs"):
             before, now = getattr(expected, attribute), getattr(found, attribute)
             label = f"{name}{attribute.removesuffix('s').replace('_', ' ')}"
-            yield from self._floats(label, before, now, same)
-        yield from self._tops(f"{name}top", expected.top_logprobs, found.top_logprobs, same + 1)
-        if expected.score is not None or found.score is not None:
-            alike = math.inf if expected.token_ids == found.token_ids else 0
-            yield from self._floats(f"{name}score", [expected.score], [found.score], alike)
+            # The distribution is the same up to the first token that differs.
+            yield from self._rows(label, before, now, same + (attribute == "top_logprobs"))
+        alike = math.inf if expected.token_ids == found.token_ids else 0
+        yield from self._rows(f"{name}score", [expected.score], [found.score], alike)
 
-    def _floats(
+    def _rows(
         self,
         label: str,
-        expected: Sequence[float | None] | None,
-        found: Sequence[float | None] | None,
+        expected: Sequence[float | TopLogprobs | None] | None,
+        found: Sequence[float | TopLogprobs | None] | None,
         comparable: float,
     ) -> Iterator[tuple[str, Any, Any, bool]]:
-        """Yield the first number that differs in its bits; track the gap of the first `comparable`."""
+        """Yield the first row that differs in its bits; track the largest gap in the first `comparable`."""
         if expected is None or found is None:
             if expected is not found:
                 yield f"{label}s", expected, found, False
             return
         reported = False
         for at, (before, now) in enumerate(zip(expected, found, strict=False)):
-            self.num_logprobs += before is not None
-            if _bits(before) == _bits(now):
+            left, right = _entries(before), _entries(now)
+            self.num_logprobs += len(left)
+            if [(i, _bits(p)) for i, p in left] == [(i, _bits(p)) for i, p in right]:
                 continue
-            if before is not None and now is not None and at < comparable:
-                gap = abs(before - now)
+            ours, theirs = dict(left), dict(right)
+            for i in ours.keys() & theirs.keys() if at < comparable else ():
+                gap = 0.0 if _bits(ours[i]) == _bits(theirs[i]) else abs(ours[i] - theirs[i])
                 self.largest = max(self.largest, math.inf if math.isnan(gap) else gap)
             if not reported:
                 reported = True
@@ -138,35 +136,13 @@ class Comparison:
         if len(expected) != len(found) and not reported:
             yield f"number of {label}s", len(expected), len(found), False
 
-    def _tops(
-        self,
-        label: str,
-        expected: Sequence[TopLogprobs | None] | None,
-        found: Sequence[TopLogprobs | None] | None,
-        comparable: float,
-    ) -> Iterator[tuple[str, Any, Any, bool]]:
-        if expected is None or found is None:
-            if expected is not found:
-                yield label, expected, found, False
-            return
-        if len(expected) != len(found):
-            yield f"number of {label}s", len(expected), len(found), False
-        reported = False
-        for at, (before, now) in enumerate(zip(expected, found, strict=False)):
-            left, right = dict(before or ()), dict(now or ())
-            self.num_logprobs += len(left)
-            for i in left.keys() & right.keys():
-                if at < comparable and _bits(left[i]) != _bits(right[i]):
-                    gap = abs(left[i] - right[i])
-                    self.largest = max(self.largest, math.inf if math.isnan(gap) else gap)
-            if not reported and _entries(before) != _entries(now):
-                reported = True
-                yield f"{label} {at}", before, now, False
+
+def _bits(value: float) -> bytes:
+    return struct.pack("<d", value)
 
 
-def _bits(value: float | None) -> bytes | None:
-    return None if value is None else struct.pack("<d", value)
-
-
-def _entries(entries: TopLogprobs | None) -> list[tuple[int, bytes | None]] | None:
-    return None if entries is None else [(i, _bits(p)) for i, p in entries]
+def _entries(row: float | TopLogprobs | None) -> TopLogprobs:
+    """Return a row as log-probs by id; the id of a single one does not matter."""
+    if row is None:
+        return []
+    return [(0, row)] if isinstance(row, float) else row

@@ -10,7 +10,7 @@ from typing import Any
 from verbatim.errors import InvalidRequest
 from verbatim.model.patching import threads
 from verbatim.options import positive
-from verbatim.placement.cluster.choice import Cluster
+from verbatim.placement.distributed.choice import Cluster
 from verbatim.verify.compare import Comparison
 from verbatim.verify.report import DIFFERS, EQUAL, FAILED, NOT_RUN, REFERENCE, Report, Row
 from verbatim.verify.requests import make_requests

@@ -14,7 +14,7 @@ from verbatim.core import Delta, Result
 from verbatim.errors import VerbatimError
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
-from verbatim.placement.cluster.choice import Cluster
+from verbatim.placement.distributed.choice import Cluster
 from verbatim.verify.requests import TestRequest
 
 
@@ -179,18 +179,14 @@ def _joined(deltas: list[Delta]) -> Result:
     result = deltas[-1].result
     assert result is not None
     outputs = []
+    columns = ("token_ids", "logprobs", "sampled_logprobs", "top_logprobs")
     for output in result.outputs:
         of_output = [delta for delta in deltas if delta.index == output.index]
-        outputs.append(
-            dataclasses.replace(
-                output,
-                text="".join(delta.text for delta in of_output),
-                token_ids=[i for delta in of_output for i in delta.token_ids],
-                logprobs=[p for delta in of_output for p in delta.logprobs],
-                sampled_logprobs=_flat([delta.sampled_logprobs for delta in of_output]),
-                top_logprobs=_flat([delta.top_logprobs for delta in of_output]),
-            )
-        )
+        joined: dict[str, Any] = {
+            name: _flat([getattr(delta, name) for delta in of_output]) for name in columns
+        }
+        joined["text"] = "".join(delta.text for delta in of_output)
+        outputs.append(dataclasses.replace(output, **joined))
     return dataclasses.replace(result, outputs=outputs)
 
 

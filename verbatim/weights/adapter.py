@@ -1,7 +1,7 @@
-"""Reading of PEFT adapter folders: the config, and which tensor is for what.
+"""Reading of PEFT adapter folders: the config, and the matrices of each layer.
 
-The reference is the forward of `PeftModel.from_pretrained(base, folder)`. A config may say anything else than
-"add `scaling * B A` to these weights", so fields that are not known to be harmless are refused.
+The reference is the forward of `PeftModel.from_pretrained(base, folder)`. Config fields that may mean
+anything but "add `scaling * B A` to these weights" are rejected.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SUFFIXES = {
     ".lora_embedding_B": "b",
     ".lora_magnitude_vector": "magnitude",
 }
-# Fields that are read here, that only say how the adapter was made, or that the tensors' names say as well.
+# Fields that are read here, that describe the training only, or that follow from the tensors' names.
 _FIELDS = frozenset(
     "alpha_pattern auto_mapping base_model_name_or_path bias corda_config eva_config exclude_modules "
     "fan_in_fan_out inference_mode init_lora_weights layers_pattern layers_to_transform loftq_config "
@@ -54,7 +54,7 @@ class Pair:
     Attributes:
         a: `[rank, K]`.
         b: `[N, rank]`.
-        magnitude: of DoRA, `[N]`: the norm that each row of the sum is scaled to.
+        magnitude: `[N]`, DoRA only: the norm of each row of the sum after scaling.
     """
 
     a: Stored
@@ -68,8 +68,8 @@ class AdapterFolder:
     """The tensors of an adapter.
 
     Attributes:
-        pairs: by the names of the layers that they are for.
-        whole: those that take the place of a parameter, by the key of the parameter.
+        pairs: LoRA matrices, by layer name.
+        whole: tensors that replace a parameter, by parameter name.
     """
 
     folder: Path
@@ -79,11 +79,11 @@ class AdapterFolder:
 
 
 def read_folder(folder: Path) -> AdapterFolder:
-    """Read the config of an adapter, and where its tensors lie.
+    """Read the config of an adapter, and the locations of its tensors.
 
     Raises:
         ModelError: no adapter, or a damaged one.
-        NotSupported: one that PEFT computes in another way than `Pair` describes.
+        NotSupported: an adapter that PEFT computes in another way than `Pair` describes.
     """
     path = folder / "adapter_model.safetensors"
     for file in (folder / "adapter_config.json", path):
@@ -190,9 +190,7 @@ def _of_layer(config: Mapping[str, Any], field: str, pattern_field: str, layer: 
 
 
 def read_adapter(folder: str | os.PathLike[str]) -> dict[str, LowRank]:
-    """Read the LoRA matrices in a folder for requests, by the names of the layers that they are for.
-
-    They stay apart from the base model's weights.
+    """Read the LoRA matrices of a folder, by layer name, for adapters that are chosen per request.
 
     Raises:
         InvalidRequest: not a path.

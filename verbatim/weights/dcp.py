@@ -1,8 +1,8 @@
 """A DCP checkpoint as lazy weights: how each weight is computed from its files.
 
-What torch.save writes of a chunk holds its numbers as they are, so a chunk lies in its file as a tensor lies
-in one of safetensors. A tensor that was sharded by rows is those rows one after another; of any other, and
-where several make one parameter, as experts do, each comes to its own place.
+torch.save stores the raw numbers of a chunk, so a chunk can be read like a tensor of a safetensors file. A
+tensor that was sharded by rows is a concatenation of chunks. Other chunks, and several tensors of one
+parameter (experts), are copied to their places.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ _aten = torch.ops.aten
 def leave_there(
     checkpoint: DcpCheckpoint, module: nn.Module, pieces: list[tuple[str, Destination]]
 ) -> Mapping[nn.Parameter, LazyWeight]:
-    """Replace the weights of a module by placeholders, and return their lazy weights; buffers, which are
-    small, are read.
+    """Replace the weights of a module by placeholders, and return their lazy weights; read the buffers.
 
     Raises:
-        ModelError: a tensor is damaged, or stored twice where the model shares it, as two.
-        NotSupported: two parameters share memory, and are not one.
+        ModelError: a tensor is damaged, or the copies of a tied tensor differ.
+        NotSupported: two parameters share memory without being tied.
     """
     owners: dict[int, nn.Parameter] = {}
     for key, p in module.named_parameters():
@@ -58,7 +57,7 @@ def leave_there(
         else:
             parts[owner] += found
     lazy_weights = {
-        # Held: what the checkpoint has nothing like.
+        # Held: parameters that the checkpoint lacks.
         p: _joined(p, own) if (own := parts.get(p)) else Held(p.data.clone())
         for p in module.parameters()
     }
@@ -74,7 +73,7 @@ def leave_there(
 
 
 class _Part:
-    """A box of a tensor, and its place among the numbers of a parameter."""
+    """A box of a tensor, and its location in a parameter."""
 
     def __init__(self, into: Tensor, lazy: LazyWeight, dtype: torch.dtype) -> None:
         self.size, self.stride = tuple(into.shape), tuple(into.stride())
@@ -85,7 +84,7 @@ class _Part:
 def _parts(
     checkpoint: DcpCheckpoint, name: str, piece: Destination, stamps: dict[Path, Stamp]
 ) -> list[_Part]:
-    """Return the places of the chunks of a tensor."""
+    """Return the chunks of a tensor with their locations."""
     dtype, into = checkpoint.dtype(name), piece.into
     if piece.arrange is not None:  # of the whole tensor
         into = torch.empty(into.shape, dtype=dtype, device="meta")
@@ -119,7 +118,7 @@ def _lazy_weight(
     if in_order:
         return stored
     laid = Computed(_aten.as_strided.default, (stored, chunk.sizes, numbers.strides), {}, None)
-    # As it would be in memory: where its numbers lie otherwise, products take other paths.
+    # Contiguous, as in memory: other strides would select other matrix products.
     return Computed(_aten.clone.default, (laid,), {"memory_format": torch.contiguous_format}, None)
 
 

@@ -1,4 +1,4 @@
-"""Reading of files past the page cache, so that data is not kept twice."""
+"""Reading of files without the page cache, so that data is not in memory twice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verbatim.weights.lazy import Stamp, Stored, stamp_of
 
 PAGE = 4096  # offsets, lengths and addresses of direct reads are multiples of it
 CHUNK = 8 << 20  # bytes of one read
-_VIEWS = 1024  # that one call of the system takes
+_VIEWS = 1024  # buffers of one system call
 
 
 def up(nbytes: int) -> int:
@@ -27,18 +27,18 @@ def up(nbytes: int) -> int:
 
 
 class DirectFile:
-    """A file that is read, and perhaps written, past the page cache.
+    """A file that is read, and perhaps written, without the page cache.
 
     Attributes:
-        direct: O_DIRECT is used for whole pages. Else, where the file system can't, the page cache is told to
-            forget what was moved.
+        direct: whole pages are moved with O_DIRECT. False where the file system does not support it: the
+            moved pages are then dropped from the page cache.
     """
 
     def __init__(self, path: Path, *, stamp: Stamp | None = None, fd: int | None = None) -> None:
         """Args:
-        path: of the file, for messages as well.
-        stamp: what it must be; None: anything.
-        fd: the open file, if it has no name: read and written, and closed by `close`.
+        path: the file; messages name it, too.
+        stamp: the expected `stamp_of` the file; None: not checked.
+        fd: an open file without a name, which is read and written, and closed by `close`.
         """
         self.path = path
         self._stamp, self._direct = stamp, -1
@@ -49,7 +49,7 @@ class DirectFile:
         try:
             mode = (os.O_RDONLY if fd is None else os.O_RDWR) | os.O_DIRECT | os.O_CLOEXEC
             self._direct = os.open(f"/proc/self/fd/{self._fd}", mode)
-        except (OSError, AttributeError):  # not by this file system, or no Linux
+        except (OSError, AttributeError):  # not supported by the file system, or not Linux
             pass
         self.direct = self._direct >= 0
         try:
@@ -62,21 +62,23 @@ class DirectFile:
         """Check that the file is unchanged.
 
         Raises:
-            TierFailed: it was written to, or it is another file.
+            TierFailed: it was changed or replaced.
         """
         if self._stamp is not None and stamp_of(self._fd) != self._stamp:
             raise TierFailed(f"disk tier: {self.path} changed since the model was opened")
 
     def read(self, into: memoryview, offset: int, needed: int) -> int:
-        """Fill `into` from `offset` on, and `needed` bytes of it at least: the file may end before the rest.
+        """Read at least `needed` bytes from `offset` on; the file may end before `into` is full.
 
-        All three are whole pages, but for `needed`.
+        Args:
+            into: whole pages.
+            offset: a multiple of `PAGE`.
 
         Returns:
-            Bytes read.
+            The number of bytes read.
 
         Raises:
-            TierFailed: an error of the system, or the file ends too soon.
+            TierFailed: a system error, or the file is too short.
         """
         return self._move(os.preadv, "reading", [into], offset, needed, direct=True)
 
@@ -90,7 +92,7 @@ class DirectFile:
         *,
         direct: bool,
     ) -> int:
-        """Move at least `needed` bytes between `views`, one after the other, and the file."""
+        """Move at least `needed` bytes between the file and `views`, in order."""
         done, is_cached = 0, False
         while done < needed:
             direct = direct and self.direct and done % PAGE == 0
@@ -99,7 +101,7 @@ class DirectFile:
             except OSError as error:
                 if (
                     direct and error.errno == errno.EINVAL
-                ):  # opened for direct reads, and refuses them
+                ):  # opened with O_DIRECT, but not supported
                     self.direct = False
                     continue
                 raise TierFailed(
@@ -119,7 +121,7 @@ class DirectFile:
         return done
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
+        """Close the file. May be called again."""
         for fd in (self._fd, self._direct):
             if fd >= 0:
                 os.close(fd)
@@ -127,10 +129,10 @@ class DirectFile:
 
 
 class OpenFiles:
-    """Files that are opened when they are first needed, and closed together.
+    """Files that are opened on first use, and closed together.
 
     Args:
-        held: files that others have opened, and will close.
+        held: open files that their owners close.
     """
 
     def __init__(self, *held: DirectFile | None) -> None:
@@ -138,19 +140,19 @@ class OpenFiles:
         self._opened: dict[Path, DirectFile] = {}
 
     def of(self, path: Path, stamp: Stamp | None = None) -> DirectFile:
-        """Return the open file; TierFailed if it can't be opened, or is not what `stamp` says."""
+        """Return the open file; TierFailed if it can't be opened, or its stamp differs."""
         file = self._held.get(path) or self._opened.get(path)
         if file is None:
             file = self._opened[path] = DirectFile(path, stamp=stamp)
         return file
 
     def check(self) -> None:
-        """Raise TierFailed where a file was written to since it was opened."""
+        """Raise TierFailed if a file was changed since it was opened."""
         for file in self._opened.values():
             file.check()
 
     def close(self) -> None:
-        """Close those that were opened here."""
+        """Close the files that were opened here."""
         for file in self._opened.values():
             file.close()
         self._opened = {}
@@ -166,7 +168,7 @@ def _behind(views: list[memoryview], nbytes: int) -> list[memoryview]:
 
 
 def pages(nbytes: int) -> Tensor:
-    """Return `nbytes` of uninitialised memory, uint8, that begin at a page."""
+    """Return `nbytes` of uninitialized uint8 memory, aligned to a page."""
     with torch.inference_mode(False):
         block = torch.empty(nbytes + PAGE, dtype=torch.uint8)
     shift = -block.data_ptr() % PAGE
@@ -188,10 +190,10 @@ def read_into(out: npt.NDArray[np.uint8], stored: Stored, file: DirectFile, buff
     """Read one tensor of a file, through a buffer of whole pages.
 
     Args:
-        out: of its bytes. They are copied in this thread alone; torch would take others.
+        out: array of its bytes. numpy copies them in this thread; torch would use all threads.
 
     Returns:
-        Bytes read.
+        The number of bytes read.
 
     Raises:
         TierFailed: it can't be read.
@@ -208,7 +210,7 @@ def read_into(out: npt.NDArray[np.uint8], stored: Stored, file: DirectFile, buff
 
 
 def read_whole(stored: Stored, file: DirectFile | None = None) -> Tensor:
-    """Read one tensor of a file past the page cache.
+    """Read one tensor of a file without the page cache.
 
     Args:
         file: the open file; None: opened by its path.

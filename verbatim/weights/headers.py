@@ -1,4 +1,4 @@
-"""Headers of safetensors files: where each tensor lies."""
+"""Headers of safetensors files: the location of each tensor."""
 
 from __future__ import annotations
 

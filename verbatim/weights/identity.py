@@ -15,14 +15,14 @@ from verbatim.errors import ModelError
 from verbatim.model.loader import LoadedModel, fingerprints
 from verbatim.weights.lazy import Stored, sources, stamp_of
 
-_GLIMPSES = 1024  # tensors at most that a fingerprint looks into
-_GLIMPSE_BYTES = 64
+_MAX_SAMPLED = 1024  # tensors of which a fingerprint contains some bytes
+_SAMPLE_BYTES = 64
 
 
 def fingerprint(loaded: LoadedModel) -> str:
-    """Return a digest of where a skeleton's weights lie, and of a little of each.
+    """Return a digest of the locations of a skeleton's weights, and of a few bytes of each.
 
-    It is the same on machines with the same files.
+    It is equal on machines with the same files.
 
     Raises:
         ModelError: they can't be read.
@@ -34,10 +34,10 @@ def fingerprint(loaded: LoadedModel) -> str:
         for s in sources(lazy)
     }
     lines = set(stored)
-    # Two fine-tunes of a model differ in nothing but their numbers.
-    some = [stored[line] for line in sorted(stored)][:: -(-len(stored) // _GLIMPSES) or 1]
+    # Two fine-tunes of a model differ only in their values.
+    some = [stored[line] for line in sorted(stored)][:: -(-len(stored) // _MAX_SAMPLED) or 1]
     try:
-        lines |= {f"{s.path.name} {s.offset} {_glimpse(s).hex()}" for s in some}
+        lines |= {f"{s.path.name} {s.offset} {_middle(s).hex()}" for s in some}
     except OSError as error:
         raise ModelError(f"its weights can't be read: {error}") from None
     lines.add(_config_line(loaded.module))
@@ -45,9 +45,9 @@ def fingerprint(loaded: LoadedModel) -> str:
 
 
 def files_digest(loaded: LoadedModel) -> str:
-    """Return a digest that changes with the files of a model's weights, its config and what computes it.
+    """Return a digest that changes with a model's files, its config, and the versions of the libraries.
 
-    Files are told by name, size, inode and times, of which the last change can't be set. A copy of the files
+    Files are identified by name, size, inode and times; the change time can't be forged. A copy of the files
     is another model.
     """
     if loaded.lazy_weights is not None:
@@ -68,17 +68,17 @@ def files_digest(loaded: LoadedModel) -> str:
 
 
 def _config_line(module: Any) -> str:
-    """Return a module's config as text, without where it was loaded from, and by whom."""
+    """Return a module's config as text, without its path and the version of transformers."""
     config = dict(module.config.to_dict())
     for name in ("_name_or_path", "transformers_version"):
         config.pop(name, None)
     return json.dumps(config, sort_keys=True, default=str)
 
 
-def _glimpse(stored: Stored) -> bytes:
+def _middle(stored: Stored) -> bytes:
     """Return a few bytes from the middle of a tensor."""
     with stored.path.open("rb", buffering=0) as file:
-        return os.pread(file.fileno(), _GLIMPSE_BYTES, stored.offset + stored.nbytes // 2)
+        return os.pread(file.fileno(), _SAMPLE_BYTES, stored.offset + stored.nbytes // 2)
 
 
 def changed(loaded: LoadedModel) -> bool:

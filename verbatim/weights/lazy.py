@@ -32,8 +32,8 @@ class Stored:
     """A tensor in a file.
 
     Attributes:
-        offset: of its first byte.
-        stamp: of the file when its header was read; None: only this process writes to it.
+        offset: byte offset of its data in the file.
+        stamp: the file's stamp when its header was read; None: only this process writes to the file.
     """
 
     name: str
@@ -95,12 +95,12 @@ class Traced(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func is _aten.equal.default:  # of two that may be tied
+        if func is _aten.equal.default:  # transformers compares weights that may be tied
             return same_numbers(*map(_lazy_of, args))
         shapes = tree_map(_without_numbers, (args, kwargs))
         if "device" in kwargs:
             shapes[1]["device"] = torch.device("meta")
-            del kwargs["device"]  # made where it is needed
+            del kwargs["device"]  # the device is chosen when the weight is read
         kwargs.pop("pin_memory", None)
         out = func(*shapes[0], **shapes[1])
         of_args, of_kwargs = tree_map(_lazy_of, (args, kwargs))
@@ -186,7 +186,7 @@ def materialize(lazy: LazyWeight, read: Callable[[Stored], Tensor]) -> Tensor:
         if isinstance(part, Computed):
             if part.index is None:
                 return run(part)
-            key = id(part.args)  # all results of one call share it: it is made once
+            key = id(part.args)  # shared by all results of one call, which runs once
             if key not in done:
                 done[key] = run(part)
             return done[key][part.index]
@@ -198,7 +198,7 @@ def materialize(lazy: LazyWeight, read: Callable[[Stored], Tensor]) -> Tensor:
         with torch.no_grad():
             made: Tensor = value(lazy)
     finally:
-        done.clear()  # `value` holds itself, and so would keep what was made until garbage is collected
+        done.clear()  # `value` is a reference cycle, which would keep the tensors alive
     return made
 
 

@@ -1,4 +1,4 @@
-"""Reading weights into a module: all of them or a share of them, as they are or quantized."""
+"""Reading weights into a module: all or a share of them, as they are stored or quantized."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from verbatim.weights.packed_cache import THREADS, PackedCache, read_stored
 from verbatim.weights.skeleton import open_skeleton
 from verbatim.weights.update import Cut
 
-_TRIMMED = 1 << 20  # bytes of a weight; the C library would keep those that were freed
-# Opens a model; with a skeleton: leaves its weights in their files.
+_TRIMMED = 1 << 20  # size of a weight after which freed memory is returned to the system
+# Opens a model; with a skeleton, its weights stay in their files.
 Opener = Callable[[Skeleton | None], LoadedModel]
 Place = tuple[int, str]  # the id of a module, and the name of its parameter
 
@@ -36,10 +36,9 @@ Place = tuple[int, str]  # the id of a module, and the name of its parameter
 def open_weights(open_: Opener, quantization: Quantization | None) -> LoadedModel:
     """Open a model with its weights, quantized or as they are stored.
 
-    With `quantization`, the quantized weights of a folder with safetensors, or of a DCP folder, are cached
-    for the next time. Any other model is loaded as it is first.
-
-    Weights that are stored packed (`held_packing`) are held as they are stored.
+    With `quantization`, the quantized weights of a safetensors or DCP folder are cached on disk. Models in
+    other formats are loaded first, and then quantized. Weights that are stored packed (`held_packing`) are
+    kept as they are stored.
 
     Raises:
         ModelError: it can't be opened, or has NaN, an infinity or a number too large to be quantized.
@@ -62,7 +61,7 @@ def open_weights(open_: Opener, quantization: Quantization | None) -> LoadedMode
 
 
 def checkpoint_of(loaded: LoadedModel, read: Callable[[], nn.Module]) -> Checkpoint:
-    """Return the files of the weights that were just read; `read` reads them again, into another module."""
+    """Return the checkpoint of weights that were just read; `read` reads them again, into another module."""
     folder, checkpoint = loaded.folder, loaded.checkpoint
     marks: Callable[[Path], dict[str, tuple[int, int]]]
     marks = fingerprints
@@ -81,7 +80,7 @@ def checkpoint_of(loaded: LoadedModel, read: Callable[[], nn.Module]) -> Checkpo
 def _open_lazily(
     open_: Opener, quantization: Quantization
 ) -> tuple[LoadedModel, dict[nn.Parameter, LazyWeight], PackedCache | None]:
-    """Return the model, its lazy weights, which are in memory for some formats, and their cache."""
+    """Return the model, its lazy weights (in memory for some formats), and their cache."""
     try:
         loaded = open_(open_skeleton)
     except NotSupported:
@@ -103,25 +102,24 @@ def load_weights(
     cuts: Mapping[Place, Cut] | None = None,
     cache: PackedCache | None = None,
 ) -> PackingReport | None:
-    """Read weights into a module, and quantize those that `quantization` is for.
+    """Read weights into a module, and quantize the matrices.
 
-    Weights that are stored packed stay as they are stored, unless `quantization` has fewer bits.
-
-    At most `THREADS` weights are in memory whole and unquantized at the same time.
+    Weights that are stored packed stay as they are stored, unless `quantization` has fewer bits. At most
+    `THREADS` whole, unquantized weights are in memory at the same time.
 
     Args:
-        lazy_weights: of the parameters to read, which are removed; other parameters stay as they are.
+        lazy_weights: the weights to read, by parameter; emptied. Other parameters are unchanged.
         read: returns the data of a tensor in a file.
-        cuts: the range to keep at some of the places where parameters are used; a weight is quantized the
-            same whether it is cut or not.
-        cache: of the quantized weights, if all are read and none is cut.
+        cuts: the range to keep at some places of parameters. Quantization does not depend on the cut.
+        cache: the cache of the quantized weights, if all are read and none is cut.
 
     Returns:
-        What is quantized; None if nothing is.
+        The quantized weights; None if there are none.
     """
     cuts = cuts or {}
     packings = {} if quantization is None else choose_packings(module, quantization)
-    matrices = matrices_of(module)
+    tables = (m for m in module.modules() if isinstance(m, nn.Embedding) and m.max_norm is None)
+    matrices = {table.weight: False for table in tables} | matrices_of(module)
     weights: dict[nn.Parameter, _Weight] = {}
     for name, parameter in module.named_parameters():
         if parameter in lazy_weights:
@@ -148,15 +146,15 @@ def load_weights(
 
 @dataclass(slots=True, eq=False)
 class _Weight:
-    """A weight, and what is kept of it."""
+    """A weight, and the parts of it that are kept."""
 
     name: str
     parameter: nn.Parameter
     lazy: LazyWeight | None  # None once it is read
-    packing: WeightPacking | None  # of all of it
-    is_stored: bool = False  # `lazy` gives packed bytes
-    cuts: dict[Cut | None, None] = field(default_factory=dict)  # None: all of it
-    kept: dict[Cut | None, tuple[Tensor, Any]] = field(default_factory=dict)  # and their packings
+    packing: WeightPacking | None  # of the whole weight
+    is_stored: bool = False  # `lazy` returns packed bytes
+    cuts: dict[Cut | None, None] = field(default_factory=dict)  # None: the whole weight
+    kept: dict[Cut | None, tuple[Tensor, Any]] = field(default_factory=dict)  # parts and packings
     squares: tuple[float, float] = (0.0, 0.0)
 
     @property
@@ -232,7 +230,7 @@ def _stored_as(weight: _Weight) -> tuple[torch.dtype, tuple[int, ...]]:
 def _assign(
     module: nn.Module, weights: Mapping[nn.Parameter, _Weight], cuts: Mapping[Place, Cut]
 ) -> None:
-    """Give every layer its weights; those that are tied share one tensor."""
+    """Assign the weights to the layers; tied ones share one tensor."""
     replaced: dict[nn.Module, nn.Module] = {}
     packed_dtype: torch.dtype | None = None
     for _, layer, name, parameter in list(owners(module)):
@@ -254,6 +252,6 @@ def _assign(
             here._parameters[name] = nn.Parameter(tensor, requires_grad=False)
     replace_children(replaced, module)
     if next(module.parameters(), None) is None:
-        # Models ask their parameters for their dtype, and one without gains in its norms has none left.
+        # A model takes its dtype from its parameters; without gains in norms, none may be left.
         nothing = nn.Parameter(torch.empty(0, dtype=packed_dtype), requires_grad=False)
         module.register_parameter("_dtype_holder", nothing)

@@ -1,6 +1,6 @@
-"""Adding an adapter to the lazy weights of its base model.
+"""Merging a LoRA adapter into the lazy weights of its base model.
 
-`W + scaling * B A`, computed in float32 by the engine's own product, so that it has the same bits in every
+`W + scaling * B A` is computed in float32 by the engine's own product, which has the same bits in every
 placement, and rounded once to the weight's dtype.
 """
 
@@ -33,7 +33,7 @@ def merge_experts(
     checkpoints do.
 
     Returns:
-        What is left of the adapter, and the lazy weights.
+        The rest of the adapter, and the lazy weights.
 
     Raises:
         ModelError: the matrices do not fit.
@@ -59,12 +59,12 @@ def merge_experts(
 def merge_adapter(
     adapter: AdapterFolder, module: nn.Module, weights: dict[nn.Parameter, LazyWeight]
 ) -> None:
-    """Put the weights with an adapter in place of a model's lazy weights.
+    """Merge an adapter into a model's lazy weights.
 
-    A tied weight that the adapter changes in one place is not tied afterwards, as with PEFT.
+    As with PEFT, a tied weight that the adapter changes in one place is not tied afterwards.
 
     Args:
-        weights: of the parameters of `module`; changed with them.
+        weights: the lazy weights of the module's parameters; both are modified.
 
     Raises:
         ModelError: the adapter is for another model.
@@ -91,7 +91,7 @@ def merge_adapter(
         if stored.shape != parameter.shape:
             raise _misfit(adapter, key)
         lazy = Computed(partial(_finite, adapter, key, parameter.dtype), (stored,), {}, None)
-        if layer.endswith(".base_layer"):  # PEFT writes into the tensor, also where it is tied
+        if layer.endswith(".base_layer"):  # PEFT writes into the tensor, tied or not
             weights[parameter] = lazy
         else:
             put(layer, name, lazy)

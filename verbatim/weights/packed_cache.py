@@ -1,9 +1,9 @@
 """A disk cache of quantized weights, so that a model is quantized once and not each time it is opened.
 
-One file for each folder, format and dtype, in safetensors' format, in the user's cache
-(`$XDG_CACHE_HOME/verbatim`, else `~/.cache/verbatim`). Its header tells which checkpoint it was made of and
-the check sum of each tensor: a file of another checkpoint, one cut short or damaged is as good as none, and
-is written anew. It appears under its name when it is whole, also when several processes open the model.
+The user's cache (`$XDG_CACHE_HOME/verbatim`, else `~/.cache/verbatim`) has a safetensors file for each
+folder, format and dtype. Its metadata has the checkpoint's fingerprint and a checksum of each tensor. A
+damaged file, or one of another checkpoint, is ignored and written again. Files are replaced atomically, so
+several processes may open the model at once.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from verbatim.weights.headers import stored_in
 from verbatim.weights.identity import fingerprint
 from verbatim.weights.lazy import Stored, sources, stamp_of
 
-FORMAT = 2  # of the file and of what is packed how: raised with either
+FORMAT = 3  # version of the file format and of the packed layouts
 THREADS = 2
-_WORTH = 32_000_000  # bytes of weights from which a cache is kept: less is packed while one blinks
+_MIN_BYTES = 32_000_000  # smaller models have no cache, as they are quantized in moments
 _NAMES = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float32: "F32"}
-_FORSAKEN = 3600  # seconds without a byte after which an unfinished file counts as abandoned
+_ABANDONED_S = 3600  # age at which an unfinished file belongs to a killed process
 
 
 class PackedCache:
     """The cache file of the quantized weights of one model.
 
     Args:
-        loaded: a skeleton: its weights are in files of safetensors, or of a DCP checkpoint.
-        quantization: how they are packed.
+        loaded: a skeleton, with weights in safetensors files or a DCP checkpoint.
+        quantization: the format of its weights.
 
     Attributes:
-        path: of the file; None: none is kept, since the model is small or there is no home folder.
+        path: the file; None if the model is small, or there is no home folder: nothing is cached.
     """
 
     def __init__(self, loaded: LoadedModel, quantization: Quantization) -> None:
@@ -58,12 +58,10 @@ class PackedCache:
         assert loaded.lazy_weights is not None and loaded.folder is not None
         parts = [s for lazy in loaded.lazy_weights.values() for s in sources(lazy)]
         root = _root()
-        if root is None or sum(s.nbytes for s in parts) < _WORTH:
+        if root is None or sum(s.nbytes for s in parts) < _MIN_BYTES:
             return
         dtype = dtype_name(next(iter(loaded.lazy_weights)).dtype)
-        kind = (
-            quantization.of_weights.name
-        )  # the bytes are the same whatever becomes of activations
+        kind = quantization.of_weights.name  # quantized activations do not change the bytes
         where = f"{loaded.folder}\n{kind}\n{dtype}"
         digest = hashlib.blake2b(where.encode(), digest_size=8).hexdigest()
         self.path = root / f"{loaded.folder.name[:80]}-{kind}-{digest}.safetensors"
@@ -76,8 +74,7 @@ class PackedCache:
     def read(
         self, expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     ) -> tuple[dict[str, Tensor], dict[str, list[float]]] | None:
-        """Return the tensors, and the two sums of each one's quantization error; None if they must be
-        computed.
+        """Return the tensors, and the two sums of the quantization error of each; None if not cached.
 
         Args:
             expected: the dtype and shape of every tensor.
@@ -106,7 +103,7 @@ class PackedCache:
             return None
 
     def write(self, tensors: Mapping[str, Tensor], error: Mapping[str, Iterable[float]]) -> None:
-        """Keep them, or warn why that can't be done: everything works without."""
+        """Write the tensors to the cache, or warn with the reason if that fails."""
         if self.path is None or any(t.dtype not in _NAMES for t in tensors.values()):
             return
         entries: dict[str, Any] = {}
@@ -147,13 +144,13 @@ def _sweep(folder: Path) -> None:
     """Delete unfinished files of processes that were killed."""
     for path in folder.glob("*.part"):
         with suppress(OSError):  # another process was faster
-            if path.stat().st_mtime < time.time() - _FORSAKEN:
+            if path.stat().st_mtime < time.time() - _ABANDONED_S:
                 path.unlink()
 
 
 def _root() -> Path | None:
     named = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(named):  # what the standard asks for
+    if os.path.isabs(named):  # as the XDG standard requires
         return Path(named) / "verbatim"
     try:
         return Path.home() / ".cache" / "verbatim"
@@ -162,7 +159,7 @@ def _root() -> Path | None:
 
 
 def _changed(path: Path) -> int:
-    """Return the change time of a file: a copy may keep size and modification time of another one."""
+    """Return the change time of a file; unlike size and modification time, a copy can't preserve it."""
     return path.stat().st_ctime_ns
 
 
@@ -174,7 +171,7 @@ def read_stored(stored: Stored) -> Tensor:
     """Read one tensor of a file through the page cache.
 
     Raises:
-        ModelError: it can't be read, or the file is not what it was.
+        ModelError: it can't be read, or the file has changed.
     """
     with torch.inference_mode(False):
         out = torch.empty(stored.nbytes, dtype=torch.uint8)

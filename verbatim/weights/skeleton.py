@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from verbatim.errors import ModelError, NotSupported, VerbatimError, first_line
-from verbatim.model.loader import auto_class, building
+from verbatim.model.loader import auto_class, building, refuse_missing
 from verbatim.model.packed import placeholder
 from verbatim.model.patching import quiet
 from verbatim.untrusted import check_dtypes, check_size, shards_of
@@ -34,24 +34,24 @@ def open_skeleton(
 
     Args:
         folder: with safetensors; or a GGUF file.
-        adapter_folder: of a PEFT adapter, which is added to the weights.
+        adapter_folder: a PEFT adapter, which is merged into the weights.
 
     Returns:
-        The module, whose parameters have shapes and no memory, and how each of them is made of what lies
-        in the files; tied ones come once. And the names of tensors that it does not use.
+        The module with parameters without memory; the lazy weight of each parameter, tied ones once; and
+        the names of unused tensors.
 
     Raises:
         ModelError: a damaged or missing file, weights that are missing or of another shape.
         NotSupported: weights in another format than safetensors.
     """
     adapter = None if adapter_folder is None else read_folder(adapter_folder)
+    quantization = None if folder.suffix == ".gguf" else quantization_of(config)
     if folder.suffix == ".gguf":
         tensors, nbytes = read_gguf(folder, config, dtype), folder.stat().st_size
     else:
         stored = tensors_of(folder, config)
         table: Mapping[str, LazyWeight] = stored
         nbytes = sum(tensor.nbytes for tensor in stored.values())
-        quantization = quantization_of(config)
         if quantization is not None:
             config = copy.deepcopy(config)
             forget_quantization(config)
@@ -61,11 +61,7 @@ def open_skeleton(
         tensors = {name: traced(lazy) for name, lazy in table.items()}
     with building, quiet(progress=False):
         module, report = _load_traced(folder, config, dtype, trust_remote_code, tensors, nbytes)
-    for kind in ("missing_keys", "mismatched_keys"):
-        names = sorted(str(name) for name in report[kind])
-        if names:
-            what = kind.replace("_keys", "")
-            raise ModelError(f"{folder}: {len(names)} weights are {what}, such as {names[0]}")
+    refuse_missing(folder, report, is_plain=quantization is None and folder.is_dir())
     lazy_weights = _hollow_parameters(module)
     _read_buffers(module)
     if adapter is not None:
@@ -90,20 +86,20 @@ def _load_traced(
         check_dtypes(folder, empty, {name: str(tensor.dtype) for name, tensor in tensors.items()})
         module, report = type(empty).from_pretrained(
             None,
-            config=empty.config,  # of the language model, where `config` is of more
+            config=empty.config,  # the language model's, if `config` also has towers
             state_dict=tensors,
             dtype=dtype,
             output_loading_info=True,
         )
     except VerbatimError:
         raise
-    except Exception as error:  # whatever a damaged file or a module's own code leads to
+    except Exception as error:  # damaged files and modules' own code raise any type
         raise ModelError(f"{folder}: can't be loaded: {first_line(error)}") from error
     return module, report
 
 
 def _hollow_parameters(module: nn.Module) -> dict[nn.Parameter, LazyWeight]:
-    """Put placeholders in place of traced parameters; tied ones stay tied."""
+    """Replace traced parameters by placeholders; tied ones stay tied."""
     placed: dict[int, nn.Parameter] = {}
     lazy_weights: dict[nn.Parameter, LazyWeight] = {}
     for layer in module.modules():
@@ -114,8 +110,8 @@ def _hollow_parameters(module: nn.Module) -> dict[nn.Parameter, LazyWeight]:
                 found = parameter if isinstance(parameter, Traced) else parameter.data
                 if not isinstance(found, Traced):
                     raise NotSupported(
-                        f"transformers puts a parameter into {type(layer).__name__}.{name} that is not read "
-                        "from the checkpoint, so it can't be left there until it is needed"
+                        f"{type(layer).__name__}.{name} is a parameter that transformers does not read from "
+                        "the checkpoint, so it can't be loaded later"
                     )
                 placed[id(parameter)] = nn.Parameter(placeholder(found), requires_grad=False)
                 lazy_weights[placed[id(parameter)]] = found.lazy
@@ -124,7 +120,7 @@ def _hollow_parameters(module: nn.Module) -> dict[nn.Parameter, LazyWeight]:
 
 
 def _read_buffers(module: nn.Module) -> None:
-    """Read the buffers that a checkpoint holds; they are small."""
+    """Read the buffers of the checkpoint, which are small."""
     from verbatim.weights.files import read_whole
     from verbatim.weights.lazy import materialize
 
@@ -139,7 +135,7 @@ def tensors_of(folder: Path, config: Any = None) -> dict[str, Stored]:
 
     Raises:
         ModelError: a file is damaged, cut short or missing.
-        NotSupported: there are other files to read than safetensors.
+        NotSupported: the weights are not in safetensors files.
     """
     named = getattr(config, "transformers_weights", None)
     if named is not None:

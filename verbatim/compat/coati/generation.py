@@ -5,11 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import closing
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from verbatim.compat.batches import (
     PaddedRows,
@@ -19,25 +18,16 @@ from verbatim.compat.batches import (
     flag,
     integer,
     optional_integer,
-    pad_id_of,
 )
 from verbatim.core import Request, Result
 from verbatim.engine.handle import EngineHandle
 from verbatim.engine.lockstep import run_together
 from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong, UnsupportedModel
 from verbatim.llm import LLM
-from verbatim.model.limits import eos_ids_of
 from verbatim.params import SamplingParams
-from verbatim.placement.actor import ForwardArguments, RowRunner, limit_of
-from verbatim.placement.callbacks import CallbackRunner, Hooks
-from verbatim.placement.external import ExternalRunner
-from verbatim.placement.kv_caches import speaks_kv_caches
-from verbatim.placement.options import EngineOptions
-from verbatim.placement.wrapped import check_runnable, is_transformers, unwrap
-from verbatim.tensors import engine_of
+from verbatim.tensors import engine_of, has_known_layers, open_forward
 
-_BLOCK_SIZE = 64  # blocks of a per-call engine hold only ids
-_LONGEST = 2**20  # tokens, if no config states a limit: blocks are allocated for all of them
+Hooks = tuple[Callable[..., Any] | None, Callable[..., Any] | None]
 _LARGEST_ID = 2**63 - 1  # of int64
 _OF_A_CACHE = ("use_cache", "cache_position")
 
@@ -96,8 +86,18 @@ def generate(
     sampling = num_beams, do_sample, top_k, top_p, temperature
     hooks = prepare_inputs_fn, update_model_kwargs_fn
     rows = input_ids, tokenizer, max_length, early_stopping
-    begin = partial(GenerateCall, model, *rows, sampling, hooks, model_kwargs)
-    return begin().run() if group is None else _run_in_lockstep(begin, group)
+    calls: list[GenerateCall] = []
+
+    def begin() -> tuple[EngineHandle, list[Request]]:
+        calls.append(GenerateCall(model, *rows, sampling, hooks, model_kwargs))
+        return calls[0].rows
+
+    try:
+        results = run_together(begin, group)
+    finally:
+        for call in calls:
+            call.close()
+    return calls[0].output(results)
 
 
 def generate_streaming(
@@ -171,7 +171,7 @@ _sample_streaming = _by_ids(generate_streaming, early_stopping=False)
 
 
 class GenerateCall:
-    """The checked arguments and the admitted rows of one call; use one of `run` and `stream`, once.
+    """The checked arguments and the admitted rows of one call; run `rows`, or `stream` them, once.
 
     Args:
         options: number of beams, whether to sample, top-k, top-p and temperature.
@@ -224,7 +224,7 @@ class GenerateCall:
         self._pad: int | None = eos_id if pad_id is None else pad_id
         self._llm, self._owns_engine = self._engine_for(model, hooks)
         if self._pad is None:
-            self._pad = _pad_of(unwrap(model) if self._owns_engine else self._llm)
+            self._pad = self._llm.pad_token_id
         self._requests: list[Request] = []
         try:
             if self._num_new:
@@ -248,11 +248,6 @@ class GenerateCall:
     def rows(self) -> tuple[EngineHandle, list[Request]]:
         """The engine, and its request for each row."""
         return self._llm.engine, self._requests
-
-    def run(self) -> Tensor:
-        """Run all rows to their end."""
-        with closing(self):
-            return self.output(self._llm.engine.run(self._requests))
 
     def output(self, results: list[Result]) -> Tensor:
         """Return the prompts with the new tokens of all rows."""
@@ -313,16 +308,15 @@ class GenerateCall:
                 )
             self._refuse_kwargs("an open LLM")
             return self._within_limit(model), False
-        check_runnable(model)
-        model = unwrap(model)
-        has_caches = isinstance(model, nn.Module) and speaks_kv_caches(model)
-        if hooks is None and (has_caches or is_transformers(model)):
+        if hooks is None and has_known_layers(model):
             self._refuse_kwargs(type(model).__name__)
             try:
                 return self._within_limit(engine_of(model)), False
-            except UnsupportedModel:
-                if not _runs_row_by_row(model, has_caches):
-                    raise
+            except UnsupportedModel as why:
+                try:
+                    return self._open_engine(model, None), True
+                except UnsupportedModel:
+                    raise why from None
         return self._open_engine(model, hooks), True
 
     def _refuse_kwargs(self, name: str) -> None:
@@ -337,100 +331,43 @@ class GenerateCall:
         """The kwargs for a model without hooks, whose cache is not the caller's."""
         return {name: value for name, value in self._kwargs.items() if name not in _OF_A_CACHE}
 
-    def _within_limit(self, llm: LLM) -> LLM:
-        longest = max(map(len, self._prompts), default=0)
-        self._clamp(llm.max_length, llm.engine.admission.limit_source, longest)
-        return llm
-
-    def _clamp(self, limit: int, source: str, prompt_length: int) -> None:
-        """Keep rows within the model's limit, with a warning; a longer prompt is refused later."""
-        room = limit - prompt_length
-        if self._num_new <= room or room < 0:
-            return
-        warnings.warn(
-            f"max_length leaves {self._num_new} new tokens after a prompt of {prompt_length}, "
-            f"{self._num_new + prompt_length} together; the model's limit is {limit} ({source}), so "
-            f"at most {room} are generated",
-            stacklevel=2,
-        )
-        self._num_new = room
-
     def _open_engine(self, model: Any, hooks: Hooks | None) -> LLM:
         """Open an engine over the model's own forward, sized for the full length of all rows."""
-        limit, source = limit_of(model)
-        prompt_length = self._before.width
-        if limit is not None:
-            self._clamp(limit, source, prompt_length)
-        length, longest = prompt_length + self._num_new, _LONGEST if limit is None else limit
-        if length > longest:
-            raise PromptTooLong(
-                f"max_length leaves {self._num_new} new tokens for input_ids of {prompt_length}, "
-                f"{length} together; the limit is {longest} ({source})"
-            )
-        num_rows = max(1, len(self._prompts) * self._beams)
-        sizes = {
-            "block_size": _BLOCK_SIZE,
-            "num_blocks": 1 + num_rows * (1 + -(-length // _BLOCK_SIZE)),
-        }
-        options = EngineOptions(
-            kv_dtype=None,
-            kv_bytes=None,
-            block_size=_BLOCK_SIZE,
-            max_batch_tokens=max(1, num_rows * length),
-            max_sequences=num_rows,
-            max_waiting=None,
-            max_length=None,
-            prefix_cache=False,
-            num_threads=None,
+        llm = open_forward(
+            model,
+            max_length=max(1, self._before.width + self._num_new),
+            max_sequences=max(1, len(self._prompts) * self._beams),
+            arguments=self._constants if hooks is None else self._kwargs,
+            hooks=hooks,
+            batch=(self._before.ids, self._before.mask.long()),
+            pad_token_id=self._pad,
         )
-        runner: ExternalRunner
-        if hooks is None:
-            runner = RowRunner(model, self._constants, **sizes)
-        else:
-            pad = _pad_of(model) if self._pad is None else self._pad
-            ids, mask = self._before.ids, self._before.mask.long()
-            runner = CallbackRunner(model, hooks, ids, mask, self._kwargs, pad, **sizes)
-        return LLM._over(runner, options, name=type(model).__name__, max_length=(limit, source))
+        return self._within_limit(llm, columns=hooks is not None)
 
+    def _within_limit(self, llm: LLM, *, columns: bool = False) -> LLM:
+        """Keep rows within the model's limit, with a warning; a longer prompt is refused later.
 
-def _run_in_lockstep(begin: Callable[[], GenerateCall], group: Any) -> Tensor:
-    """Run the call that `begin` returns, with equally many forwards on all ranks of `group`."""
-    calls: list[GenerateCall] = []
-
-    def start() -> tuple[EngineHandle, list[Request]]:
-        calls.append(begin())
-        return calls[0].rows
-
-    try:
-        results = run_together(start, group)
-    finally:
-        for call in calls:
-            call.close()
-    return calls[0].output(results)
-
-
-def _runs_row_by_row(model: Any, has_caches: bool) -> bool:
-    """Return whether the model's own forward can be called row by row."""
-    if has_caches:
-        return "input_ids" in ForwardArguments.of(model)
-    return model.can_generate() and not getattr(model.config, "is_encoder_decoder", False)
-
-
-def _pad_of(model: Any) -> int:
-    """Return the pad id of a model, or else 0."""
-    if isinstance(model, LLM):
-        return model.pad_token_id
-    config = getattr(model, "config", None)
-    pad_id = pad_id_of(config)
-    ends = (i for i in eos_ids_of(None, config) if i >= 0)
-    return min(ends, default=0) if pad_id is None else pad_id
+        Args:
+            columns: the model gets padded rows, whose pads count.
+        """
+        longest = self._before.width if columns else max(map(len, self._prompts), default=0)
+        room = llm.max_length - longest
+        if 0 <= room < self._num_new:
+            warnings.warn(
+                f"max_length leaves {self._num_new} new tokens after a prompt of {longest}, "
+                f"{self._num_new + longest} together; the model's limit is {llm.max_length} "
+                f"({llm.engine.admission.limit_source}), so at most {room} are generated",
+                stacklevel=2,
+            )
+            self._num_new = room
+        return llm
 
 
 def _hooks(prepare: Any, update: Any) -> Hooks | None:
     for name, hook in (("prepare_inputs_fn", prepare), ("update_model_kwargs_fn", update)):
         if hook is not None and not callable(hook):
             raise InvalidRequest(f"{name}={hook!r}: must be a function or None")
-    return None if prepare is None and update is None else Hooks(prepare, update)
+    return None if prepare is None and update is None else (prepare, update)
 
 
 def _sampling(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
@@ -23,15 +23,13 @@ from verbatim.compat.batches import (
 )
 from verbatim.compat.flexllmgen.config import OptConfig, check_config, config_by_name, find_model
 from verbatim.compat.flexllmgen.policy import ExecutionEnv, Policy, offload_of, options_of
-from verbatim.compat.flexllmgen.timings import Clock, Timings
+from verbatim.compat.flexllmgen.timings import Clock, Spent, Timings
 from verbatim.compat.opened import Opened
 from verbatim.core import Request
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
 from verbatim.options import switch
 from verbatim.params import SamplingParams
-from verbatim.placement.offload.runner import Offloaded
-from verbatim.placement.offload.runner import Timings as Spent
 
 _FEW_TOKENS = 5  # of "fewer_batch": the prefill's, and four of decoding
 _LARGEST_ID = 2**31 - 1  # of int32
@@ -111,8 +109,8 @@ class OptLM(Opened):
     @property
     def num_gpu_batches(self) -> int | None:
         """Batches per block, from the policy or Verbatim's plan; None if the model is not offloaded."""
-        runner = self.llm.engine.runner
-        return runner.plan.micro_batches if isinstance(runner, Offloaded) else None
+        plan = self.llm.info().get("plan")
+        return None if plan is None else int(plan["micro_batches"])
 
     @property
     def pad_token_id(self) -> int:
@@ -216,9 +214,7 @@ class OptLM(Opened):
         self.close()
 
 
-def _run_timed(
-    llm: LLM, requests: list[Request], spent: Callable[[], Spent] | None, verbose: int
-) -> Timings:
+def _run_timed(llm: LLM, requests: list[Request], spent: Spent | None, verbose: int) -> Timings:
     """Run `requests` to their end, and time each step."""
     clock = Clock(requests, spent)
     if not requests:
@@ -234,27 +230,26 @@ def _run_timed(
     return clock.timings
 
 
-def _timings_of(llm: LLM) -> Callable[[], Spent]:
-    runner = llm.engine.runner
-    if not isinstance(runner, Offloaded):
+def _timings_of(llm: LLM) -> Spent:
+    if "offload_seconds" not in llm.stats():
         raise NotSupported(
             "debug_mode='breakdown': nothing is loaded or stored by a model that is not offloaded; open it "
             "with a policy, or as LLM(folder, placement=Offload())"
         )
-    return runner.timings
+    return lambda: tuple(llm.stats()["offload_seconds"].values())
 
 
 def _description(llm: LLM, num_run: int, ids: Tensor, num_new: int) -> str:
     num_rows, width = ids.shape
     rows = f"{num_run} rows" if num_run == num_rows else f"{num_run} of {num_rows} rows"
     text = f"{llm.name}: {rows} of up to {width} tokens, {num_new} new ones each"
-    runner = llm.engine.runner
-    if not isinstance(runner, Offloaded):
+    plan = llm.info().get("plan")
+    if plan is None:
         return text
-    plan = runner.plan
-    tiers = {"weights": plan.weights, "cache": plan.kv, "activations": plan.activations}
+    tiers = {"weights": plan["weights"], "cache": plan["kv"], "activations": plan["activations"]}
     places = (f"{name} {'/'.join(f'{p:g}' for p in percents)}" for name, percents in tiers.items())
-    return f"{text}; blocks of {plan.batch_size} x {plan.micro_batches}; {', '.join(places)}"
+    blocks = f"blocks of {plan['batch_size']} x {plan['micro_batches']}"
+    return f"{text}; {blocks}; {', '.join(places)}"
 
 
 def _log(*lines: str) -> None:

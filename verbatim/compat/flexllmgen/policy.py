@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from verbatim.compat.batches import integer
 from verbatim.errors import InvalidRequest, NotSupported, TierFailed
-from verbatim.kv.quantized import PACKINGS
 from verbatim.model.quantization import GROUP_SIZES, Quantization
 from verbatim.options import switch
 from verbatim.placement.offload.choice import Offload, percents
@@ -25,6 +24,7 @@ _SWITCHES = (
     "compress_weight",
     "compress_cache",
 )
+_CACHE_GROUPS = {8: 64, 4: 32}  # elements of a group of K and V, by bits
 _PAIRS = ("w", "cache", "act")
 _ROWS = 512  # prompt tokens of each sequence of a block that share one reading of the weights
 
@@ -303,7 +303,7 @@ def _check_compression(policy: Policy) -> None:
                 f"{name}.group_dim={cache.group_dim}: a group lies within one token's vector of one head; "
                 "must be 2"
             )
-        group = PACKINGS[f"int{cache.num_bits}"].group
+        group = _CACHE_GROUPS[cache.num_bits]
         if cache.group_size == 2 * group:
             warnings.warn(
                 f"{name}.group_size={cache.group_size} is run in groups of {group}: no element errs more, "

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from verbatim.core import Request
-from verbatim.placement.offload.runner import Timings as Spent
 
+Spent = Callable[[], Sequence[float]]  # load, compute and store so far, in seconds
 _PARTS = ("load_s", "compute_s", "store_s")
 
 
@@ -100,7 +100,7 @@ class Clock:
         spent: returns load, compute and store so far, in seconds; None if not measured.
     """
 
-    def __init__(self, requests: list[Request], spent: Callable[[], Spent] | None) -> None:
+    def __init__(self, requests: list[Request], spent: Spent | None) -> None:
         self.timings = Timings(num_rows=len(requests))
         self._requests = requests
         self._read_spent = spent

@@ -30,13 +30,6 @@ def _run(arguments: Sequence[str]) -> None:
     config = KempnerConfig.read(flags.config, overrides)
     params = _params(flags, config)
     _check(flags, config)
-    from verbatim.model.dcp.folder import find_dcp
-
-    assert config.load_path is not None
-    if find_dcp(config.load_path) is None:
-        raise ModelError(
-            f"{config.load_path} holds no checkpoint: neither .metadata nor pp0, nor a link latest"
-        )
     values = dict.fromkeys(option.name for option in MODEL)
     settings = {"model": config.load_path, "config": config}
     wide = flags.dtype == "float16"

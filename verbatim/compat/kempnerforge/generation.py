@@ -14,7 +14,6 @@ from verbatim.compat.batches import integer
 from verbatim.compat.kempnerforge.filters import filters
 from verbatim.errors import InvalidRequest, PromptTooLong
 from verbatim.llm import LLM
-from verbatim.placement.external import on_cpu
 from verbatim.tensors import engine_of
 
 
@@ -47,10 +46,9 @@ def sample(
     width = logits.shape[-1] if isinstance(logits, Tensor) and logits.dim() else 0
     if seed is None and position is None and _is_greedy(temperature):
         seed, position = 0, 0  # greedy: leave torch's generator alone
-    with on_cpu():
-        return verbatim.sample(
-            logits, **filters(temperature, top_k, top_p, width), seed=seed, position=position
-        )
+    return verbatim.sample(
+        logits, **filters(temperature, top_k, top_p, width), seed=seed, position=position
+    )
 
 
 def generate(
@@ -92,20 +90,19 @@ def generate(
     eos = None if eos_token_id is None else integer("eos_token_id", eos_token_id, 0)
     if seed is None and _is_greedy(temperature):
         seed = 0
-    with on_cpu():
-        llm = engine_of(model)
-        _check_length(llm, rows.shape[1], num_new)
-        tokens = verbatim.generate(
-            model,
-            rows,
-            None,
-            num_new,
-            pad_token_id=eos,
-            stop_token_ids=() if eos is None else (eos,),
-            ignore_eos=True,
-            seed=seed,
-            **filters(temperature, top_k, top_p, llm.engine.admission.vocab_size),
-        )
+    llm = engine_of(model)
+    _check_length(llm, rows.shape[1], num_new)
+    tokens = verbatim.generate(
+        llm,
+        rows,
+        None,
+        num_new,
+        pad_token_id=eos,
+        stop_token_ids=() if eos is None else (eos,),
+        ignore_eos=True,
+        seed=seed,
+        **filters(temperature, top_k, top_p, llm.engine.admission.vocab_size),
+    )
     return tokens if prompt_tokens.dim() == 2 else tokens[0]
 
 

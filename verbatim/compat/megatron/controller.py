@@ -19,11 +19,13 @@ from verbatim.compat.megatron.stream import AsyncStream
 from verbatim.compat.megatron.tokenizer import detokenize, eod_of, tokenize
 from verbatim.compat.megatron.translation import Translation
 from verbatim.core import TopLogprobs
-from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
+from verbatim.errors import InvalidRequest, NotSupported, UnsupportedModel, VerbatimError
 from verbatim.llm import LLM
+from verbatim.tensors import engine_of, has_known_layers, open_forward
 
 TopNDict = dict[int, list[dict[str, float]]]
 _KWARGS = ("common_inference_params", "position")
+_STEP_LENGTH = 4096  # tokens of a request, where a wrapper names no limit
 _IN_A_STEP = "the engine does it inside of a step; call generate_output_tokens_dynamic_batch"
 _DRAFTS = 'drafts are verified inside of a step; open the LLM with draft=, such as draft="mtp"'
 _LOG_PROBS = (
@@ -55,7 +57,8 @@ class TextGenerationController(DraftSteps):
 
     Args:
         inference_wrapped_model: an open `LLM`; a live transformers module, for which one engine is kept;
-            or an object with one of these as `model`. Its `inference_context` is replaced, and a
+            an object with one of these as `model`; or any object with Megatron's `run_one_forward_step`,
+            which is called with each whole row. Its `inference_context` is replaced, and a
             `max_sequence_length` of the old one is kept as the limit.
         tokenizer: Hugging Face's or Megatron's kind (`tokenize`, `detokenize`, `bos`, `eod`, `vocab_size`);
             None takes the `LLM`'s.
@@ -72,15 +75,10 @@ class TextGenerationController(DraftSteps):
     def __init__(self, inference_wrapped_model: Any, tokenizer: Any = None) -> None:
         if isinstance(inference_wrapped_model, LLM | nn.Module):
             inference_wrapped_model = InferenceWrappedModel(inference_wrapped_model)
-        model = getattr(inference_wrapped_model, "model", None)
-        if not isinstance(model, LLM | nn.Module):
-            raise InvalidRequest(
-                f"inference_wrapped_model={inference_wrapped_model!r}: must be an LLM, a transformers "
-                "module, or an object whose model is one of these"
-            )
         old_context = getattr(inference_wrapped_model, "inference_context", None)
         limit = getattr(old_context, "max_sequence_length", None)
-        self._translation = Translation(model, tokenizer, limit if isinstance(limit, int) else None)
+        limit = limit if isinstance(limit, int) else None
+        self._translation = Translation(_runnable(inference_wrapped_model, limit), tokenizer, limit)
         self.inference_context = DynamicInferenceContext(self._translation)
         self.inference_wrapped_model = inference_wrapped_model
         inference_wrapped_model.inference_context = self.inference_context
@@ -472,6 +470,28 @@ class TextGenerationController(DraftSteps):
     def dummy_forward(self) -> None:
         """Run the model once on the scratch block, without effect on any request."""
         self._translation.llm.engine.dummy_forward()
+
+
+def _runnable(wrapped: Any, max_length: int | None) -> LLM | nn.Module:
+    """Return what the engine runs: the model of a wrapper, or else its own forward step."""
+    model, has_step = getattr(wrapped, "model", None), hasattr(wrapped, "run_one_forward_step")
+    if isinstance(model, LLM) or has_known_layers(model) or not has_step:
+        if not isinstance(model, LLM | nn.Module):
+            raise InvalidRequest(
+                f"inference_wrapped_model={wrapped!r}: must be an LLM, a transformers module, or an "
+                "object whose model is one of these, or which has run_one_forward_step"
+            )
+        try:
+            engine_of(model)
+            return model
+        except UnsupportedModel:
+            if not has_step:
+                raise
+    if max_length is None:
+        config = getattr(wrapped, "inference_wrapper_config", None)
+        named = getattr(config, "inference_max_seq_length", None)
+        max_length = named or getattr(model, "max_sequence_length", None) or _STEP_LENGTH
+    return open_forward(wrapped, max_length=max_length)
 
 
 def _elsewhere(name: str, use: str) -> Callable[..., NoReturn]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -78,28 +78,28 @@ def _generate(
     admitted: Mapping[int, Request],
     streams: Mapping[int, AsyncStream],
 ) -> None:
-    """Run until all requests have ended.
-
-    Streamed requests are stepped by the engine's thread, which calls their feeds.
-    """
-    handle = translation.llm.engine
-    plain = [request for number, request in admitted.items() if number not in streams]
-    feeds: list[_StreamFeed] = []
+    """Run until all requests have ended; raise nothing for those that failed alone."""
+    handle, rows = translation.llm.engine, list(admitted.values())
+    feeds = {
+        admitted[number].request_id: _StreamFeed(
+            translation, requests[number], admitted[number], stream
+        )
+        for number, stream in streams.items()
+    }
     try:
-        for number, stream in streams.items():
-            feed = _StreamFeed(translation, requests[number], admitted[number], stream, handle)
-            handle.submit(admitted[number], feed.take, feed.end, driven=True)
-            feeds.append(feed)
-        try:
-            handle.run(plain)
-        except Exception:
-            if not plain or not all(request.finished for request in plain):
-                raise  # they were not admitted
-        for feed in feeds:
-            feed.ended.wait()
-    finally:
-        for number in streams:
-            handle.abort(admitted[number])
+        if not feeds:
+            handle.run(rows)
+            return
+        with closing(handle.steps(rows)) as steps:
+            for deltas in steps:
+                for delta in deltas:
+                    if feed := feeds.get(delta.request_id):
+                        feed.take(delta)
+                for feed in feeds.values():
+                    feed.follow(handle)
+    except Exception as error:
+        if all(error is not request.error for request in rows):
+            raise
 
 
 def _fill_all(
@@ -139,12 +139,10 @@ class _StreamFeed:
         request: InferenceRequest,
         admitted: Request,
         stream: AsyncStream,
-        handle: EngineHandle,
     ) -> None:
         assert request.sampling_params is not None
         self._translation, self._request, self._admitted = translation, request, admitted
-        self._params, self._stream, self._handle = request.sampling_params, stream, handle
-        self.ended = threading.Event()
+        self._params, self._stream = request.sampling_params, stream
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._text = ""
@@ -154,9 +152,6 @@ class _StreamFeed:
 
     def take(self, delta: Delta) -> None:
         """Put the output of one step."""
-        if self._stream.finished:  # the reader has left
-            self._handle.abort(self._admitted)
-            return
         last = delta.finish_reason is not None
         self._ids += delta.token_ids
         self._logprobs += delta.logprobs
@@ -175,13 +170,13 @@ class _StreamFeed:
             self._text,
             None if self._segments is None else self._segments.texts,
         )
-        if last:
-            self._stream.finish()
 
-    def end(self) -> None:
-        """End the stream, with the request's error if there is one."""
-        self.ended.set()  # first: an error of the stream must not block the batch
-        self._stream.finish(self._admitted.error)
+    def follow(self, handle: EngineHandle) -> None:
+        """End the stream with its request, and the request if the reader has left."""
+        if self._admitted.finished:
+            self._stream.finish(self._admitted.error)
+        elif self._stream.finished:
+            handle.abort(self._admitted)
 
 
 def put_partial(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-import uuid
 import warnings
 from collections.abc import Iterable, Sequence
 from itertools import dropwhile
@@ -17,7 +16,6 @@ from verbatim.compat.megatron.params import SamplingParams
 from verbatim.compat.megatron.request import DynamicInferenceRequest, InferenceRequest, Status, TopN
 from verbatim.compat.megatron.tokenizer import Segments, bos_of, detokenize, eod_of, tokenize, wrap
 from verbatim.core import Request, TopLogprobs
-from verbatim.engine.admission import Admission
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
 from verbatim.tensors import engine_of
@@ -97,22 +95,8 @@ class Translation:
             prompt=any(params.prompt_outputs(isinstance(request, DynamicInferenceRequest))),
             routing=self.records_routing,
         )
-        llm = self.llm
-        engine_admission = llm.engine.admission
-        admission = Admission(
-            self.text,
-            engine_admission.runner,
-            self.max_sequence_length,
-            engine_admission.limit_source,
-            frozenset(),
-            adapters=engine_admission.adapters,
-            placeholders=engine_admission.placeholders,
-        )
-        admitted = admission.admit(
-            ids, engine_params, first_sample=row if params.seed is None else 0
-        )
-        admitted.request_id = f"megatron-{uuid.uuid4().hex}"
-        return admitted
+        admission = self.llm.engine.admission.with_tokenizer(self.text, self.max_sequence_length)
+        return admission.admit(ids, engine_params, first_sample=row if params.seed is None else 0)
 
     def begin(self, request: InferenceRequest, admitted: Request) -> None:
         """Update the caller's request when it starts."""

@@ -15,7 +15,6 @@ from verbatim.core import Completion, FinishReason, Request, SessionCache
 from verbatim.errors import InvalidRequest, NotSupported, RequestFailed
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
-from verbatim.placement.actor import rename_cache
 
 
 class RemotePastKeyValues:
@@ -193,8 +192,9 @@ class GenerateCall:
         for name in ("scores", "logits"):
             if self._settings[f"output_{name}"]:
                 values[name] = self._steps(name)
-        values |= {"sequences": sequences, "cache": RemotePastKeyValues(columns.width)}
-        return kind(**rename_cache(values, kind.__dataclass_fields__))
+        # Called `cache` since transformers 5.24.
+        cache = next(n for n in ("cache", "past_key_values") if n in kind.__dataclass_fields__)
+        return kind(sequences=sequences, **{cache: RemotePastKeyValues(columns.width)}, **values)
 
     def _steps(self, name: str) -> tuple[Tensor, ...]:
         """Return `[B, V]` for each new column; the pad of an ended row has probability 1."""

@@ -18,8 +18,6 @@ from verbatim.compat.petals.settings import NOT_OWN, Settings, is_off
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
-from verbatim.placement.actor import run_alone
-from verbatim.placement.resident import Resident
 
 _log = logging.getLogger("verbatim.compat.petals")
 
@@ -123,7 +121,7 @@ class RemoteGenerationMixin:
                 raise
             _log.info("generate runs in the model's own loop: %s", why)
             rows = None if inputs is None else inputs.to(module.device)
-            output = run_alone(module, "generate", rows, seed=seed, **arguments)
+            output = self.llm.engine.call_module("generate", rows, seed=seed, **arguments)
             return output if inputs is None else _on_device(output, inputs.device)
         if session is not None:
             output = session._generate(begin, settings, given, seed)
@@ -168,10 +166,8 @@ class RemoteGenerationMixin:
 
     def _own_module(self) -> Any:
         """Return transformers' module if it is whole in this process, else None."""
-        runner = self.llm.engine.runner
-        if not isinstance(runner, Resident) or runner.packed is not None or runner.cuts:
-            return None
-        return runner.module if hasattr(runner.module, "generate") else None
+        module = self.llm.engine.module
+        return module if hasattr(module, "generate") else None
 
     def _session(self, session: Any) -> InferenceSession | None:
         if session is None:

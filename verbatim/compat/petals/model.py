@@ -16,8 +16,7 @@ from verbatim.compat.opened import Opened
 from verbatim.compat.petals.generation import RemoteGenerationMixin
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
-from verbatim.placement.actor import run_alone
-from verbatim.placement.cluster.choice import Cluster
+from verbatim.placement.distributed.choice import Cluster
 
 _SET_WHEN_OPENED = frozenset("bfloat16 cpu cuda double float half train".split())
 _LLM_OPTIONS = frozenset(inspect.signature(LLM.__init__).parameters) - {"self", "model", "_weak"}
@@ -131,7 +130,8 @@ class DistributedModelForCausalLM(Opened, RemoteGenerationMixin):  # type: ignor
         Raises:
             NotSupported: the whole unquantized module is not in this process.
         """
-        return run_alone(self._whole("forward"), "forward", *args, **kwargs)
+        self._whole("forward")
+        return self.llm.engine.call_module("forward", *args, **kwargs)
 
     forward = __call__
 

@@ -15,7 +15,6 @@ from verbatim.compat.batches import PaddedRows, draw_seed, integer
 from verbatim.compat.petals.call import GenerateCall
 from verbatim.compat.petals.settings import Settings
 from verbatim.core import SessionCache
-from verbatim.engine.sessions import Sessions
 from verbatim.errors import EngineClosed, InvalidRequest, NotSupported, PromptTooLong, SessionBusy
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
@@ -50,7 +49,9 @@ class InferenceSession:
         self._call: GenerateCall | None = None
         self._closed = False
         self._busy = threading.Lock()
-        self._end = weakref.finalize(self, _release, llm.engine.sessions, self._caches)
+        self._end = weakref.finalize(
+            self, _release, llm.engine.sessions.close_session, self._caches
+        )
         self._end.atexit = False  # nothing outlives the process
 
     @property
@@ -157,7 +158,7 @@ class InferenceSession:
 
     def _reset(self) -> None:
         """Drop all columns and caches; keep the seed."""
-        _release(self._llm.engine.sessions, self._caches)
+        _release(self._llm.engine.sessions.close_session, self._caches)
         self._caches.clear()
         self._columns = None
 
@@ -215,9 +216,9 @@ class InferenceSession:
             raise EngineClosed("this session has been closed")
 
 
-def _release(sessions: Sessions, caches: list[SessionCache]) -> None:
+def _release(close: Callable[[SessionCache], None], caches: list[SessionCache]) -> None:
     for cache in caches:
-        sessions.close_session(cache)
+        close(cache)
 
 
 def active_session(llm: LLM) -> InferenceSession | None:

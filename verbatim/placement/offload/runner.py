@@ -60,6 +60,11 @@ class Offloaded(Resident):
             self, _let_go, os.getpid(), self.weights, store, self.scratch
         )
 
+    @property
+    def whole_module(self) -> None:
+        """None: parameters are here only while they are used."""
+        return None
+
     def info(self) -> dict[str, Any]:
         top_k = self.store.top_k
         return {
@@ -109,8 +114,9 @@ class Offloaded(Resident):
         return max(1, room // (_DRAWING * self.vocab_size))
 
     def stats(self) -> dict[str, Any]:
-        """Return predictions beside measurements under "offload": see `report.compared`."""
-        return {"offload": self._measured.beside(self.forecast, self._peaks())}
+        """Return predictions beside measurements, and the `Timings`."""
+        found = self._measured.beside(self.forecast, self._peaks())
+        return {"offload": found, "offload_seconds": self.timings()._asdict()}
 
     def _peaks(self) -> dict[str, int]:
         """Return the bytes in memory by kind."""

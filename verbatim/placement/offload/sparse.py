@@ -7,8 +7,8 @@ from torch import Tensor
 
 from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
-from verbatim.kv.attention import tree_sum
 from verbatim.kv.quantized import Packing, unpack
+from verbatim.kv.recurrence import tree_sum
 from verbatim.kv.store import KVStore
 
 _TILE = 64  # keys that are scored at once
@@ -106,7 +106,7 @@ def _rows(
     scored = []
     for first in range(oldest, position + rows, _TILE):
         tile = keys[:, first : first + _TILE].unsqueeze(1)  # [Hkv, 1, tile, Dk]
-        scored.append(tree_sum(queries * tile, -1).squeeze(-1))
+        scored.append(tree_sum(queries * tile, -1))
     places = torch.arange(oldest, oldest + sum(tile.shape[-1] for tile in scored))
     scores = torch.cat(scored, -1) * options.scale
     if options.softcap:
@@ -121,11 +121,11 @@ def _rows(
     if options.sinks is not None:
         largest = torch.maximum(largest, options.sinks.reshape(*grouped, 1))
     weights = torch.exp(scores - largest)
-    total = tree_sum(weights, -1)
+    total = tree_sum(weights, -1, keepdim=True)
     if options.sinks is not None:
         total = total + torch.exp(options.sinks.reshape(*grouped, 1) - largest)
     head = torch.arange(kv_heads).reshape(kv_heads, 1, 1)
     chosen = values[head, places[best]]  # [R, Hkv, G, k, Dv]
     chosen = torch.where(weights.unsqueeze(-1) > 0, weights.unsqueeze(-1) * chosen, 0.0)
-    mixed = tree_sum(chosen, -2).squeeze(-2) / total
+    mixed = tree_sum(chosen, -2) / total
     return mixed.reshape(rows, heads, -1).to(q.dtype)

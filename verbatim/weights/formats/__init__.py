@@ -2,8 +2,8 @@
 
 `decode` replaces the tensors of a quantized matrix (codes, scales, zero points) by one lazy weight under the
 name of the plain matrix, so everything that reads lazy weights reads a quantized checkpoint. Codes keep their
-bits: they are laid out anew (`Encoding` of `model/weight_packing.py`), and a matrix held packed and one held
-decoded are bit for bit the same weights.
+bits and get another layout (`Encoding` of `model/weight_packing.py`); a matrix kept packed and a decoded one
+have the same weights, bit for bit.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def decode(
     Args:
         stored: the tensors of its files.
         quantization: the `quantization_config` of its config.json.
-        dtype: of the decoded weights.
+        dtype: dtype of decoded weights.
 
     Raises:
         NotSupported: a variant of the format that is not read.

@@ -1,4 +1,4 @@
-"""GGUF, llama.cpp's format: blocks of 32 codes, or of 256 with scales of their own for each 32."""
+"""GGUF, llama.cpp's format: blocks of 32 codes, or of 256 with scales of their own for each 16 or 32."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError, NotSupported
-from verbatim.model.groups import super_heads
 from verbatim.model.loader import auto_class
 from verbatim.model.quantization import Quantization
-from verbatim.model.weight_packing import Encoding, WeightPacking
-from verbatim.weights.formats.checkpoint import laid_out
+from verbatim.model.weight_packing import BLOCKS, Encoding, WeightPacking
+from verbatim.weights.formats.checkpoint import laid_out, pairs
 from verbatim.weights.formats.stored import Decoded, Grouped
 from verbatim.weights.lazy import Computed, LazyWeight, Stored, Traced, stamp_of, traced
 
@@ -107,13 +106,20 @@ def _lazy(path: Path, tensor: Any, dtype: torch.dtype, stamp: Any) -> LazyWeight
     if own.is_floating_point:
         return stored
     full_name = f"{path}: {tensor.name}"
-    if kind.name in _BLOCKS and len(shape) >= 2:
-        encoding, bits, nbytes, split = _BLOCKS[kind.name]
+    if len(shape) >= 2 and kind.name in _KINDS:
+        from gguf import GGML_QUANT_SIZES
+
+        block_bytes = GGML_QUANT_SIZES[kind][1]
+        encoding, bits, split = _KINDS[kind.name]
         packing = WeightPacking(shape, dtype, Quantization(bits, 32, None), encoding=encoding)
         one = replace(packing, shape=shape[-2:])
 
         def compute(raw: Tensor) -> Tensor:
-            code, heads = split(raw.unflatten(1, (-1, nbytes)), full_name)
+            blocks = raw.unflatten(1, (-1, block_bytes))
+            if split is None:
+                _halves(blocks[..., BLOCKS[encoding][1]], full_name)
+                return raw
+            code, heads = split(blocks, full_name)
             return laid_out(code.flatten(1), heads, one)
 
         return Computed(Grouped(full_name, packing, compute), (stored,), {}, None)
@@ -128,36 +134,59 @@ def _lazy(path: Path, tensor: Any, dtype: torch.dtype, stamp: Any) -> LazyWeight
 
 
 def _halves(data: Tensor, name: str) -> Tensor:
-    """Return pairs of bytes `[..., 2]` as float16, bit for bit."""
-    halves = data.contiguous().view(torch.float16).squeeze(-1)
+    """Return bytes `[..., 2 * n]` as float16, bit for bit."""
+    halves = data.contiguous().view(torch.float16)
     if not bool(halves.isfinite().all()):
         raise ModelError(f"{name} has scales that are NaN or infinite")
     return halves
 
 
 def _q8_0(blocks: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    return blocks[..., 2:] ^ 128, _halves(blocks[..., :2], name).view(torch.int16)
+    return blocks[..., 2:] ^ 128, _halves(blocks[..., :2], name).squeeze(-1).view(torch.int16)
 
 
 def _q4_0(blocks: Tensor, name: str) -> tuple[Tensor, Tensor]:
     both = blocks[..., 2:]
     code = torch.cat([both & 15, both >> 4], -1)
-    return code, _halves(blocks[..., :2], name).view(torch.int16)
+    return code, _halves(blocks[..., :2], name).squeeze(-1).view(torch.int16)
 
 
-def _q4_k(blocks: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    d, dmin = _halves(blocks[..., :2], name), _halves(blocks[..., 2:4], name)
-    low, mid, high = blocks[..., 4:16].split(4, -1)
-    scale = torch.cat([low & 63, high & 15 | low >> 2 & 48], -1)
-    least = torch.cat([mid & 63, high >> 4 | mid >> 2 & 48], -1)
-    both = blocks[..., 16:].unflatten(-1, (4, 32))
-    heads = super_heads(scale.flatten(1), d, least.flatten(1), dmin)
-    return torch.stack([both & 15, both >> 4], -2).flatten(-3), heads
+def _q5_0(blocks: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    code, heads = _q4_0(blocks[..., [0, 1, *range(6, 22)]], name)
+    fifth = blocks[..., 2:6, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    return (code | fifth.flatten(-2) << 4) + (128 - 16), heads
 
 
-# Encoding, bits, bytes of a block, and what gives codes and heads of blocks `[N, blocks, bytes]`.
-_BLOCKS: dict[str, tuple[Encoding, int, int, Callable[..., tuple[Tensor, Tensor]]]] = {
-    "Q8_0": (Encoding.HALF, 8, 34, _q8_0),
-    "Q4_0": (Encoding.HALF, 4, 18, _q4_0),
-    "Q4_K": (Encoding.SUPER, 4, 144, _q4_k),
+def _iq4_nl(blocks: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    code, heads = _q4_0(blocks, name)
+    return _iq4_numbers(code), heads
+
+
+def _iq4_xs(blocks: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    d = _halves(blocks[..., :2], name).float()
+    lower = pairs(blocks[..., 4:8])
+    upper = (blocks[..., 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3).flatten(-2)
+    scale = d * ((lower | upper << 4).float() - 32)
+    both = blocks[..., 8:].unflatten(-1, (8, 16))
+    code = torch.cat([both & 15, both >> 4], -1).flatten(-2)
+    return _iq4_numbers(code), scale.flatten(1).view(torch.int32)
+
+
+def _iq4_numbers(code: Tensor) -> Tensor:
+    """Return what codes of IQ4 types stand for, -127 to 113, plus 128."""
+    from gguf.quants import IQ4_NL
+
+    numbers = torch.tensor(IQ4_NL.kvalues, dtype=torch.int8).view(torch.uint8) ^ 128
+    return numbers[code.int()]
+
+
+# Encoding, bits, and what gives codes and heads of blocks `[N, blocks, bytes]`; None: they stay as they are.
+_KINDS: dict[str, tuple[Encoding, int, Callable[..., tuple[Tensor, Tensor]] | None]] = {
+    "Q8_0": (Encoding.HALF, 8, _q8_0),
+    "Q4_0": (Encoding.HALF, 4, _q4_0),
+    "Q5_0": (Encoding.HALF, 8, _q5_0),
+    "IQ4_NL": (Encoding.HALF, 8, _iq4_nl),
+    "IQ4_XS": (Encoding.SIGNED, 8, _iq4_xs),
+    # `quantization="int4"` is for those of more than 4 bits.
+    **{kind.name: (kind, 4 if kind.name < "Q5" else 8, None) for kind in BLOCKS},
 }

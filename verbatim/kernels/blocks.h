@@ -1,0 +1,123 @@
+// The blocks of 256 numbers that GGUF's types Q2_K to Q6_K are made of, as they lie in a file.
+//
+// A block has groups of 16 or 32, each with a scale of 4 to 8 bits and some with a minimum, one or two half
+// floats that all of these are multiplied with, and codes of 2 to 6 bits, in planes of lower and upper bits.
+#pragma once
+
+#include "simd.h"
+
+#define INLINE __attribute__((always_inline))
+
+namespace {
+
+using namespace vb;
+
+typedef uint8_t u8x32 __attribute__((vector_size(32)));
+typedef uint32_t u32x4 __attribute__((vector_size(16)));
+
+// 256 times the `Encoding` of weight_packing.py.
+enum Block : int { Q4_K = 256 * 8, Q5_K = 256 * 10, Q6_K = 256 * 11, Q3_K = 256 * 12, Q2_K = 256 * 13 };
+constexpr int BLOCK = 256;
+
+// A plane: some bits of all codes. Steps of 32 codes that lie `span` bytes apart share bytes.
+struct Plane {
+    int at, bits, span;
+    constexpr int byte(int step) const {
+        const int each = span / 32, share = 8 / bits * each;
+        return at + step / share * span + step % each * 32;
+    }
+    constexpr int shift(int step) const { return step / (span / 32) % (8 / bits) * bits; }
+};
+
+// `scale` and `low`: where the half floats lie. Without `low`, numbers are codes less `middle`.
+struct BlockLayout {
+    int bytes, group, scales, scale, low, middle;
+    Plane lower, upper;
+};
+
+constexpr BlockLayout block_layout(int code) {
+    switch (code) {
+    case Q2_K: return {84, 16, 0, 80, 82, 0, {16, 2, 32}, {}};
+    case Q3_K: return {110, 16, 96, 108, 0, 4, {32, 2, 32}, {0, 1, 32}};
+    case Q4_K: return {144, 32, 4, 0, 2, 0, {16, 4, 32}, {}};
+    case Q5_K: return {176, 32, 4, 0, 2, 0, {48, 4, 32}, {16, 1, 32}};
+    case Q6_K: return {210, 16, 192, 208, 0, 32, {0, 4, 64}, {128, 2, 32}};
+    default: return {};
+    }
+}
+
+template <typename T> static INLINE inline T bytes_at(const uint8_t *p) {
+    T value;
+    std::memcpy(&value, p, sizeof value);
+    return value;
+}
+
+// The bits that a plane has of the codes of a step of 32, from bit `left` on.
+static INLINE inline u8x32 plane_codes(const uint8_t *block, const Plane &plane, int step, int left) {
+    const auto words = bytes_at<u16x16>(block + plane.byte(step));
+    const int right = plane.shift(step) - left;
+    const uint8_t mask = (uint8_t)(((1 << plane.bits) - 1) << left);
+    return (u8x32)(right < 0 ? words << -right : words >> right) & mask;
+}
+
+// The codes of a step of 32.
+template <int CODE> static INLINE inline u8x32 block_codes(const uint8_t *block, int step) {
+    constexpr BlockLayout L = block_layout(CODE);
+    u8x32 codes = plane_codes(block, L.lower, step, 0);
+    if (L.upper.bits) codes |= plane_codes(block, L.upper, step, L.lower.bits);
+    return codes;
+}
+
+// The scales of a block's groups, of which there are 16 or 8, and their lows, if there are any.
+template <int CODE> struct BlockHeads {
+    static constexpr BlockLayout L = block_layout(CODE);
+    static constexpr int COUNT = 1, GROUPS = BLOCK / L.group;  // COUNT: of blocks
+    alignas(64) float values[32];
+
+    INLINE inline void read(const uint8_t *block) {
+        u8x16 at{};
+        std::memcpy(&at, block + L.scales, CODE == Q3_K ? 12 : 16);
+        if (L.group == 32) {  // eight of either
+            const u32x4 lower = words<0, 0, 1, 1>(at) >> u32x4{0, 2, 0, 2} & u32x4{SIX, UPPER, SIX, UPPER};
+            const u32x4 upper = words<2, 2, 2, 2>(at) >> u32x4{0, 0, 0, 4} & u32x4{0, FOUR, 0, FOUR};
+            store(values, halves_at(block) * to_floats((u8x16)(lower | upper)));
+        } else if (CODE == Q2_K) {
+            store(values, splat(half_at(block + L.scale)) * to_floats(at & 15));
+            store(values + 16, splat(-half_at(block + L.low)) * to_floats(at >> 4));
+        } else {
+            f32x16 factors;
+            if (CODE == Q6_K) factors = to_floats(at ^ 128) - 128.0f;
+            else {
+                const u32x4 lower = words<0, 1, 0, 1>(at) >> u32x4{0, 0, 4, 4} & FOUR;
+                const u32x4 upper = words<2, 2, 2, 2>(at) << u32x4{4, 2, 0, 0} >> u32x4{0, 0, 0, 2} & UPPER;
+                factors = to_floats((u8x16)(lower | upper)) - 32.0f;
+            }
+            store(values, splat(half_at(block + L.scale)) * factors);
+        }
+        // Numbers that are read from memory to all lanes cost less than those moved there from other lanes.
+        asm("" : "+m"(values));
+    }
+    INLINE inline float scale(int group) const { return values[group]; }
+    INLINE inline float low(int group) const { return L.middle ? 0.0f : values[GROUPS + group]; }
+
+  private:
+    static constexpr uint32_t FOUR = 0x0f0f0f0f, SIX = 0x3f3f3f3f, UPPER = 0x30303030;  // bits of bytes
+    template <int A, int B, int C, int D> static INLINE inline u32x4 words(u8x16 bytes) {
+        return __builtin_shufflevector((u32x4)bytes, (u32x4)bytes, A, B, C, D);
+    }
+    static INLINE inline float half_at(const uint8_t *p) { return from_half(bytes_at<uint16_t>(p)); }
+    // Eight times the first half float of a block, and eight times the second with the other sign.
+    static INLINE inline f32x16 halves_at(const uint8_t *block) {
+#if defined(__AVX512VL__)
+        const __m128 two = _mm_cvtph_ps(_mm_cvtsi32_si128(bytes_at<int>(block)));
+        const u32x16 places{0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
+        const __m512 all = _mm512_permutexvar_ps((__m512i)places, _mm512_castps128_ps512(two));
+        return (f32x16)((u32x16)all ^ places << 31);
+#else
+        const float d = half_at(block), m = -half_at(block + 2);
+        return f32x16{d, d, d, d, d, d, d, d, m, m, m, m, m, m, m, m};
+#endif
+    }
+};
+
+}  // namespace

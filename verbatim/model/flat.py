@@ -1,0 +1,213 @@
+"""The forward context of the engine, and the small memories in which forwards are compared at opening."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verbatim.batch import ZERO_STATE, Batch
+from verbatim.kernels.options import AnyOptions, AttentionOptions, IndexOptions
+from verbatim.kv.states import StateRows, StateShape, open_states
+from verbatim.kv.store import KVStore
+from verbatim.model.context import Update
+from verbatim.model.differential import noise
+from verbatim.model.direct import direct_rows
+from verbatim.model.lora import groups_of
+from verbatim.model.routing import ChoiceStore, Routing
+from verbatim.model.spec import ModelSpec
+
+BLOCK_SIZE = 16  # of a `Sandbox`
+
+
+class FlatContext:
+    """Attention for one batch: write K and V at the batch's slots, then attend through the blocks.
+
+    Args:
+        slots: as `ModelSpec.slots`.
+        routing: records the experts of tokens; None: not recorded.
+        indices: records the keys that indexers choose; None: not recorded.
+        rows: the batch's slots, if it is on the store's device; None computes and moves both.
+
+    Attributes:
+        batch, routing: the arguments, with the batch on the store's device.
+        rows: the batch's slots, also there.
+        direct: addresses of them and their K and V for kernels; None: only `attend` can be used.
+        adapted: the rows that have adapters.
+        changed: names of the linear layers that adapters were added to.
+    """
+
+    def __init__(
+        self,
+        slots: dict[tuple[int, int], int],
+        batch: Batch,
+        store: KVStore,
+        routing: Routing | None = None,
+        *,
+        indices: ChoiceStore | None = None,
+        rows: Tensor | None = None,
+    ) -> None:
+        self._slots = slots
+        groups = groups_of(batch)
+        if rows is None:
+            rows = batch.slots(store.block_size)
+            if store.device.type != "cpu":
+                batch, rows = batch.to(store.device), rows.to(store.device)
+        self.rows = rows
+        self.batch = batch
+        self.adapted = groups
+        self.changed: set[str] = set()
+        self._store = store
+        self.routing = routing
+        self._indices = indices
+        self._num_indexed = 0  # choices that indexers have made
+        self.direct = direct_rows(store, batch, self.rows)
+        self._calls: dict[int, int] = {}
+        self.positions = batch.positions[None]
+        self._num_states = 0  # recurrent operations run
+
+    def update_state(
+        self, shape: StateShape, update: Update, rowwise: Callable[[], Tensor]
+    ) -> Tensor:
+        states = self._store.states
+        assert states is not None
+        return update(states.tensors[self.next_states(1)], StateRows.of(self.batch))
+
+    def next_states(self, count: int) -> int:
+        """Return the number of recurrent operations that have run, and count `count` more."""
+        self._num_states += count
+        return self._num_states - count
+
+    def route(self, experts: nn.Module, index: Tensor) -> None:
+        if self.routing is not None:
+            self.routing.note(experts, index)
+
+    def forced_experts(self) -> Tensor | None:
+        """Return the forced experts of the running router's layer, `[T, k]`, or None."""
+        return None if self.routing is None else self.routing.forced_experts()
+
+    def layer_of(self, module: nn.Module) -> int:
+        """Return the store's layer for this call of `module`; each call may have its own."""
+        call = self._calls.get(id(module), 0)
+        self._calls[id(module)] = call + 1
+        return self._slots[id(module), call]
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AnyOptions
+    ) -> Tensor:
+        layer = self.layer_of(module)
+        self._store.write(layer, k, v, self.rows)
+        out = self._attend(layer, q, options)
+        return self._chosen(out) if isinstance(options, IndexOptions) else out
+
+    def _chosen(self, chosen: Tensor) -> Tensor:
+        """Replace what an indexer chose `[T, G, k]` where it is forced, and record it."""
+        own = slice(self._num_indexed, self._num_indexed + chosen.shape[1])
+        if self.batch.forced_keys is not None:
+            forced = self.batch.forced_keys[:, own]
+            chosen = torch.where(forced[..., :1] < 0, chosen, forced)
+        if self._indices is not None:
+            self._indices.write(self.rows, chosen, own)
+        self._num_indexed = own.stop
+        return chosen
+
+    def attend_rotated(
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Apply rotary embeddings `[T, R]` to queries and keys, and `attend`; on a GPU."""
+        layer = self.layer_of(module)
+        if cos is None or sin is None:
+            self._store.write(layer, k, v, self.rows)
+        else:
+            q = self._store.write_rotated(layer, q, k, v, cos, sin, self.rows)
+        return self._attend(layer, q, options)
+
+    def _attend(self, layer: int, q: Tensor, options: AnyOptions) -> Tensor:
+        return self._store.attend(layer, q, self.batch.attention, options)
+
+
+class Sandbox:
+    """K, V and states of a few short sequences, filled with noise.
+
+    Args:
+        spec: of a model, or with the layers, states and slots of one layer.
+        count: sequences, each of at most `BLOCK_SIZE` tokens.
+        context: class of the forward contexts.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        device: torch.device,
+        count: int = 2,
+        context: type[FlatContext] = FlatContext,
+    ) -> None:
+        self._slots, self._context = spec.slots, context
+        self.store = KVStore(spec.layers, 1 + count, BLOCK_SIZE, spec.dtype, device)
+        self.store.states = open_states(spec.states, 1 + 2 * count, device)
+        for tensor in self.contents():
+            tensor[:] = noise(tuple(tensor.shape[1:]), tensor.dtype)
+        if self.store.states is not None:
+            for tensor in self.store.states.tensors:
+                tensor[ZERO_STATE] = 0
+
+    def contents(self) -> list[Tensor]:
+        """Return all K, V and states."""
+        states = self.store.states
+        kept = [tensor for pair in self.store.layers for tensor in pair]
+        return kept if states is None else [*kept, *states.tensors]
+
+    def context(
+        self, spans: Mapping[int, tuple[int, int]], ids: Tensor, positions: Tensor | None = None
+    ) -> Any:
+        """Return a forward context for tokens `ids` `[T]`, with logits of all.
+
+        A sequence's state is read from the slot that its forward from 0 wrote, and noise otherwise.
+
+        Args:
+            spans: the first and last position, exclusive, by the number of a sequence.
+            positions: those that the model is told; None: the same.
+        """
+        starts, stops = (list(ends) for ends in zip(*spans.values(), strict=True))
+        own = torch.cat([torch.arange(*span) for span in spans.values()])
+        bounds = torch.tensor([0, *(b - a for a, b in spans.values())]).cumsum(0)
+        begun = [start > 0 for start in starts]
+        sources = [
+            1 + 2 * s if later else ZERO_STATE for s, later in zip(spans, begun, strict=True)
+        ]
+        targets = [1 + 2 * s + later for s, later in zip(spans, begun, strict=True)]
+        batch = Batch(
+            token_ids=ids.cpu(),
+            positions=own,
+            query_starts=bounds.int(),
+            context_lens=torch.tensor(stops, dtype=torch.int32),
+            block_tables=torch.tensor([[1 + s] for s in spans], dtype=torch.int32),
+            logit_rows=torch.arange(len(own)),
+            state_sources=torch.tensor(sources, dtype=torch.int32),
+            state_rows=bounds[1:].int() - 1,
+            state_targets=torch.tensor(targets, dtype=torch.int32),
+        )
+        rows = batch.slots(BLOCK_SIZE).to(self.store.device)
+        if positions is not None:
+            batch.positions = positions
+        return self._context(self._slots, batch.to(self.store.device), self.store, rows=rows)
+
+
+def logits_of(module: nn.Module, spec: ModelSpec, batch: Batch) -> Tensor:
+    """Run the module's own forward in the active context: `[R, V]` of the rows that need logits."""
+    inputs: dict[str, Any] = {"input_ids": batch.token_ids[None], "use_cache": False}
+    if spec.takes_positions:
+        inputs["position_ids"] = batch.positions[None]
+    if spec.takes_logit_rows:
+        inputs["logits_to_keep"] = batch.logit_rows
+    logits: Tensor = module(**inputs).logits[0]
+    return logits if spec.takes_logit_rows else logits[batch.logit_rows]

@@ -1,1 +1,0 @@
-"""A model over several processes and machines: each runs some of its layers."""

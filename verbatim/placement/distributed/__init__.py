@@ -1,0 +1,1 @@
+"""One model over several processes, of one machine or more, bit-equal to one process."""

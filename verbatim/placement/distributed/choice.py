@@ -1,0 +1,185 @@
+"""`Cluster`, `TensorParallel`, `PipelineParallel`, `ExpertParallel`: their options, validated."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.options import budget, positive
+from verbatim.placement.offload.choice import Offload
+
+MAX_STAGES = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """A model in pipeline stages: processes with some of its layers each, on one machine or several.
+
+    Outputs do not depend on the assignment of layers, on the machines, or on failures: a lost stage is
+    replaced, its layers recompute the requests in progress, and these continue with the same tokens. Use
+    only machines that trust each other: see docs/cluster.md.
+
+    Args:
+        stages: number of stages. None: one per machine, and two on a single machine.
+        address: "host:port" of a Ray cluster, as `verbatim cluster start` prints it. None: the cluster that
+            this process is connected to, or `RAY_ADDRESS`; otherwise processes of this machine, which end
+            with the model's `close`, and no Ray.
+        layers: number of layers of each stage, in order. None: assigned by memory and measured speed.
+        keep: budget per stage for sent activations, from which a lost stage behind it is recomputed: bytes,
+            or "1GB". 0: recompute from the ids, through all stages.
+        spares: idle processes that replace lost stages, 0 to 64.
+        micro_batches: micro-batches of one forward, which overlap in different stages. None: the number of
+            stages if a forward has many rows, else one.
+        max_restarts: maximum stage replacements in one step, 0 to 64; above it the step's requests fail.
+        patience_s: seconds of silence after which a stage is lost.
+        step_timeout_s: seconds of computing one micro-batch after which a stage is lost.
+        hosts: another source of processes: an object with the members of
+            `verbatim.placement.distributed.hosts.Hosts`.
+        offload: the tiers of each stage, on its own machine: budgets are those of one stage, and without any
+            it takes its part of 60% of its machine's available memory. None: all is in memory.
+
+    Raises:
+        InvalidRequest: a value out of range; the message names it and what is allowed.
+        NotSupported: `offload` with a trace.
+    """
+
+    stages: int | None = None
+    address: str | None = None
+    layers: Sequence[int] | None = None
+    keep: int | str = "1GB"
+    spares: int = 1
+    micro_batches: int | None = None
+    max_restarts: int = 3
+    patience_s: float = 3.0
+    step_timeout_s: float = 300.0
+    hosts: Any = None
+    offload: Offload | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "micro_batches"):
+            value = getattr(self, name)
+            if value is not None and positive(name, value) > MAX_STAGES:
+                raise InvalidRequest(f"{name}={value}: at most {MAX_STAGES}")
+        for name in ("spares", "max_restarts"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 64:
+                raise InvalidRequest(f"{name}={value!r}: must be a whole number from 0 to 64")
+        for name in ("patience_s", "step_timeout_s"):
+            _check_seconds(name, getattr(self, name))
+        if self.offload is not None and not isinstance(self.offload, Offload):
+            raise InvalidRequest(f"offload={self.offload!r}: must be an Offload, or None")
+        if self.offload is not None and self.offload.trace is not None:
+            raise NotSupported(
+                "offload=Offload(trace=...): not supported in stages of a Cluster, which may end at any "
+                "time; a trace is written at the end"
+            )
+        if self.address is not None and not isinstance(self.address, str):
+            raise InvalidRequest(f"address={self.address!r}: must be a string such as 'host:6379'")
+        if self.layers is not None:
+            self._resolve_layers()
+        budget("keep", self.keep)
+
+    def _resolve_layers(self) -> None:
+        given = self.layers
+        if isinstance(given, str | bytes) or not isinstance(given, Sequence) or not given:
+            raise InvalidRequest(f"layers={given!r}: must be the number of layers of each stage")
+        layers = tuple(positive("layers", count) for count in given)
+        if self.stages is not None and self.stages != len(layers):
+            raise InvalidRequest(
+                f"layers={layers} are {len(layers)} stages, and stages={self.stages}"
+            )
+        object.__setattr__(self, "layers", layers)
+
+    @property
+    def keep_bytes(self) -> int:
+        return budget("keep", self.keep)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """Tensor parallelism over processes of one machine: each holds some columns of every weight matrix, some
+    attention heads with their K and V, and some experts.
+
+    Columns are gathered, and nothing is summed over processes, so all bits equal those of one process.
+
+    Under torchrun, or if torch.distributed is initialized, its ranks are used: each opens the same model and
+    makes the same calls of `generate`, `score` and `chat`; rank 0 runs them, and all get its results.
+    Otherwise `size` - 1 processes are started, and stopped by `close()`.
+
+    Args:
+        size: number of ranks, including this process.
+        exact: must be True. Summing partial products over ranks, which sends less and gives other bits, is
+            not supported.
+        timeout_s: seconds that ranks wait for another one, in a forward and at opening.
+
+    Raises:
+        InvalidRequest, NotSupported: a value out of range or not supported.
+    """
+
+    size: int
+    exact: bool = True
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        positive("size", self.size)
+        if self.exact is not True:
+            raise NotSupported(
+                f"exact={self.exact!r}: not supported; weights are split by columns and results gathered, "
+                "which gives the bits of one process; leave it at True"
+            )
+        _check_seconds("timeout_s", self.timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineParallel:
+    """Pipeline parallelism over processes of one machine: each holds some layers and their K and V.
+
+    A `Cluster` with a stage on each rank. Under torchrun, or if torch.distributed is initialized, its ranks
+    are used, as for `TensorParallel`, and rank 0 has the last layers; otherwise `size` processes are started
+    on this machine, and replaced if they are lost.
+
+    Args:
+        size: number of stages.
+        timeout_s: seconds of computing one micro-batch, or of silence at opening, after which a rank is lost.
+        offload: as of `Cluster`.
+
+    Raises:
+        InvalidRequest: a value out of range.
+    """
+
+    size: int
+    timeout_s: float = 300.0
+    offload: Offload | None = None
+
+    def __post_init__(self) -> None:
+        positive("size", self.size)
+        Cluster(offload=self.offload)  # checks it
+        _check_seconds("timeout_s", self.timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertParallel:
+    """Expert parallelism: the experts are split over the ranks of a process group, the rest is replicated.
+
+    Each rank has its own requests, or none. Rows are sent to the ranks of their experts and back, so all
+    ranks run the same number of forwards: all must call `generate`, `score` or `rl.rollout` equally often,
+    and a rank without requests runs the smallest batch.
+
+    Args:
+        process_group: a torch.distributed group with gloo. None: all ranks.
+    """
+
+    process_group: Any = None
+
+
+Ranked = TensorParallel | PipelineParallel | ExpertParallel
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0 < float(value) < math.inf:
+        raise InvalidRequest(f"{name}={value!r}: must be a number of seconds above 0")

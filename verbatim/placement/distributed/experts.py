@@ -1,0 +1,127 @@
+"""Expert parallelism: rows are sent to the ranks of their experts, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.model.decoder import Decoder
+from verbatim.model.early_exit import open_draft_layers
+from verbatim.model.experts import ExpertShare, is_stacked, run_experts
+from verbatim.model.spec import inner_model
+from verbatim.options import available_memory, rank_of
+from verbatim.placement.distributed.choice import ExpertParallel
+from verbatim.placement.distributed.columns import check_keys, key_of, take_share
+from verbatim.placement.distributed.torchrun import gather_text
+from verbatim.placement.options import DEFAULT_KV_SHARE, Placed, ToOpen
+from verbatim.placement.resident import open_resident
+
+
+class ExpertGroup:
+    """The user's process group, which only exchanges rows of experts."""
+
+    def __init__(self, group: Any) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise InvalidRequest(
+                "placement=ExpertParallel: torch.distributed is not initialised; start the ranks with "
+                "torchrun and call torch.distributed.init_process_group('gloo')"
+            )
+        self.group = dist.group.WORLD if group is None else group
+        self.rank = rank_of(self.group)
+        self.size = dist.get_world_size(self.group)
+        backend = str(dist.get_backend(self.group))
+        if "gloo" not in backend:
+            raise NotSupported(
+                f"placement=ExpertParallel: the process group's backend is {backend}; tensors on the CPU "
+                "need gloo"
+            )
+
+    def columns(self, own: Tensor, bounds: Sequence[int], to: int | None = None) -> Tensor:
+        raise AssertionError("only experts are shared")
+
+    def rows(self, own: Tensor, counts: Sequence[int]) -> Tensor:
+        raise AssertionError("every rank has rows of its own")
+
+    def close(self) -> None:
+        """Release the process group, so that its owner's `destroy_process_group` ends its threads."""
+        self.group = None
+
+    def gather(self, own: Tensor) -> Tensor:
+        """Return the tensors of all ranks, of one shape, stacked."""
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(found, own, group=self.group)
+        return torch.stack(found)
+
+    def send_rows(self, rows: Tensor, counts: list[int], coming: list[int]) -> Tensor:
+        """Send `counts[r]` of the rows `[n, H]` to rank r; return `coming[r]` rows from each, `[sum, H]`."""
+        rows = rows.contiguous()
+        found = rows.new_empty(sum(coming), rows.shape[1])
+        width = rows.shape[1] * rows.itemsize
+        into, out = (x.view(torch.uint8).view(-1, width) for x in (found, rows))
+        dist.all_to_all_single(into, out, coming, counts, group=self.group)
+        return found
+
+
+class ExchangedExperts(ExpertShare):
+    """Whole experts, some on each rank; each rank has tokens of its own.
+
+    Args:
+        bounds: rank r has the experts from `bounds[r]` to `bounds[r + 1]`.
+    """
+
+    def __init__(self, group: ExpertGroup, bounds: Sequence[int]) -> None:
+        self.bounds = list(bounds)
+        self._group = group
+
+    def run(self, experts: Any, rows: Tensor, counts: list[int]) -> Tensor:
+        """Return the result of `run_experts` with all experts in one place; all ranks call it together."""
+        group, bounds = self._group, self.bounds
+        sent = [sum(counts[a:b]) for a, b in pairwise(bounds)]
+        everybodys = group.gather(torch.tensor(counts, dtype=torch.int64))  # [ranks, experts]
+        here = everybodys[:, bounds[group.rank] : bounds[group.rank + 1]]
+        coming = here.sum(1).tolist()
+        got = group.send_rows(rows[: sum(counts)], sent, coming)
+        # They come rank by rank, each rank's by expert; stably sorted, expert by expert.
+        numbers = torch.arange(here.shape[1]).repeat(group.size)
+        by_expert = torch.argsort(numbers.repeat_interleave(here.flatten()), stable=True)
+        made = torch.empty_like(got)
+        made[by_expert] = run_experts(experts, got[by_expert], here.sum(0).tolist())
+        return group.send_rows(made, coming, sent)
+
+
+def open_expert_parallel(model: ToOpen, choice: ExpertParallel) -> Placed:
+    """Open everything but the experts of other ranks; arguments and errors as of `open_tensor_parallel`."""
+    group = ExpertGroup(choice.process_group)
+    loaded, source, options, limit, draft = model
+    module = loaded.module
+    if not any(map(is_stacked, module.modules())):
+        raise InvalidRequest(
+            f"placement=ExpertParallel: {type(inner_model(module)).__name__} hands no tokens to experts "
+            "through transformers' experts interface; TensorParallel shares its products"
+        )
+    check_keys(gather_text(key_of(loaded, options), group.group))
+    cut = take_share(loaded, source, group, head=None, linears=False, share=ExchangedExperts)
+    decoder = Decoder(module, fused=options.fused)
+    layers = open_draft_layers(draft, decoder, loaded)
+    if options.kv_bytes is None:
+        options = replace(
+            options, kv_bytes=int(available_memory() * DEFAULT_KV_SHARE) // group.size
+        )
+    runner = open_resident(decoder, loaded, options, limit, layers)
+    runner.packed, runner.original, runner.cuts = cut.report, cut.original, cut.ranges
+    runner.checkpoint = cut.checkpoint
+    runner.placement = {
+        "placement": "expert parallel",
+        "ranks": group.size,
+        "rank": group.rank,
+        "parameters": cut.total_parameters,
+        "split_experts": len(cut.experts),
+    }
+    return Placed(runner, options, group)

@@ -1,0 +1,334 @@
+"""Stages and ranks as their head sees them: calls, answers, and which are alive."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from verbatim.errors import (
+    InvalidRequest,
+    ModelChanged,
+    ModelError,
+    NotSupported,
+    OutOfBlocks,
+    VerbatimError,
+)
+from verbatim.placement.distributed.handshake import Refused, connect
+from verbatim.placement.distributed.hosts import Host, Hosts, NoHost
+from verbatim.placement.distributed.link import Link, LinkLost
+from verbatim.placement.distributed.served import versions
+from verbatim.placement.distributed.wire import Buffer, Message
+from verbatim.shield import Shield
+
+_PING_S = 0.5  # between two looks at who is still there, while something is waited for
+_LOADING_S = 60.0  # who reads weights and imports libraries may be silent for so long
+
+_log = logging.getLogger("verbatim.cluster")
+
+
+_ERRORS = {
+    kind.__name__: kind
+    for kind in (InvalidRequest, ModelChanged, ModelError, NotSupported, OutOfBlocks, MemoryError)
+}
+
+
+class StageGone(VerbatimError):
+    """Some stages no longer answer."""
+
+    def __init__(self, members: Iterable[StageHandle]) -> None:
+        self.members = list(members)
+        super().__init__("; ".join(str(member) for member in self.members))
+
+
+class StageHandle:
+    """A stage, and the connection to it.
+
+    Attributes:
+        first, end: its layers.
+        shape: what it told of its part of the model.
+        lost: why it is given up; None while it is there.
+        behind: its K and V are not those that the others hold.
+        restarts: how often this place in the line was filled anew.
+    """
+
+    def __init__(self, host: Host, link: Link, inbox: Inbox) -> None:
+        self.host = host
+        self.link = link
+        self.name = ""  # in errors; "": that of a stage with layers
+        self.index = -1
+        self.first = self.end = 0
+        self.shape: Message = {}
+        self.facts: Message = {}
+        self.kept_blocks = 0
+        self.restarts = 0
+        self.lost: str | None = None
+        self.behind = False
+        self.asked: float | None = None  # when a ping went out that isn't answered
+        self._listener = threading.Thread(target=self._listen, args=(inbox,), daemon=True)
+        self._listener.start()
+
+    def __str__(self) -> str:
+        why = "" if self.lost is None else f": {self.lost}"
+        layers = f"layers {self.first} to {self.end} on {self.host.machine}"
+        stage = f"stage {self.index} ({layers})" if self.index >= 0 else self.host.machine
+        return f"{self.name or stage}{why}"
+
+    def _listen(self, inbox: Inbox) -> None:
+        try:
+            while True:
+                inbox.put((self, self.link.receive()))
+        except VerbatimError as error:
+            inbox.put((self, str(error)))
+
+    def send(self, message: Mapping[str, Any] | list[Buffer]) -> None:
+        """Send, or mark the stage as lost."""
+        try:
+            with Shield().up():  # half a message would be the end of the connection
+                self.link.send(message)
+        except LinkLost as error:
+            self.lost = self.lost or str(error)
+
+    def give_up(self) -> None:
+        """Close the connection, and end its process."""
+        self.lost = self.lost or "it was given up"
+        self.link.close()
+        self.host.kill()
+        self._listener.join(1.0)
+
+
+Inbox = queue.SimpleQueue[tuple[StageHandle, "Message | str"]]
+
+
+class StageGroup:
+    """All stages, in the order of their layers, or all ranks but the first.
+
+    Args:
+        hosts: where their processes come from.
+        patience_s: a stage that doesn't answer a ping for so long is lost.
+        step_timeout_s: so is one that computes for so long on one piece of work.
+    """
+
+    def __init__(self, hosts: Hosts, *, patience_s: float, step_timeout_s: float) -> None:
+        self.hosts = hosts
+        self.members: list[StageHandle] = []
+        self.patience_s = patience_s
+        self.step_timeout_s = step_timeout_s
+        self.epoch = 0
+        self._inbox: Inbox = queue.SimpleQueue()
+        self._calls = 0
+        self._expected: dict[int, StageHandle] = {}
+        self._answers: dict[int, Message] = {}
+        self._reports: list[tuple[StageHandle, Message]] = []  # of work that ended or failed
+        self._next_ping = 0.0
+        self._last_pump = 0.0
+
+    def meet(self, host: Host) -> StageHandle:
+        """Connect to a stage that is not a member yet.
+
+        Raises:
+            LinkLost, Refused: it can't be had.
+        """
+        link = connect(host.address, self.hosts.key, {"role": "head"})
+        # A process may be stopped right after it has proved who it is.
+        patience = threading.Timer(self.patience_s, link.close)
+        patience.start()
+        try:
+            answer = link.receive()
+            if "welcome" not in answer:
+                raise LinkLost(f"{host.machine}: {answer.get('refused', 'no answer')}")
+        except BaseException:
+            link.close()
+            raise
+        finally:
+            patience.cancel()
+        return StageHandle(host, link, self._inbox)
+
+    def launch(self, count: int, avoid: Iterable[str] = ()) -> list[StageHandle]:
+        """Launch processes without layers, of the same versions as this one.
+
+        Args:
+            avoid: machines that are of no use.
+
+        Raises:
+            NoHost: there is no machine for them.
+            NotSupported: one of them runs other versions.
+        """
+        found: list[StageHandle] = []
+        hosts = self.hosts.start(count, set(avoid))
+        try:
+            for host in hosts:
+                found.append(self.meet(host))  # noqa: PERF401, who was met is let go below
+            orders: list[tuple[StageHandle, Message]] = [(m, {"do": "facts"}) for m in found]
+            for member, facts in zip(found, self.ask_strangers(orders), strict=True):
+                member.facts = facts
+                self._check_versions(member)
+        except BaseException as error:
+            for member in found:
+                member.give_up()
+            for host in hosts:
+                host.kill()
+            if isinstance(error, LinkLost | Refused | StageGone):
+                raise NoHost(str(error)) from None
+            raise
+        return found
+
+    def ask_strangers(self, orders: list[tuple[StageHandle, Message]]) -> list[Any]:
+        """Run `call_each` for stages that are not members yet; lost members don't matter."""
+        members, self.members = self.members, []
+        try:
+            return self.call_each(orders, patient=True)
+        finally:
+            self.members = members
+
+    def _check_versions(self, member: StageHandle) -> None:
+        for name, ours in versions().items():
+            theirs = member.facts.get(name)
+            if theirs != ours:
+                raise NotSupported(
+                    f"{member.host.machine} has {name} {theirs}, and this machine has {ours}: all "
+                    "machines of a cluster need the same"
+                )
+
+    @property
+    def lost(self) -> list[StageHandle]:
+        return [member for member in self.members if member.lost is not None]
+
+    def call_each(
+        self,
+        orders: list[tuple[StageHandle, Message]],
+        *,
+        patient: bool = False,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> list[Any]:
+        """Call these stages at the same time, and return their answers.
+
+        Args:
+            patient: what they do may take any time, as reading weights does.
+            meanwhile: called whenever something has come in; it may raise.
+
+        Raises:
+            StageGone: one of them, or of the members, is lost.
+            VerbatimError: one could not do what was asked for.
+        """
+        calls = []
+        try:
+            for member, message in orders:
+                self._calls += 1
+                calls.append(self._calls)
+                self._expected[self._calls] = member
+                member.send({**message, "call": self._calls})
+            while any(call not in self._answers for call in calls):
+                self.check([member for member, _ in orders])
+                meanwhile()
+                self.pump(patient=patient)
+            answers = [self._answers[call] for call in calls]
+        finally:
+            for call in calls:
+                self._expected.pop(call, None)
+                self._answers.pop(call, None)
+        for (member, message), answer in zip(orders, answers, strict=True):
+            if "error" in answer:
+                raise error_of(answer["error"], f"{member}, {message['do']}")
+        return [answer["result"] for answer in answers]
+
+    def check(self, also: Iterable[StageHandle] = ()) -> None:
+        """Raise StageGone if a member, or one of these, is lost."""
+        gone = [m for m in dict.fromkeys([*self.members, *also]) if m.lost is not None]
+        if gone:
+            raise StageGone(gone)
+
+    def cut_off(self, member: StageHandle, why: object) -> StageHandle:
+        """Mark the stage after this one as lost, because it can't be reached from there."""
+        behind = self.members[member.index + 1]
+        behind.lost = behind.lost or f"{member} can't reach it: {why}"
+        return behind
+
+    def reports(self) -> list[tuple[StageHandle, Message]]:
+        """Return reports since the last call: work that has ended or failed."""
+        found, self._reports = self._reports, []
+        return found
+
+    def wait_for_report(self) -> list[tuple[StageHandle, Message]]:
+        """Wait for a report; return all that have arrived.
+
+        Raises:
+            StageGone: a stage is lost.
+        """
+        while not (found := self.reports()):
+            self.check()
+            self.pump()
+        return found
+
+    def pump(self, timeout_s: float = _PING_S, *, patient: bool = False) -> None:
+        """Receive the next message, and ping the stages now and then."""
+        try:
+            member, message = self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            pass
+        else:
+            self._take(member, message, patient=patient)
+        now = time.monotonic()
+        if now >= self._next_ping:
+            self._look_around(now, max(self.patience_s, _LOADING_S if patient else 0.0))
+
+    def _look_around(self, now: float, patience_s: float) -> None:
+        # No message was read for a while: unread answers may be here, so no stage counts as late.
+        idle = now - self._last_pump > 2 * _PING_S + 0.5
+        self._next_ping, self._last_pump = now + _PING_S, now
+        for call in [c for c, member in self._expected.items() if member.lost is not None]:
+            del self._expected[call]  # no answer comes any more
+        waited_for = [m for m in {*self.members, *self._expected.values()} if m.lost is None]
+        for member in waited_for:
+            if member.asked is None or idle:
+                member.asked = now
+                self._calls += 1
+                self._expected[self._calls] = member
+                member.send({"do": "ping", "call": self._calls})
+            elif now - member.asked > patience_s:
+                member.lost = f"silent for {now - member.asked:.1f} s"
+
+    def _take(self, member: StageHandle, message: Message | str, *, patient: bool) -> None:
+        if isinstance(message, str):
+            member.lost = member.lost or message
+            return
+        member.asked = None  # it is there, whatever it says
+        call = message.get("call")
+        if call is None:
+            self._reports.append((member, message))
+            return
+        if call not in self._expected:
+            return
+        result = message.get("result")
+        if isinstance(result, dict) and "busy_s" in result and "step" in result:  # a ping's
+            del self._expected[call]
+            if result["busy_s"] > self.step_timeout_s and not patient:
+                member.lost = f"busy with one piece of work for {result['busy_s']:.1f} s"
+            return
+        self._answers[call] = message
+
+    def close(self, process: int | None = None) -> None:
+        """End all stages.
+
+        Args:
+            process: the one that they belong to; does nothing in a forked child of it.
+        """
+        if process in (None, os.getpid()):
+            for member in self.members:
+                if member.lost is None:  # a program around the stage waits for this
+                    member.send({"do": "tell", "told": {"do": "close"}})
+                member.give_up()
+            self.hosts.close()
+
+
+def error_of(described: list[str], where: str) -> Exception:
+    """Return the error that a stage described."""
+    kind, text = described
+    known = _ERRORS.get(kind)
+    if known is not None:
+        return known(f"{text} ({where})")
+    return VerbatimError(f"{kind}: {text} ({where})")

@@ -1,0 +1,249 @@
+"""Worker processes on this machine: one interpreter imports everything once, and is forked for each worker.
+
+`python -m verbatim.placement.distributed.launcher MODULE:FUNCTION` is that interpreter. It reads orders from
+stdin and reports on stdout, both as lines of JSON.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from verbatim.errors import VerbatimError
+
+HOST = "127.0.0.1"  # where workers of this machine listen
+
+
+def worker_environment() -> dict[str, str]:
+    """Return the environment of a process that imports this package."""
+    home = str(Path(__file__).parents[3])
+    path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
+    return {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": path}
+
+
+class WorkerProcess:
+    """A process that a `Launcher` has forked, or is about to.
+
+    Attributes:
+        pid: None until it is forked.
+        message: what it reported by `report`; None so far.
+        returncode: as of `subprocess.Popen`; None while it runs.
+        address: where it listens, of one that serves others.
+    """
+
+    machine = HOST
+
+    def __init__(self, number: int, launcher: Launcher) -> None:
+        self.number = number
+        self.pid: int | None = None
+        self.message: Any = None
+        self.returncode: int | None = None
+        self.address = (HOST, 0)
+        self._launcher = launcher
+
+    def wait_for_message(self, deadline: float) -> Any:
+        """Return `message` as soon as it is there, by `time.monotonic`.
+
+        Raises:
+            VerbatimError: it has ended before, or is late.
+        """
+        changed = self._launcher.changed
+        with changed:
+            changed.wait_for(
+                lambda: self.message is not None or self.returncode is not None,
+                max(0.0, deadline - time.monotonic()),
+            )
+        if self.message is None:
+            ended = "it is late" if self.returncode is None else self.ended
+            raise VerbatimError(f"no worker process came up on this machine: {ended}")
+        return self.message
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for its end; return whether it has ended."""
+        with self._launcher.changed:
+            return self._launcher.changed.wait_for(lambda: self.returncode is not None, timeout_s)
+
+    @property
+    def ended(self) -> str:
+        """Describe how it ended."""
+        code = self.returncode or 0
+        return f"signal {-code}" if code < 0 else f"exit status {code}"
+
+    def kill(self) -> None:
+        """End it at once; harmless where it has ended."""
+        self._launcher.kill(self)
+
+
+class Launcher:
+    """Forks workers that call one function. All of them end with this process.
+
+    Args:
+        target: "module:function"; called with the keywords of `start` and `report`, a function that sends
+            one JSON value to `WorkerProcess.message`.
+    """
+
+    def __init__(self, target: str) -> None:
+        self.changed = threading.Condition()
+        self._target = target
+        self._owner = os.getpid()
+        self._workers: list[WorkerProcess] = []
+        self._launch()
+
+    def _launch(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__, self._target],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=worker_environment(),
+            start_new_session=True,  # Ctrl-C is for this process only
+        )
+        self._ended = False
+        assert self._process.stdout is not None
+        threading.Thread(target=self._listen, args=(self._process.stdout,), daemon=True).start()
+
+    def start(self, **arguments: Any) -> WorkerProcess:
+        """Fork a worker; returns at once.
+
+        Args:
+            arguments: keywords of the function, which JSON can carry.
+        """
+        with self.changed:
+            if self._ended:  # it was killed, and all workers with it
+                self.close()
+                self._launch()
+            worker = WorkerProcess(len(self._workers), self)
+            self._workers.append(worker)
+            self._order({"start": worker.number, "arguments": arguments})
+        return worker
+
+    def kill(self, worker: WorkerProcess) -> None:
+        """End a worker."""
+        if worker.returncode is None:
+            self._order({"kill": worker.number})
+            worker.wait(5.0)
+
+    def _order(self, order: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        with self.changed:
+            try:
+                self._process.stdin.write(json.dumps(order).encode() + b"\n")
+                self._process.stdin.flush()
+            except (OSError, ValueError):
+                pass  # it has ended, and so have all workers
+
+    def _listen(self, stdout: IO[bytes]) -> None:
+        for line in stdout:
+            report = json.loads(line)
+            with self.changed:
+                worker = self._workers[report.pop("worker")]
+                for name, value in report.items():
+                    setattr(worker, name, value)
+                self.changed.notify_all()
+        with self.changed:
+            self._ended = True
+            for worker in self._workers:
+                if worker.returncode is None:
+                    worker.returncode = -signal.SIGKILL
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """End all workers. Does nothing in a forked child."""
+        if os.getpid() != self._owner:
+            return
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            try:
+                pipe.close()
+            except OSError:
+                pass  # an order that was never read
+
+
+def _report(worker: int, pipe: int = 1, **facts: Any) -> None:
+    try:
+        # One call to the system each, so that lines of several processes are never mixed.
+        os.write(pipe, json.dumps({"worker": worker, **facts}).encode() + b"\n")
+    except BrokenPipeError:  # the process that started this one is gone
+        os._exit(0)
+
+
+def main() -> None:
+    """Fork workers until the process that started this one is gone."""
+    module, _, name = sys.argv[1].partition(":")
+    target: Callable[..., object] = getattr(importlib.import_module(module), name)
+    alive, held = os.pipe()  # its end tells workers that this process is gone
+    workers: dict[int, int] = {}  # pid to number, of those that run
+
+    def reap(*_: object) -> None:
+        for pid in list(workers):
+            try:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:  # the signal of another one came meanwhile, and reaped it
+                continue
+            if ended:
+                _report(workers.pop(pid), returncode=os.waitstatus_to_exitcode(status))
+
+    signal.signal(signal.SIGCHLD, reap)
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "kill" in order:
+            for pid, number in list(workers.items()):
+                if number == order["kill"]:
+                    os.kill(pid, signal.SIGKILL)
+            continue
+        number = order["start"]
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+            os.close(held)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            threading.Thread(target=_end_with, args=(alive,), daemon=True).start()
+            _run(target, number, order["arguments"])
+        workers[pid] = number
+        _report(number, pid=pid)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    os._exit(0)
+
+
+def _end_with(alive: int) -> None:
+    os.read(alive, 1)
+    os._exit(0)
+
+
+def _run(target: Callable[..., object], number: int, arguments: dict[str, Any]) -> None:
+    """Call the worker's function, and end the process."""
+    status = 1
+    out = os.dup(1)
+    os.dup2(2, 1)  # whatever a library prints is no report
+
+    def report(message: Any) -> None:
+        _report(number, out, message=message)
+
+    try:
+        target(**arguments, report=report)
+        status = 0
+    except SystemExit:
+        pass
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        # Nothing here is worth the seconds that an orderly end of torch and gloo takes.
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""The layers of a stage with their KV cache and recent outputs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from verbatim.batch import Batch, Draws, SamplePlan
+from verbatim.errors import VerbatimError
+from verbatim.kv.hidden import HiddenStore
+from verbatim.kv.states import open_states
+from verbatim.kv.store import KVStore, cache_info, make_store
+from verbatim.model.draft_layers import DraftLayers
+from verbatim.model.early_exit import EarlyExit, EarlyExitLayers, open_draft_layers
+from verbatim.model.loader import LoadedModel, ModelSource
+from verbatim.model.mtp_source import Mtp
+from verbatim.model.patching import threads
+from verbatim.model.spec import ModelSpec
+from verbatim.numerics import numerics_key
+from verbatim.options import available_memory, dtype_name
+from verbatim.placement.distributed.drafts import options_of
+from verbatim.placement.distributed.part import Part, PartOutput
+from verbatim.placement.distributed.served import Served
+from verbatim.placement.distributed.split import Split
+from verbatim.placement.distributed.wire import Message, dtype_named
+from verbatim.placement.offload.opening import open_tiered
+from verbatim.placement.offload.planner import BUDGET_SHARE
+from verbatim.placement.offload.report import plan_line
+from verbatim.placement.offload.tiers import Tiers
+from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions
+from verbatim.placement.resident import Resident
+from verbatim.protocols import Forward
+from verbatim.weights.identity import fingerprint
+
+LIMITS = ("max_sequences", "max_batch_tokens", "prompt_rows")  # of `EngineOptions`, by a plan
+
+
+class Layers(Served):
+    """The layers of one stage. Arguments and results are those of messages."""
+
+    calls = Served.calls | {"record"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part: Part | None = None
+        self._kept: HiddenStore | None = None
+        self._drafts = DraftLayers()
+        self._options: EngineOptions
+        self._split: Split | None = None
+        self._first_of: dict[str, int] = {}
+
+    def facts(self, message: Message) -> Message:
+        """See `Served`. `speed` is the read bandwidth in bytes/s."""
+        return {**super().facts(message), "speed": _bytes_per_second()}
+
+    def skeleton(self, source: ModelSource) -> LoadedModel:
+        loaded = super().skeleton(source)
+        if self._split is None or self._split.skeleton is not loaded:
+            self._split = Split(loaded)
+        return loaded
+
+    def open(self, message: Message) -> Message:
+        """Read a range of a model's layers, after freeing those held before.
+
+        Raises:
+            ModelError, NotSupported: it can't be had here.
+        """
+        self.close()
+        options = self._options = message["options"]
+        with self._inspecting, threads(options.num_threads):
+            loaded = self.skeleton(message["source"])
+            assert self._split is not None
+            self.part, self._drafts = _open_part(loaded, self._split, message)
+            part = self.part
+        for adapter in message.get("adapters", ()):
+            part.decoder.load_adapter(adapter, partial=True)
+        dtype = options.kv_dtype or part.shape.kv_dtype
+        return {
+            **part.shape.as_dict(),
+            "dtype": dtype_name(part.shape.dtype),
+            "kv_dtype": dtype_named(dtype),
+            **cache_info(
+                part.shape.layers, part.shape.states, dtype, self._drafts.bytes_per_token(dtype)
+            ),
+            "draft": self._drafts.info(),
+            "limits": None
+            if part.tiers is None
+            else _limits_of(part.tiers, part.decoder.spec, self._drafts),
+            "numerics_key": numerics_key(
+                dtype_name(part.shape.dtype),
+                dtype_named(dtype),
+                (part.shape.quantization or {}).get("format"),
+            ),
+            "fingerprint": fingerprint(loaded),
+            "memory": available_memory(),
+        }
+
+    def allocate(self, message: Message) -> Message:
+        """Allocate the KV store, and the store of recent outputs.
+
+        Args:
+            message: `num_blocks`, `num_states`, `keep_bytes` and `first_of`, the number of layers before
+                this part that choose, by `CHOICES`.
+        """
+        part, options = self._opened(), self._options
+        shape, blocks, size = part.shape, message["num_blocks"], options.block_size
+        kv_dtype = options.kv_dtype or shape.kv_dtype
+        cpu = torch.device("cpu")
+        self._first_of = message["first_of"]
+        states = message["num_states"]
+        if part.tiers is not None:
+            self.runner = open_tiered(part.tiers, part.decoder, self._drafts, blocks, states)
+        else:
+            store = make_store(shape.layers, blocks, size, kv_dtype, cpu)
+            store.states = open_states(shape.states, states)
+            self._drafts.open_stores(blocks, size, kv_dtype)
+            self.runner = Resident(part.decoder, store, options.num_threads, self._drafts)
+            self.runner.packed, self.runner.checkpoint = part.report, part.checkpoint
+        self._kept = None
+        kept = 0
+        if not part.is_last:
+            row = shape.hidden_size * shape.hidden_dtype.itemsize
+            kept = min(blocks, message["keep_bytes"] // (row * size))
+            if kept:
+                self._kept = HiddenStore(shape.hidden_size, kept, size, shape.hidden_dtype, cpu)
+        return {"kv_bytes": self.runner.store.nbytes, "kept_blocks": kept}
+
+    def run(self, batch: Batch, hidden: Tensor | None, *, kept: bool = False) -> PartOutput:
+        """Run one micro-batch.
+
+        Args:
+            hidden: `[T, H]` from the stage before; None on the first.
+            kept: don't compute, but take what was kept of the last time.
+        """
+        part, runner = self._opened(), self.running
+        store = runner.store
+        if kept:
+            assert self._kept is not None
+            return PartOutput(self._kept.read(batch.slots(store.block_size)), None, None)
+        batch.forced_experts = self._own("routing", batch.forced_experts)
+        batch.forced_keys = self._own("indices", batch.forced_keys)
+        out = part.run(runner.forward, batch, hidden)
+        if out.leaving is not None and self._kept is not None:
+            self._keep(batch, store, out.leaving)
+        return out
+
+    def _own(self, name: str, forced: Tensor | None) -> Tensor | None:
+        """Return what the layers here are forced to choose, of that of all layers."""
+        first, count = self._first_of[name], self._opened().shape.choices[name].layers
+        return forced[:, first : first + count] if forced is not None and count else None
+
+    def _keep(self, batch: Batch, store: KVStore, leaving: Tensor) -> None:
+        kept = self._kept
+        assert kept is not None
+        limit = len(kept.rows)
+        copies = [(a, b) for a, b in batch.block_copies if max(a, b) * store.block_size < limit]
+        kept.copy_blocks(copies)
+        slots = batch.slots(store.block_size)
+        if int(slots.max()) < limit:
+            kept.write(slots, leaving)
+        else:
+            inside = slots < limit
+            kept.write(slots[inside], leaving[inside])
+
+    def sample(self, logits: Tensor, plan: SamplePlan) -> Draws:
+        return self.running.sample(Forward(logits), plan)
+
+    def record(self, message: Message) -> Message:
+        """Return what was chosen for a sequence's tokens, from its blocks; None if no layer here chooses."""
+        name, runner = message["name"], self.runner
+        if runner is None or name not in runner.records:
+            return {"record": None}
+        return {"record": runner.record(name, message["block_table"], message["num_tokens"])}
+
+    def sleep(self, message: Message) -> None:
+        super().sleep(message)
+        if self._kept is not None:
+            self._kept.release()
+
+    def wake(self, message: Message) -> None:
+        super().wake(message)
+        if self._kept is not None:
+            self._kept.allocate()
+
+    def close(self) -> None:
+        """Free everything."""
+        if self.runner is not None:
+            self.runner.close()
+        self._drafts.close()
+        if self.part is not None:
+            self.part.close()
+        self.part, self.runner, self._drafts, self._weights = None, None, DraftLayers(), None
+        self._kept = None
+
+    def status(self) -> Message:
+        part, runner = self.part, self.runner
+        if part is None:
+            return {"layers": None, "weight_bytes": 0, "kv_bytes": 0, "kept_bytes": 0}
+        return {
+            "layers": [part.first, part.end],
+            "weight_bytes": part.shape.weight_bytes,
+            "kv_bytes": (0 if runner is None else runner.store.nbytes) + self._drafts.nbytes,
+            "kept_bytes": 0 if self._kept is None else self._kept.nbytes,
+        }
+
+    def _opened(self) -> Part:
+        if self.part is None:
+            raise VerbatimError("this stage holds no layers yet, or sleeps")
+        return self.part
+
+
+def _open_part(loaded: LoadedModel, split: Split, message: Message) -> tuple[Part, DraftLayers]:
+    """Open the layers of a stage, and its draft layers.
+
+    Args:
+        message: `first`, `end`, and `draft`, as of `describe`.
+
+    Raises:
+        UnsupportedModel, TierFailed: as of `Part`.
+        NotSupported, InvalidRequest, ModelError: the draft layers can't be opened.
+    """
+    first, end, draft = message["first"], message["end"], options_of(message["draft"])
+    mtp = draft if isinstance(draft, Mtp) and end == split.num_layers else None
+    exits = isinstance(draft, EarlyExit) and first == 0
+    place = None
+    if message["offload"] is not None:
+        place = partial(_tiers_of, message, (end - first) / split.num_layers, mtp)
+    part = Part(
+        loaded,
+        first,
+        end,
+        split=split,
+        embeds=mtp is not None,
+        exits=exits,
+        place=place,
+    )
+    try:
+        if isinstance(draft, EarlyExit) and exits:
+            return part, EarlyExitLayers(part.decoder, draft.layers, part.whole)
+        if mtp is not None:
+            return part, open_draft_layers(mtp, part.decoder, loaded)
+    except BaseException:
+        part.close()
+        raise
+    return part, DraftLayers()
+
+
+def _tiers_of(message: Message, share: float, draft: Mtp | None, own: LoadedModel) -> Tiers:
+    """Return the weights of a stage, read into the tiers of a plan.
+
+    Args:
+        message: as of `Layers.open`. `memory` is this stage's, and so are `kv_bytes`, which are None if such
+            a stage was never opened.
+        share: the part of the model's layers that the stage has.
+        draft: MTP layers beside them.
+        own: the layers.
+    """
+    offload, options, kv_bytes = message["offload"], message["options"], message["kv_bytes"]
+    if kv_bytes is None and options.kv_bytes is not None:
+        kv_bytes = int(options.kv_bytes * share)
+    if offload.gpu is None and offload.cpu is None:
+        if offload.weights is None:
+            offload = offload.replace(gpu=int(message["memory"] * BUDGET_SHARE))
+        elif kv_bytes is None:
+            kv_bytes = int(message["memory"] * DEFAULT_KV_SHARE)
+    options = replace(options, kv_bytes=kv_bytes, quantization=own.quantization)
+    return Tiers(own, offload, options, message["limit"], draft)
+
+
+def _limits_of(tiers: Tiers, spec: ModelSpec, drafts: DraftLayers) -> Message:
+    """Return what a stage's plan has room for."""
+    blocks, states = tiers.num_blocks(spec, drafts)
+    return {
+        "num_blocks": blocks,
+        "num_states": states if spec.states else None,
+        **{name: getattr(tiers.options, name) for name in LIMITS},
+        "plan": plan_line(tiers.plan, tiers.forecast.prediction),
+    }
+
+
+def _bytes_per_second() -> float:
+    """Measure this process's read bandwidth in bytes/s: the median of a few tries."""
+    block = torch.ones(1 << 22)
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        block.sum()
+        times.append(time.perf_counter() - begin)
+    return block.nbytes / sorted(times)[2]

@@ -1,0 +1,202 @@
+"""Opening of a model in stages."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import secrets
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from verbatim.errors import InvalidRequest, OutOfBlocks
+from verbatim.model.early_exit import EarlyExit
+from verbatim.placement.distributed.choice import Cluster
+from verbatim.placement.distributed.drafts import describe, extra_bytes
+from verbatim.placement.distributed.group import StageGroup, StageHandle
+from verbatim.placement.distributed.hosts import Hosts, LocalHosts
+from verbatim.placement.distributed.layers import LIMITS
+from verbatim.placement.distributed.plan import LayerSizes
+from verbatim.placement.distributed.ray_hosts import RayHosts
+from verbatim.placement.distributed.runner import Clustered
+from verbatim.placement.distributed.split import Split
+from verbatim.placement.distributed.stage_opener import StageOpener
+from verbatim.placement.distributed.supervisor import Supervisor
+from verbatim.placement.distributed.wire import Message
+from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions, Placed, ToOpen
+from verbatim.weights.identity import fingerprint
+
+_ALIKE = 0.7  # of a machine's speed
+_FEWEST = 2  # stages by default
+
+
+def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
+    """Open a model in stages.
+
+    Raises:
+        UnsupportedModel: its layers can't be cut apart.
+        NotSupported: an address without Ray, machines that would give other bits, or no MTP layers.
+        NoHost: there are no machines.
+        OutOfBlocks: the model or one block has no room.
+    """
+    loaded, source, options, limit, draft = model
+    with ExitStack() as undo:
+        if cluster.hosts is not None:
+            undo.callback(cluster.hosts.close)
+        split = Split(loaded)
+        first, last, everywhere = split.outside_bytes
+        described = describe(draft)
+        more_first, more_last = extra_bytes(draft, loaded, split)
+        ends = first + more_first, last + more_last
+        layout = LayerSizes(tuple(split.layer_bytes), ends, everywhere, tuple(split.cuts))
+        _check(cluster, layout)
+        mark = fingerprint(loaded)
+        hosts: Any = cluster.hosts or _hosts(cluster.address)
+        group = StageGroup(
+            hosts, patience_s=cluster.patience_s, step_timeout_s=cluster.step_timeout_s
+        )
+        told: Message = {
+            "source": source,
+            "options": options,
+            "limit": limit,
+            "draft": described,
+            "offload": cluster.offload,
+        }
+        opener = StageOpener(group, layout, told, mark)
+        supervisor = Supervisor(opener, cluster)
+        undo.pop_all()
+        undo.callback(group.close)
+        stages = _count(cluster, layout, hosts)
+        members = group.members = group.launch(stages)
+        ranges = _ranges(cluster, layout, members)
+        if isinstance(draft, EarlyExit) and (draft.layers or 0) > ranges[0][1]:
+            raise InvalidRequest(
+                f"draft={draft!r}: the first stage holds {ranges[0][1]} layers, and drafts with these alone"
+            )
+        for member, (first, end), index in zip(members, ranges, range(stages), strict=True):
+            member.index, member.first, member.end = index, first, end
+        opener.open(members, ranges)
+        token_bytes = sum(member.shape["kv_bytes_per_token"] for member in members)
+        state_bytes = sum(member.shape["state_bytes"] for member in members)
+        if cluster.offload is None:
+            options = _with_kv(options, members)
+            num_states = options.num_states(state_bytes)
+            blocks = options.num_blocks(token_bytes, limit, num_states * state_bytes)
+        else:
+            limits = [member.shape["limits"] for member in members]
+            options, blocks, num_states = _joined_limits(options, limits)
+            # A stage that is opened again has the same room.
+            kv_bytes = blocks * options.block_size * token_bytes + num_states * state_bytes
+            told["options"] = replace(told["options"], kv_bytes=kv_bytes)
+        opener.allocate(
+            {"num_blocks": blocks, "num_states": num_states, "keep_bytes": cluster.keep_bytes}
+        )
+        opener.connect()
+        supervisor.prepare_spares()
+        runner = Clustered(
+            supervisor,
+            cluster,
+            loaded.module.state_dict(keep_vars=True),
+            num_blocks=blocks,
+            block_size=options.block_size,
+            num_states=num_states,
+        )
+        undo.pop_all()
+    return Placed(runner, options)
+
+
+def _hosts(address: str | None) -> Hosts:
+    """Return Ray's machines where there is a Ray cluster, and this machine otherwise."""
+    key = secrets.token_bytes(32)
+    ray = sys.modules.get("ray")
+    if address or os.environ.get("RAY_ADDRESS") or (ray is not None and ray.is_initialized()):
+        return RayHosts(address, key, secrets.token_hex(4))
+    return LocalHosts(key)
+
+
+def _check(cluster: Cluster, layout: LayerSizes) -> None:
+    """Refuse stages that this model can't be cut into, before any process is started."""
+    most = len(layout.cuts) + 1
+    if cluster.stages is not None and cluster.stages > most:
+        raise InvalidRequest(
+            f"stages={cluster.stages}: the model can be cut into {most} stages at most"
+        )
+    if cluster.layers is None:
+        return
+    if sum(cluster.layers) != len(layout.layer_bytes):
+        raise InvalidRequest(
+            f"layers={cluster.layers} are {sum(cluster.layers)}; the model has "
+            f"{len(layout.layer_bytes)} layers"
+        )
+    for cut in itertools.accumulate(cluster.layers[:-1]):
+        if cut not in layout.cuts:
+            raise InvalidRequest(
+                f"layers={cluster.layers}: the model can't be cut in front of layer {cut}; it can in "
+                f"front of {list(layout.cuts)}"
+            )
+
+
+def _count(cluster: Cluster, layout: LayerSizes, hosts: Hosts) -> int:
+    if cluster.layers is not None:
+        return len(cluster.layers)
+    if cluster.stages is not None:
+        return cluster.stages
+    return min(len(layout.cuts) + 1, max(_FEWEST, len(hosts.machines())))
+
+
+def _ranges(
+    cluster: Cluster, layout: LayerSizes, members: list[StageHandle]
+) -> list[tuple[int, int]]:
+    """Return each stage's range of layers: as given, or by memory and speed."""
+    if cluster.layers is not None:
+        return list(itertools.pairwise([0, *itertools.accumulate(cluster.layers)]))
+    on = Counter(member.host.machine for member in members)
+    room = [member.facts["memory"] / on[member.host.machine] for member in members]
+    speed = {
+        machine: max(m.facts["speed"] for m in members if m.host.machine == machine)
+        for machine in on
+    }
+    fastest = max(speed.values())
+    # Small differences are noise, and the same machine should get the same layers the next time.
+    speed = {m: fastest if s > _ALIKE * fastest else s for m, s in speed.items()}
+    try:
+        return layout.divide(room, [speed[member.host.machine] for member in members])
+    except OutOfBlocks:
+        if cluster.offload is None:
+            raise
+        return layout.divide([math.inf] * len(room), room)  # about as much of each is on disks
+
+
+def _with_kv(options: EngineOptions, members: list[StageHandle]) -> EngineOptions:
+    """Return the options with a KV budget: as many tokens as fit on the machine with the least memory."""
+    if options.kv_bytes is not None:
+        return options
+    by_machine: dict[str, list[StageHandle]] = {}
+    for member in members:
+        by_machine.setdefault(member.host.machine, []).append(member)
+
+    def weight(of: list[StageHandle]) -> int:
+        """Bytes that a stage needs in proportion to others: of a token, or else of a state."""
+        by_token: int = sum(member.shape["kv_bytes_per_token"] for member in of)
+        by_state: int = sum(member.shape["state_bytes"] for member in of)
+        return by_token or by_state
+
+    share = min(
+        DEFAULT_KV_SHARE * min(member.shape["memory"] for member in own) / weight(own)
+        for own in by_machine.values()
+    )
+    return replace(options, kv_bytes=int(share * weight(members)))
+
+
+def _joined_limits(
+    options: EngineOptions, limits: Sequence[Message]
+) -> tuple[EngineOptions, int, int]:
+    """Return options, blocks and slots of states that all stages have room for."""
+    least: dict[str, int] = {name: min(stage[name] for stage in limits) for name in LIMITS}
+    states = [stage["num_states"] for stage in limits if stage["num_states"] is not None]
+    blocks = min(stage["num_blocks"] for stage in limits)
+    return replace(options, **least), blocks, min(states, default=0)  # type: ignore[arg-type]

@@ -1,0 +1,357 @@
+"""A part of a model: a contiguous range of its layers, which runs batches bit for bit as the model does.
+
+The module is whole but for its layers: those of other parts are shells. Its own code runs around them, so
+that rotary embeddings, masks and whatever else it makes of ids and positions are the model's own. The
+hidden states from the part before are put in the place of those that enter the first own layer; those that
+would enter the first layer of the part behind leave, and the forward ends there. What is computed from
+weights of other parts on the way is NaN, and thrown away.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from verbatim.batch import Batch, Choices
+from verbatim.errors import EngineClosed, UnsupportedModel
+from verbatim.heap import give_back_freed
+from verbatim.kv.states import StateShape
+from verbatim.kv.store import LayerShape
+from verbatim.model.context import active_context
+from verbatim.model.decoder import Decoder
+from verbatim.model.early_exit import copy_path
+from verbatim.model.loader import Checkpoint, LoadedModel
+from verbatim.model.packed import drop_weights, weight_bytes
+from verbatim.model.packing import PackingReport
+from verbatim.model.spec import inner_model
+from verbatim.options import dtype_name
+from verbatim.placement.distributed.outline import hidden_of, hollow_copy
+from verbatim.placement.distributed.split import Split
+from verbatim.placement.offload.tiers import Tiers
+from verbatim.weights.files import read_whole
+from verbatim.weights.load import checkpoint_of, load_weights
+
+_ALIGNED = 64  # bytes; what torch's own products may round differently without
+_STAND_INS = 64  # rows of made-up hidden states for trials
+
+
+@dataclass(frozen=True, slots=True)
+class PartShape:
+    """The description of a part, for the head.
+
+    Attributes:
+        first, end: its layers, as `Split` counts them.
+        num_layers: of the whole model.
+        layers: what each attention call of its own layers stores for a token, in their order.
+        states: what each of its recurrent operations keeps of a sequence, in their order.
+        kv_dtype: of the keys.
+        hidden_size, hidden_dtype: of what enters and leaves, for each token.
+        vocab_size: of the whole model.
+        choices: of its own layers, by `CHOICES`.
+        hidden_reason: why what the head sees can't be handed back; None: it can, by the last part.
+        architecture: name of the model's class.
+        parameters, weight_bytes: what it holds; what several parts hold counts on each.
+        quantization: of its weights, as `PackingReport.info` has it, or None.
+        override: functions its layers call directly that must be swapped; usually none.
+    """
+
+    first: int
+    end: int
+    num_layers: int
+    layers: list[LayerShape]
+    states: list[StateShape]
+    kv_dtype: torch.dtype
+    hidden_size: int
+    hidden_dtype: torch.dtype
+    vocab_size: int
+    choices: dict[str, Choices]
+    hidden_reason: str | None
+    architecture: str
+    parameters: int
+    weight_bytes: int
+    quantization: dict[str, Any] | None
+    override: list[str]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of activations and keys."""
+        return self.kv_dtype
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+class PartOutput(NamedTuple):
+    """The output of one forward of a part; what it does not compute is None."""
+
+    leaving: Tensor | None  # [T, hidden_size], for the part behind
+    logits: Tensor | None  # [R, V], of the last part
+    hidden: Tensor | None  # [R, H], what the head saw, where the batch wants it
+
+
+class _Left(BaseException):
+    """Carries hidden states out of a forward; a `BaseException`, so that no model's code catches it."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class Part:
+    """Layers `first` to `end` (exclusive) of a skeleton, with their own weights read.
+
+    Args:
+        skeleton: of the whole model; left as it is, so that other parts can be made of it.
+        split: of this skeleton, where it is there already.
+        embeds: it has the embedding in any case, for layers that draft behind its own.
+        exits: it has what follows the last layer in any case, so that its own layers can draft.
+        place: reads its weights into the tiers of a plan; None: into memory.
+
+    Attributes:
+        is_first, is_last: it begins with the embedding; it ends with the head.
+        shape: what others must know of it.
+        whole: the module with the forwards of the whole model.
+        tiers: where its weights are; None: in memory.
+        checkpoint: the files of weights in memory.
+
+    Raises:
+        InvalidRequest: there are no such layers.
+        UnsupportedModel: the model can't be cut there, or its own layers need something of other parts.
+        TierFailed: a file can't be read, or changed since the skeleton was opened.
+    """
+
+    def __init__(
+        self,
+        skeleton: LoadedModel,
+        first: int,
+        end: int,
+        *,
+        split: Split | None = None,
+        embeds: bool = False,
+        exits: bool = False,
+        place: Callable[[LoadedModel], Tiers] | None = None,
+    ) -> None:
+        assert skeleton.lazy_weights is not None, (
+            "a skeleton has a lazy weight for each of its weights"
+        )
+        split = split or Split(skeleton)
+        split.check(first, end)
+        self.first, self.end = first, end
+        self.is_first, self.is_last = first == 0, end == split.num_layers
+        self._split = split
+        self._ids = torch.empty(0, dtype=torch.int64)  # of the forward that began last
+        self._module: nn.Module | None = None
+        self.tiers: Tiers | None = None
+        self.checkpoint: Checkpoint | None = None
+        try:
+            self._decoder: Decoder | None = self._open(skeleton, embeds, exits, place)
+            self.shape = self._shape()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(
+        self,
+        skeleton: LoadedModel,
+        embeds: bool,
+        exits: bool,
+        place: Callable[[LoadedModel], Tiers] | None,
+    ) -> Decoder:
+        split, first, end = self._split, self.first, self.end
+        assert skeleton.lazy_weights is not None
+        lazy_weights, kept = skeleton.lazy_weights, split.running[first:end]
+        parameters = split.parameters(first, end, embeds=embeds, exits=exits)
+
+        def copied() -> tuple[nn.Module, nn.ModuleList, LoadedModel]:
+            module, layers, copies = hollow_copy(skeleton.module, split.layers, kept)
+            own = {copies[p]: lazy_weights[p] for p in parameters}
+            return module, layers, replace(skeleton, module=module, lazy_weights=own, layers=kept)
+
+        def read(own: LoadedModel) -> PackingReport | None:
+            assert own.lazy_weights is not None
+            weights = dict(own.lazy_weights)
+            return load_weights(own.module, weights, skeleton.quantization, read=read_whole)
+
+        def read_again() -> nn.Module:
+            module, _, own = copied()
+            read(own)
+            return module
+
+        module, layers, own = copied()
+        self._module, self._num_parameters = module, sum(p.numel() for p in parameters)
+        if place is not None:
+            self.tiers = place(own)
+            self.report = self.tiers.report
+        else:
+            self.report = read(own)
+            if own.folder is not None:
+                self.checkpoint = checkpoint_of(own, read_again)
+        self.whole = copy_path(module, layers)
+        for index in split.running[:first]:
+            layers[index].__dict__["forward"] = self._pass
+        if first in split.direct:  # so that all own layers can be fused
+            layers[split.running[first - 1]].__dict__["forward"] = self._receive
+        elif not self.is_first:
+            layer = layers[split.running[first]]
+            layer.__dict__["forward"] = partial(self._enter, layer)
+        if not self.is_last:
+            layers[split.running[end]].__dict__["forward"] = self._leave
+        inner = inner_model(module)
+        inner.__dict__["forward"] = self._forward_of(inner)
+        if self.tiers is None:
+            decoder = Decoder(module, unseen=True, part=self)
+        else:
+            decoder = self.tiers.inspect(part=self)
+        if not decoder.spec.finite:
+            raise UnsupportedModel(
+                f"{type(inner).__name__}: layers {first} to {end} alone give numbers that are none: their "
+                "weights hold NaN or infinities, or they need weights of other layers"
+            )
+        return decoder
+
+    def _shape(self) -> PartShape:
+        split, spec, module = self._split, self.decoder.spec, self._module
+        assert module is not None
+        return PartShape(
+            first=self.first,
+            end=self.end,
+            num_layers=split.num_layers,
+            layers=spec.layers,
+            states=spec.states,
+            kv_dtype=spec.dtype,
+            hidden_size=split.hidden_size,
+            hidden_dtype=split.hidden_dtype,
+            vocab_size=split.vocab_size,
+            choices=spec.choices,
+            hidden_reason=spec.hidden_reason if self.is_last else None,
+            architecture=type(inner_model(self.decoder.held)).__name__,
+            parameters=self._num_parameters,
+            weight_bytes=weight_bytes(module) if self.tiers is None else self.tiers.nbytes,
+            quantization=None if self.report is None else self.report.info(),
+            override=sorted(spec.needs_override),
+        )
+
+    @property
+    def decoder(self) -> Decoder:
+        """The decoder; EngineClosed after `close`."""
+        if self._decoder is None:
+            raise EngineClosed("this part of a model was closed")
+        return self._decoder
+
+    def run(
+        self, forward: Callable[[Batch], Any], batch: Batch, received: Tensor | None
+    ) -> PartOutput:
+        """Run one forward.
+
+        Args:
+            forward: runs a batch through the decoder, on a store of `shape.layers`.
+            batch: as the whole model would get it, but for `forced_experts` and `forced_keys`, which are
+                of this part's layers alone. It is changed.
+            received: `[T, hidden_size]` in `hidden_dtype` from the part before; None on the first one.
+
+        Raises:
+            NotSupported: the batch wants hidden states or forces choices, and the model can't.
+        """
+        assert (received is None) == self.is_first
+        if received is not None:
+            expected = (batch.num_tokens, self._split.hidden_size)
+            assert received.shape == expected, (received.shape, expected)
+            assert received.dtype == self._split.hidden_dtype, received.dtype
+            batch.entering = received.contiguous()
+        if not self.is_last:
+            batch.logit_rows, batch.wants_hidden = torch.arange(batch.num_tokens), False
+        out = forward(batch)
+        if self.is_last:
+            return PartOutput(None, out.logits, out.hidden)
+        return PartOutput(out.logits, None, None)
+
+    def close(self) -> None:
+        """Free the weights; a second call does nothing."""
+        if self.tiers is not None:
+            self.tiers.close()
+        if self._module is not None:
+            drop_weights(self._module)
+        self._module = None
+        decoder, self._decoder = getattr(self, "_decoder", None), None
+        if decoder is not None:
+            decoder.close()
+            give_back_freed()
+
+    def _forward_of(self, inner: Any) -> Any:
+        """Return the model's forward, which ends where the hidden states leave."""
+        plain = inner.forward
+
+        @functools.wraps(plain)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self._ids = kwargs["input_ids"]
+            try:
+                return plain(*args, **kwargs)
+            except _Left as left:
+                # In the place of logits: what is read of them is true of hidden states as well.
+                return SimpleNamespace(logits=left.hidden)
+
+        return forward
+
+    def _pass(self, *args: Any, **kwargs: Any) -> Any:
+        """Pass hidden states through, in place of a layer of an earlier part."""
+        return self._split.returned.passing(hidden_of(args, kwargs))
+
+    def _receive(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what was received, in the place of the last layer of the part before."""
+        return self._split.returned.passing(self._received_as(hidden_of(args, kwargs)))
+
+    def _enter(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the first own layer on what was received."""
+        received = self._received_as(hidden_of(args, kwargs))
+        if args:
+            return type(layer).forward(layer, received, *args[1:], **kwargs)
+        return type(layer).forward(layer, **{**kwargs, "hidden_states": received})
+
+    def _received_as(self, hidden: Tensor) -> Tensor:
+        batch = getattr(active_context(), "batch", None)  # an inspection has none
+        rows = None if batch is None else batch.entering
+        if rows is None:
+            rows = self._stand_in(self._ids)
+        elif rows.data_ptr() % _ALIGNED:
+            rows = rows.clone()
+        return _from_rows(rows, hidden.shape, self._split.outer_dims)
+
+    def entering(self, token_ids: Tensor) -> Tensor:
+        """See `ModelPart`."""
+        return self._stand_in(token_ids)[None]
+
+    def _leave(self, *args: Any, **kwargs: Any) -> Any:
+        """End the forward, in place of the first layer of the next part."""
+        hidden = hidden_of(args, kwargs)
+        if hidden.dtype != self._split.hidden_dtype:
+            raise UnsupportedModel(
+                f"layer {self.end} is given {dtype_name(hidden.dtype)}, and others "
+                f"{dtype_name(self._split.hidden_dtype)}"
+            )
+        outer = self._split.outer_dims
+        raise _Left(_to_rows(hidden, outer).view(*hidden.shape[outer : outer + 2], -1))
+
+    def _stand_in(self, token_ids: Tensor) -> Tensor:
+        """Return hidden states for a trial: the same for the same id at any position."""
+        split = self._split
+        generator = torch.Generator().manual_seed(0)
+        table = torch.randn(_STAND_INS, split.hidden_size, generator=generator)
+        return table.to(split.hidden_dtype)[token_ids.flatten() % _STAND_INS]
+
+
+def _to_rows(hidden: Tensor, outer: int) -> Tensor:
+    """Copy hidden states with `outer` dimensions in front of `[B, T]` to `[B * T, hidden_size]`."""
+    rows = hidden.flatten(outer, outer + 1).movedim(outer, 0)
+    return rows.flatten(1).clone(memory_format=torch.contiguous_format)
+
+
+def _from_rows(rows: Tensor, shape: torch.Size, outer: int) -> Tensor:
+    """Reverse `_to_rows`."""
+    return rows.view(-1, *shape[:outer], *shape[outer + 2 :]).movedim(0, outer).reshape(shape)

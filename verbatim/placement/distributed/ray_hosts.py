@@ -1,0 +1,247 @@
+"""Stages on several machines: Ray's actors.
+
+Ray starts the processes, on this machine or another, and ends them. What they say to each other goes over
+connections of their own (`link.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from verbatim.errors import NotSupported, VerbatimError, first_line
+from verbatim.placement.distributed.contact import NAMESPACE, answers, begin_ray, import_ray
+from verbatim.placement.distributed.handshake import Address
+from verbatim.placement.distributed.hosts import Host, NoHost
+
+_START_S = 60.0  # for a process to come up, imports included
+_LOOK_S = 2.0  # between two looks at whether a machine is there, while a process comes up on it
+
+
+class StageActor:
+    """The actor that Ray runs: a process with one stage."""
+
+    def __init__(self, key: bytes, name: str) -> None:
+        import ray
+
+        from verbatim.placement.distributed.layers import Layers
+        from verbatim.placement.distributed.stage import Stage
+
+        self._name = name
+        self._layers = Layers()
+        here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        self._stage = Stage(key, here, self._layers, lambda: os._exit(0))
+
+    def address(self) -> Address:
+        """Return the address of the stage."""
+        return self._stage.address
+
+    def warm(self, model: dict[str, Any]) -> None:
+        """Inspect a model in advance."""
+        try:
+            self._layers.warm(model)
+        except VerbatimError:
+            pass  # it will be said when it is opened
+
+    def status(self) -> dict[str, Any]:
+        """Return `Stage.status`, for `verbatim cluster status`."""
+        return {"cluster": self._name, **self._stage.status()}
+
+
+class RayHost:
+    """An actor of Ray."""
+
+    def __init__(self, actor: Any, name: str, machine: str, daemon: Address) -> None:
+        self.actor = actor
+        self.name = name
+        self.machine = machine
+        self.daemon = daemon  # where Ray listens on that machine
+        self.asked = actor.address.remote()  # early: it needs Ray's head, which may be lost later
+        self.prepared = False  # made before it was needed
+        self.killed = False
+        self.address: Address = ("", 0)
+
+    def kill(self) -> None:
+        import ray
+
+        self.killed = True
+        try:
+            ray.kill(self.actor, no_restart=True)
+        except Exception:
+            pass  # it is gone, or Ray is
+
+
+class RayHosts:
+    """Actors on the machines that Ray knows.
+
+    Args:
+        address: of the Ray cluster. None: the one that this process is connected to, or `RAY_ADDRESS`.
+        key: the stages' secret.
+        name: of the cluster, which `verbatim cluster status` shows.
+
+    Raises:
+        NotSupported: Ray is not installed.
+        NoHost: there is no Ray at `address`.
+    """
+
+    def __init__(self, address: str | None, key: bytes, name: str) -> None:
+        ray = import_ray()
+        self.key = key
+        self._name = name
+        self._hosts: list[RayHost] = []  # that were not ended yet
+        self._prepared: list[RayHost] = []
+        self._own = not ray.is_initialized()
+        if self._own:
+            begin_ray(address or os.environ["RAY_ADDRESS"])
+        elif address is not None and address != ray.get_runtime_context().gcs_address:
+            raise NotSupported(
+                f"address={address!r}: this process is connected to the Ray cluster at "
+                f"{ray.get_runtime_context().gcs_address}"
+            )
+        self._head: str = ray.get_runtime_context().gcs_address
+        self._actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(StageActor)
+
+    def start(self, count: int, avoid: set[str]) -> list[Host]:
+        avoid = set(avoid)
+        hosts: list[RayHost] = []
+        deadline = time.monotonic() + _START_S
+        while len(hosts) < count:
+            coming = self._ready(count - len(hosts), avoid)
+            try:
+                coming += self._create(count - len(hosts) - len(coming), avoid)
+                for host in coming:
+                    try:
+                        self._wait(host, deadline)
+                        hosts.append(host)
+                    except NoHost:
+                        host.kill()
+                        if self.reachable(host) and not host.prepared:
+                            raise
+                        avoid |= set() if host.prepared else {host.machine}
+            except NoHost:
+                for host in [*hosts, *coming]:
+                    host.kill()
+                raise
+        return list(hosts)
+
+    def _ready(self, count: int, avoid: set[str]) -> list[RayHost]:
+        """Return prepared processes on reachable machines; end those on others."""
+        if not self._prepared:
+            return []
+        usable = []
+        for host in self._prepared:
+            if host.machine not in avoid and self.reachable(host):
+                usable.append(host)
+            else:
+                host.kill()
+        self._prepared = usable[count:]
+        return usable[:count]
+
+    def _wait(self, host: RayHost, deadline: float) -> None:
+        """Wait for the process, and set its address."""
+        import ray
+
+        try:
+            while True:
+                left = max(0.1, deadline - time.monotonic())
+                try:
+                    host.address = ray.get(host.asked, timeout=min(left, _LOOK_S))
+                    break
+                except ray.exceptions.GetTimeoutError:
+                    if time.monotonic() >= deadline or not self.reachable(host):
+                        raise
+                    self._check_head()
+        except NoHost:
+            raise
+        except Exception as error:  # Ray has many ways to say that an actor is gone
+            raise NoHost(f"{host.machine}: no process came up: {first_line(error)}") from None
+
+    def _create(self, count: int, avoid: set[str]) -> list[RayHost]:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        if count < 1:
+            return []
+        nodes = {
+            node: (machine, port)
+            for node, (machine, port) in self._nodes().items()
+            if machine not in avoid
+        }
+        if not nodes:
+            raise NoHost("there is no machine left for another stage")
+        hosts = []
+        for _ in range(count):
+            node = self._emptiest(nodes)
+            name = f"verbatim-{self._name}-{os.urandom(4).hex()}"
+            actor = self._actor.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+                name=name,
+                namespace=NAMESPACE,
+                runtime_env={"env_vars": {"OMP_WAIT_POLICY": "passive"}},
+            ).remote(self.key, self._name)
+            hosts.append(RayHost(actor, name, nodes[node][0], nodes[node]))
+            self._hosts.append(hosts[-1])
+        return hosts
+
+    def _emptiest(self, nodes: dict[str, Address]) -> str:
+        """Return the machine with the fewest of our processes; among equals, this one."""
+        import ray
+
+        self._hosts = [host for host in self._hosts if not host.killed]
+        here = ray.get_runtime_context().get_node_id()
+        on = Counter(host.daemon for host in self._hosts)
+        return min(nodes, key=lambda node: (on[nodes[node]], node != here))
+
+    def prepare(self, count: int, model: dict[str, Any]) -> None:
+        try:
+            fresh = self._create(count - len(self._prepared), set())
+        except NoHost:
+            return  # then there will be one when it is needed, or a message
+        for host in fresh:
+            host.prepared = True
+            host.actor.warm.remote(model)
+        self._prepared += fresh
+
+    def machines(self) -> list[str]:
+        return list(dict.fromkeys(machine for machine, _ in self._nodes().values()))
+
+    def _nodes(self) -> dict[str, Address]:
+        """Return Ray's id of each reachable machine, and Ray's address on it.
+
+        Ray itself takes a minute to see that a machine is gone.
+        """
+        import ray
+
+        self._check_head()
+        try:
+            alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        except Exception as error:
+            raise NoHost(f"Ray can't be asked for machines: {first_line(error)}") from None
+        daemons = {n["NodeID"]: (n["NodeManagerAddress"], n["NodeManagerPort"]) for n in alive}
+        if not daemons:
+            return {}
+        with ThreadPoolExecutor(min(32, len(daemons))) as pool:
+            there = list(pool.map(answers, daemons.values()))
+        return {node: daemons[node] for node, yes in zip(daemons, there, strict=True) if yes}
+
+    def _check_head(self) -> None:
+        """Raise NoHost if Ray's head is lost: Ray itself would try for minutes."""
+        host, _, port = self._head.rpartition(":")
+        if not answers((host, int(port))):
+            raise NoHost(f"Ray's head at {self._head} can't be reached")
+
+    def reachable(self, host: Host) -> bool:
+        assert isinstance(host, RayHost)
+        return answers(host.daemon)
+
+    def close(self) -> None:
+        for host in self._hosts:  # also those that Ctrl-C has kept from coming into use
+            if not host.killed:
+                host.kill()
+        self._prepared = []
+        if self._own:
+            import ray
+
+            ray.shutdown()

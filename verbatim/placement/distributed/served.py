@@ -1,0 +1,177 @@
+"""A share of a model that another process calls: a stage's layers, or a rank's columns and heads."""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+
+from verbatim._version import __version__
+from verbatim.errors import VerbatimError
+from verbatim.kv.flat import row_bytes
+from verbatim.model.loader import LoadedModel, ModelSource
+from verbatim.options import available_memory
+from verbatim.placement.distributed.wire import Message
+from verbatim.placement.resident import Resident
+from verbatim.weights.identity import changed
+from verbatim.weights.reopen import reopen
+from verbatim.weights.update import WeightWriter
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that all processes of a model must have in common."""
+    return {
+        "verbatim": __version__,
+        "torch": torch.__version__.partition("+")[0],
+        "transformers": transformers.__version__,
+    }
+
+
+class Served:
+    """Makes calls of messages: each method takes the fields of one, and returns those of the answer.
+
+    Args:
+        loaded: the model without its weights, where it was opened here before.
+        source: of `loaded`.
+
+    Attributes:
+        calls: the methods that a message may name.
+        runner: runs the share; None while it has no memory for K and V.
+
+    Raises:
+        VerbatimError: by all methods, while there is no runner.
+    """
+
+    calls: frozenset[str] = frozenset(
+        {
+            *("facts", "open", "allocate"),
+            *("draft", "check_replay", "read_cache", "write_cache", "sleep", "wake"),
+            *("load_adapter", "unload_adapter"),
+            *("weight_names", "prepare_weights", "write_weights"),
+        }
+    )
+    runner: Resident | None = None
+    _weights: WeightWriter | None = None
+
+    def __init__(
+        self, loaded: LoadedModel | None = None, source: ModelSource | None = None
+    ) -> None:
+        self._loaded, self._loaded_from = loaded, source
+        self._inspecting = threading.Lock()  # a spare may still be getting ready
+
+    def facts(self, message: Message) -> Message:
+        """Return the versions, cores and memory of this process."""
+        return {
+            **versions(),
+            "machine": platform.node(),
+            "pid": os.getpid(),
+            "cores": len(os.sched_getaffinity(0)),
+            "memory": available_memory(),
+        }
+
+    def warm(self, source: Mapping[str, Any]) -> None:
+        """Inspect a model without reading weights, so that `open` is fast.
+
+        Args:
+            source: the fields of a `ModelSource`.
+        """
+        with self._inspecting:
+            self.skeleton(ModelSource(**source))
+
+    def skeleton(self, source: ModelSource) -> LoadedModel:
+        """Return the model without weights, cached until its files change."""
+        if self._loaded is None or self._loaded_from != source or changed(self._loaded):
+            self._loaded, self._loaded_from = reopen(source), source
+        return self._loaded
+
+    def call(self, message: Message) -> Any:
+        """Make the call that a message names by `do`."""
+        return getattr(self, message["do"])(message)
+
+    @property
+    def running(self) -> Resident:
+        """The runner."""
+        if self.runner is None:
+            raise VerbatimError("this process has no memory for K and V yet, or sleeps")
+        return self.runner
+
+    def status(self) -> Message:
+        """Return what is held here, as plain values."""
+        return {}
+
+    def close(self) -> None:
+        """Free everything."""
+        if self.runner is not None:
+            self.runner.close()
+
+    def draft(self, message: Message) -> Message:
+        """Run a draft layer, and draw from its logits by a plan, if there is one."""
+        runner = self.running
+        with runner.drafting():
+            return {"draws": runner.draft(message["k"], message["batch"], message["plan"])}
+
+    def check_replay(self, message: Message) -> None:
+        """Check whether the choices of these layers can be forced."""
+        name = message["name"]
+        if self.running.choices[name].layers:
+            self.running.check_replay(name)
+
+    def read_cache(self, message: Message) -> Message:
+        """Return the rows of blocks or slots, as of `Runner.read_cache`, and each store's bytes in one."""
+        runner, kind = self.running, message["kind"]
+        rows = runner.read_cache(kind, message["numbers"], message["used"])
+        return {"rows": rows, "widths": [row_bytes(store) for store in runner.cached_in(kind)]}
+
+    def write_cache(self, message: Message) -> None:
+        """Write the rows of blocks or slots."""
+        self.running.write_cache(message["kind"], message["numbers"], message["rows"])
+
+    def load_adapter(self, message: Message) -> Message:
+        """Hold an adapter's matrices for the layers here, and return their names."""
+        return {"names": self.running.decoder.load_adapter(message["adapter"], partial=True)}
+
+    def unload_adapter(self, message: Message) -> None:
+        """Drop an adapter, if it is held."""
+        self.running.unload_adapter(message["number"])
+
+    def sleep(self, message: Message) -> None:
+        """Free the KV memory; with `weights`, also that of the weights."""
+        self.running.sleep(message["weights"])
+
+    def wake(self, message: Message) -> None:
+        """Allocate the memory again, and read the weights.
+
+        Raises:
+            ModelChanged: the files hold another model by now. It sleeps on.
+        """
+        self.running.wake()
+
+    @property
+    def weights(self) -> WeightWriter:
+        """The writer of new weights, kept from `prepare_weights` to `write_weights`."""
+        if self._weights is None:
+            self._weights = self.running.writer(whole=False)
+        return self._weights
+
+    def weight_names(self, message: Message) -> Message:
+        """Return the names of the weights that are held here, quantized ones apart."""
+        return {"packed": self.weights.packed, "exact": self.weights.exact}
+
+    def prepare_weights(self, message: Message) -> None:
+        """Quantize new weights, which `write_weights` writes."""
+        self.weights.prepare(message["tensors"])
+
+    def write_weights(self, message: Message) -> Message:
+        """Write new weights, and those that were prepared; return `PackingReport.info` of them."""
+        self.weights.write(message["tensors"])
+        self.running.decoder.weights_moved()
+        report = self.running.packed
+        if report is None:
+            return {"quantization": None}
+        report.squares |= self.weights.squares
+        return {"quantization": report.info()}

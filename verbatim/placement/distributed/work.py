@@ -1,0 +1,213 @@
+"""The steps of a stage: run its layers, and send hidden states on, or sample."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from verbatim.batch import Batch
+from verbatim.errors import VerbatimError
+from verbatim.placement.distributed.layers import Layers
+from verbatim.placement.distributed.link import Link, LinkLost
+from verbatim.placement.distributed.neighbours import Neighbours
+from verbatim.placement.distributed.part import PartOutput
+from verbatim.placement.distributed.rows import Mark, RowsMessage
+from verbatim.placement.distributed.wire import Message
+
+_SPANS = 4096  # of the past, for benchmarks
+_RECENT_S = 10.0  # over which the speed is told
+
+
+class ComputedPart(NamedTuple):
+    """The output of the last stage for a micro-batch, and the times of `RowsMessage`."""
+
+    out: PartOutput
+    busy: float
+    hops: float
+    num_hops: int
+
+
+class Work:
+    """The steps of one stage. One thread at a time may call it.
+
+    Attributes:
+        done: the last piece of work that was begun; what is not behind it is refused.
+        spans: of the last pieces: step, micro-batch, begin and end by the clock on the wall, rows.
+    """
+
+    def __init__(self, layers: Layers, neighbours: Neighbours) -> None:
+        self._layers = layers
+        self._neighbours = neighbours
+        self.done = Mark(0, 0, 0)
+        self.num_frames = 0
+        self.num_tokens = 0
+        self.busy_s = 0.0
+        self.spans: deque[tuple[int, int, float, float, int]] = deque(maxlen=_SPANS)
+        self._work: dict[Mark, Message] = {}  # micro-batches whose hidden states have not come yet
+        self._rows: dict[
+            Mark, RowsMessage
+        ] = {}  # hidden states of which there is no micro-batch yet
+        self._computed: dict[
+            int, list[ComputedPart]
+        ] = {}  # by step, what the last stage has computed
+        self._waiting: dict[int, list[tuple[Link, Message]]] = {}  # until that is there
+
+    def status(self) -> Message:
+        """Return counts and timings, as plain values."""
+        since = time.time() - _RECENT_S
+        recent = sum(tokens for *_, end, tokens in self.spans.copy() if end > since)
+        return {
+            "frames": self.num_frames,
+            "tokens": self.num_tokens,
+            "busy_s": self.busy_s,
+            "tokens_per_s": recent / _RECENT_S,  # that went through here lately, waiting included
+        }
+
+    def take(self, message: Message) -> None:
+        """Take one half of a micro-batch: the work from the head, or hidden states from the previous stage.
+
+        The head tells all stages at once, so that batches are decoded before their hidden states arrive.
+        """
+        rows: RowsMessage | None = message.get("rows")
+        mark = Mark(-1, -1, -1) if rows is None else rows.mark
+        try:
+            if rows is None:
+                mark = Mark(message["epoch"], message["step"], message["part"])
+            if mark.epoch != self._neighbours.epoch or mark <= self.done:
+                raise VerbatimError(f"{mark} is of the past: this stage has done {self.done}")
+            if rows is not None:
+                self._rows[mark] = rows
+                work = self._work.get(mark)
+            else:
+                work = self._work[mark] = self._checked(message)
+                rows = self._rows.get(mark)
+            if work is not None and (rows is not None or work["first"] == self._neighbours.index):
+                self._run(mark, work, rows)
+        except LinkLost as error:
+            self._neighbours.tell({**_failed(mark), "unreachable": str(error)})
+        except Exception as error:
+            self._neighbours.tell({**_failed(mark), "error": described(error)})
+
+    def _checked(self, work: Message) -> Message:
+        if not isinstance(work["batch"], Batch):
+            raise TypeError("the batch of a piece of work is none")
+        if self._neighbours.index in work["fresh"]:
+            # Of blocks whose contents came with its replay, or are gone.
+            work["batch"].block_copies = []
+        return work
+
+    def _run(self, mark: Mark, work: Message, rows: RowsMessage | None) -> None:
+        """Run one micro-batch, and send it to the next stage."""
+        self.done = mark
+        index, batch, hidden = self._neighbours.index, work["batch"], rows and rows.hidden
+        begin = time.monotonic()
+        out = self._layers.run(batch, hidden, kept=work["kept"] and work["first"] == index)
+        ended = time.monotonic()
+        # From here to the `begin` of the next stage it is a hop. The books can wait.
+        busy, hops, num_hops = ended - begin, 0.0, 0
+        if rows is not None:
+            busy, hops, num_hops = busy + rows.busy, rows.hops, rows.num_hops
+            if rows.clock == _CLOCK:
+                hops, num_hops = hops + begin - rows.sent, num_hops + 1
+        try:
+            if work["stop"] > index:
+                assert out.leaving is not None
+                self._neighbours.pass_on(
+                    RowsMessage(mark, out.leaving, _CLOCK, ended, busy, hops, num_hops)
+                )
+            elif work["replays"]:
+                self._neighbours.tell({"ended": list(mark)})
+            else:
+                self._keep(mark.step, work["parts"], ComputedPart(out, busy, hops, num_hops))
+        finally:
+            self._note(mark, batch.num_tokens, begin, ended)
+
+    def _note(self, mark: Mark, num_tokens: int, begin: float, ended: float) -> None:
+        """Record the time of a piece of work, by the monotonic clock."""
+        for halves in (self._work, self._rows):
+            for old in [other for other in halves if other <= mark]:
+                del halves[old]
+        self.num_frames += 1
+        self.num_tokens += num_tokens
+        self.busy_s += ended - begin
+        ahead = time.time() - time.monotonic()  # of the clock on the wall
+        self.spans.append((mark.step, mark.part, begin + ahead, ended + ahead, num_tokens))
+
+    def _keep(self, step: int, parts: int, computed: ComputedPart) -> None:
+        """Keep the logits of the last stage until they are sampled."""
+        for past in (self._computed, self._waiting):
+            for old in [other for other in past if other < step]:
+                del past[old]
+        self._computed.setdefault(step, []).append(computed)
+        if len(self._computed[step]) == parts:  # else one of them failed on the way
+            for link, message in self._waiting.pop(step, []):
+                answer(link, message, self._draw)
+
+    def when_made(self, link: Link, message: Message) -> None:
+        """Draw, or send logits, once all of a step is computed."""
+        step = message.get("step", 0)
+        if message.get("epoch") != self._neighbours.epoch or step < self.done.step:
+            stale = VerbatimError(f"step {step} of epoch {message.get('epoch')} is of the past")
+            self._neighbours.tell({"call": message.get("call"), "error": described(stale)})
+        elif len(self._computed.get(step, ())) == message["parts"]:
+            answer(link, message, self._draw)
+        else:
+            self._waiting.setdefault(step, []).append((link, message))
+
+    def _draw(self, message: Message) -> Message:
+        begin = time.perf_counter()
+        parts = self._computed[message["step"]]
+        rows = [part.out.logits for part in parts if part.out.logits is not None]
+        logits = torch.cat(rows) if len(rows) > 1 else rows[0]
+        if message["do"] == "logits":
+            return {"logits": logits[message["rows"]].float()}
+        hidden = [part.out.hidden for part in parts if part.out.hidden is not None]
+        return {
+            "draws": self._layers.sample(logits, message["plan"]),
+            "hidden": torch.cat(hidden) if hidden else None,
+            "busy": sum(part.busy for part in parts),
+            "hops": sum(part.hops for part in parts),
+            "num_hops": sum(part.num_hops for part in parts),
+            "draw_s": time.perf_counter() - begin,
+        }
+
+
+def answer(link: Link, message: Message, do: Callable[[Message], Any]) -> None:
+    """Call a function with a message, and send its error back, and its result if it is asked for."""
+    told: Message = {"call": message.get("call")}
+    try:
+        told["result"] = do(message)
+    except Exception as error:
+        told["error"] = described(error)
+    if "call" not in message and "error" not in told:
+        return
+    try:
+        link.send(told)
+    except LinkLost:
+        pass  # the head is gone, which the thread that reads from it notices
+
+
+def described(error: Exception) -> list[str]:
+    """Describe an error as plain data: class name and message."""
+    return [type(error).__name__, str(error) or type(error).__name__]
+
+
+def _failed(mark: Mark) -> Message:
+    return {"failed": mark.step, "epoch": mark.epoch}
+
+
+def _clock() -> bytes:
+    """Return an id of the monotonic clock, equal for processes of the same boot."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    except OSError:
+        return secrets.token_bytes(8).hex().encode()  # equal to no other
+
+
+_CLOCK = _clock()
