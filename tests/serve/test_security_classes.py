@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
+from verbatim.planning import plan_offload
 
 import verbatim
 from support import toy_tokenizers
@@ -33,7 +34,6 @@ from verbatim import LLM, Cluster, InvalidRequest, Offload, SamplingParams
 from verbatim.errors import VerbatimError
 from verbatim.placement.distributed import wire
 from verbatim.placement.options import engine_options
-from verbatim.planning import plan_offload
 from verbatim.serve.app import make_app
 from verbatim.serve.settings import ServeSettings
 
