@@ -84,10 +84,11 @@ class Batch:
         positions: list[int] = []
         query_starts, context_lens, blocks = [0], [], []
         for ids, start, table in spans:
+            end = start + len(ids)
             token_ids += ids
-            context_lens.append(start + len(ids))
-            positions += range(start, context_lens[-1])
+            positions += range(start, end)
             query_starts.append(len(token_ids))
+            context_lens.append(end)
             blocks.append(table)
         if any(adapters):
             fields["adapters"] = torch.tensor(adapters, dtype=torch.int64)

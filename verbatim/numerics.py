@@ -18,7 +18,8 @@ def numerics_key(
     """Return the numerics key: what machines must have in common to compute the same bits.
 
     Args:
-        quantization: the name of the weights' format.
+        quantization: the name of the format that weights are rounded to. A format in which a checkpoint has
+            them changes no bit: they may be held in it, or decoded.
         gpu: its `name` and whether it is `deterministic`; None is the CPU.
     """
     if gpu is not None:

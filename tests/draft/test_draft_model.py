@@ -74,21 +74,6 @@ def test_a_structure_is_kept_in_mind_while_drafting(monkeypatch: pytest.MonkeyPa
             check_no_drafts_left(llm)
 
 
-def test_ids_that_the_draft_model_lacks_may_be_prompted_and_drawn() -> None:
-    model, draft = make_toy("qwen3"), make_toy("qwen3", vocab_size=64)
-    params = SamplingParams(seed=3, max_tokens=30, logit_bias={100: 6.0, 127: 6.0}, ignore_eos=True)
-    params = params.replace(repetition_penalty=1.2, bad_words=[[120], [3, 121]])
-    prompt = [127, 3, 100, 65, 64, 63]
-    with LLM(model) as llm:
-        expected = facts(llm.generate(prompt, params)[0])
-    with LLM(model, draft=draft, num_draft_tokens=3) as llm:
-        result = llm.generate(prompt, params)[0]
-        assert facts(result) == expected
-        assert max(result.outputs[0].token_ids) > 64
-        assert llm.stats()["draft"]["drafted"] > 0
-        check_no_drafts_left(llm)
-
-
 # ---- what is computed, and what is kept
 
 

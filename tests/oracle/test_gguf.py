@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from support.checkpoints import check_other_placements
 from support.gguf_files import gguf_name, gguf_writer, save_gguf
 from support.pairwise import slow_but
-from support.requests_mixed import all_facts, mixed_requests
+from support.requests_mixed import all_facts, generated, mixed_requests
 from support.toys import make_toy, random_ids
 from verbatim import LLM, Cluster, ModelError, NotSupported, Offload, TensorParallel
 from verbatim.model import gguf as reading
@@ -50,6 +51,7 @@ def write(
     """Write a module as a GGUF file with its matrices as `kind`.
 
     Args:
+        kind: after a "+", the type of one matrix.
         rope: type of the scaling of rotary frequencies; "": a factor without a type.
         factor: of that scaling.
         factors: what each rotary frequency is divided by.
@@ -57,7 +59,8 @@ def write(
     Returns:
         What the file holds, by transformers' names.
     """
-    how, config = getattr(gguf.GGMLQuantizationType, kind), module.config
+    usual, *other = (gguf.GGMLQuantizationType[name] for name in kind.split("+"))
+    config = module.config
     writer = gguf_writer(path, config, family)
     if rope:
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope))
@@ -82,6 +85,7 @@ def write(
 
     for name, tensor in module.state_dict().items():
         short = gguf_name(name)
+        how = other[0] if other and "layers.0.mlp.down" in name else usual
         if tensor.ndim < 2 or "mlp.gate.weight" in name:
             short = short.replace("mlp.gate.", "ffn_gate_inp.")
             held[name] = add(short, tensor, gguf.GGMLQuantizationType.F32)
@@ -123,6 +127,7 @@ FILES: dict[str, tuple[str, str, str, dict[str, Any], str, str | None]] = {
     "Q4_K, experts": ("Q4_K", "auto", "qwen3_moe", EXPERTS, "qwen3moe", "q4_k"),
     "Q6_K": ("Q6_K", "auto", "llama", WIDE, "llama", "q6_k"),
     "Q6_K, experts": ("Q6_K", "float32", "qwen3_moe", EXPERTS, "qwen3moe", "q6_k"),
+    "Q4_K and Q6_K": ("Q4_K+Q6_K", "auto", "qwen3", WIDE, "qwen3", "q4_k+q6_k"),
     "Q5_K": ("Q5_K", "auto", "qwen3", WIDE, "qwen3", "q5_k"),
     "Q3_K": ("Q3_K", "auto", "qwen3", WIDE, "qwen3", "q3_k"),
     "Q2_K": ("Q2_K", "auto", "qwen3", WIDE, "qwen3", "q2_k"),
@@ -159,8 +164,7 @@ def test_the_tokens_are_those_of_the_numbers_in_the_file(name: str, tmp_path: Pa
     assert all(torch.equal(theirs[n], tensor) for n, tensor in expected.state_dict().items())
     requests = mixed_requests(5)
     expected.save_pretrained(tmp_path / "folder")
-    with LLM(tmp_path / "folder") as llm:
-        tokens = all_facts(llm.generate(*requests))
+    tokens = generated(LLM(tmp_path / "folder"), *requests)
     with LLM(tmp_path / "toy.gguf", dtype=dtype) as llm:
         assert llm.info()["dtype"] == str(expected.dtype).removeprefix("torch.")
         held = llm.info().get(
@@ -176,12 +180,7 @@ def test_the_tokens_are_those_of_the_numbers_in_the_file(name: str, tmp_path: Pa
 @pytest.mark.parametrize("name", FILES)
 def test_other_placements_give_the_same_tokens(name: str, tmp_path: Path) -> None:
     _, dtype = written(name, tmp_path)
-    requests = mixed_requests(4)
-    with LLM(tmp_path, dtype=dtype) as llm:
-        tokens = all_facts(llm.generate(*requests))
-    for placement in (Offload(cpu="64MB"), Cluster(stages=2), TensorParallel(2)):
-        with LLM(tmp_path, dtype=dtype, placement=placement) as llm:
-            assert all_facts(llm.generate(*requests)) == tokens, placement
+    check_other_placements(tmp_path, TensorParallel(2), dtype=dtype)
 
 
 _LLAMA3: dict[str, Any] = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0)
@@ -229,8 +228,7 @@ def test_weights_sleep_and_are_quantized_to_fewer_bits(name: str, tmp_path: Path
         assert all_facts(llm.generate(*requests)) == tokens
     expected.save_pretrained(tmp_path / "folder")
     settings: dict[str, Any] = dict(quantization="int4")
-    with LLM(tmp_path / "folder", **settings) as llm:
-        quantized = all_facts(llm.generate(*requests))
+    quantized = generated(LLM(tmp_path / "folder", **settings), *requests)
     with LLM(tmp_path / "toy.gguf", dtype=dtype, **settings) as llm:
         # The head of Q8_0 stays as it is stored, and that of the folder is rounded to 8 bits.
         assert (all_facts(llm.generate(*requests)) == quantized) is (name == "float32")

@@ -520,8 +520,8 @@ def test_receiver_ends_with_its_server_while_it_waits_for_the_others() -> None:
         args = ["127.0.0.1", mute.getsockname()[1], 1, 2, 600]
         line = [sys.executable, "-P", "-m", "verbatim.rl.receiver", *map(str, args)]
         receiver = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert mute.accept()
-        receiver.communicate(timeout=60)
+        with mute.accept()[0]:
+            receiver.communicate(timeout=60)
         assert receiver.returncode == 0
 
 

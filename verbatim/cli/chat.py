@@ -54,10 +54,10 @@ def chat(
     fields = given(values, SAMPLING)
     SamplingParams(**fields)  # reject invalid options before a model is opened
     with opened(values, placement_of(values)) as llm:
-        conversation = Conversation(llm, _params(llm, fields), system)
-        note(f"{_described(conversation.params)}\n/help lists the commands")
+        transcript = Transcript(llm, _params(llm, fields), system)
+        note(f"{_described(transcript.params)}\n/help lists the commands")
         for line in _lines():
-            if not conversation.take(line):
+            if not transcript.take(line):
                 break
 
 
@@ -82,7 +82,7 @@ def _short(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-class Conversation:
+class Transcript:
     """The turns so far. A failed turn does not change them."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:

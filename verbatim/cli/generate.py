@@ -152,14 +152,19 @@ def _prompt(prompt: str | None, file: str | None, ids: str | None) -> str | list
         return prompt
     if ids is not None:
         return parse_ids(ids)
+    return read_input("prompt", file)
+
+
+def read_input(what: str, file: str | None) -> str:
+    """Return the text of a file; of stdin for "-" and None."""
     if file is not None and file != "-":
         return read_file(file, file)
     if sys.stdin is None:
         raise WrongUsage(
-            "no prompt: stdin is closed; pass it as an argument, with --file or with --ids"
+            f"no {what}: stdin is closed; pass it as an argument, with --file or with --ids"
         )
     if file is None and sys.stdin.isatty():
-        raise WrongUsage("no prompt: pass it as an argument, with --file or --ids, or pipe it in")
+        raise WrongUsage(f"no {what}: pass it as an argument, with --file or --ids, or pipe it in")
     return read_stdin()
 
 

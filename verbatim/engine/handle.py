@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Protocol, TypeVar, cast
 
+from torch import Tensor
+
 from verbatim.batch import LowRank, dummy_batch
 from verbatim.core import Delta, Request, Result
 from verbatim.engine.admission import Admission
@@ -41,7 +43,7 @@ from verbatim.model.patching import holds_exclusive
 from verbatim.model.products import probe_report
 from verbatim.numerics import numerics_key
 from verbatim.options import dtype_name
-from verbatim.placement.actor import run_alone
+from verbatim.placement.actor import run_alone, run_layers
 from verbatim.protocols import Runner
 from verbatim.shield import Shield
 
@@ -403,9 +405,32 @@ class EngineHandle:
         Raises:
             NotSupported: the module is not whole in this process.
         """
+        module = self._whole_module(method)
+        call = module if method == "forward" else getattr(module, method)
+        return run_alone(module, call, *args, seed=seed, **kwargs)
+
+    def run_layers(self, hidden: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+        """Run hidden states `[B, T, H]` through all layers of `module`, by transformers' own code.
+
+        They are no requests: nothing is cached, evicted or computed again by the engine.
+
+        Args:
+            cache: what the call for the positions before returned; None at first.
+
+        Returns:
+            The output of the last layer, in front of the final norm, and the cache.
+
+        Raises:
+            NotSupported, UnsupportedModel: the module is not whole in this process, or has other layers.
+        """
+        module = self._whole_module("hidden states")
+        hidden, cache = run_alone(module, run_layers, module, hidden, cache)
+        return hidden, cache
+
+    def _whole_module(self, what: str) -> Any:
         if self.module is None:
-            raise NotSupported(f"{method}: the model is not whole and unquantized in this process")
-        return run_alone(self.module, method, *args, seed=seed, **kwargs)
+            raise NotSupported(f"{what}: the model is not whole and unquantized in this process")
+        return self.module
 
     def pause(self, mode: str = "keep") -> None:
         """Stop steps, as `LLM.pause`. Of several calls, the latest counts.
@@ -547,7 +572,7 @@ class EngineHandle:
             "numerics_key": numerics_key(
                 placed["dtype"],
                 placed["kv_dtype"],
-                (placed.get("quantization") or {}).get("format"),
+                (placed.get("quantization") or {}).get("requested"),
                 placed.get("gpu"),
             ),
             "probe": _probe_findings(),

@@ -164,6 +164,7 @@ class PackingReport:
             errors = {"relative_error": _ratio(*every), "worst": f"{worst}: {error[worst]:.2g}"}
         return {
             "format": self.name,
+            "requested": None if self.quantization is None else self.quantization.name,
             "packed": _patterns(self.packed),
             **({"rounded": _patterns(self.rounded)} if self.rounded else {}),
             "exact": _patterns(self.exact),

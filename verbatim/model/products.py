@@ -14,7 +14,6 @@ They round differently, so the backend is part of the numerics key. No gradients
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ from torch.nn import functional as F
 
 from verbatim import kernels
 from verbatim.model.differential import differential_check
-from verbatim.model.elementwise import SUFFIX, declared
+from verbatim.model.elementwise import SUFFIX, kernel
 from verbatim.model.integers import integer_linear
 from verbatim.model.quantize import unpack
 from verbatim.model.weight_packing import WeightPacking
@@ -64,14 +63,9 @@ class Matrix(ctypes.Structure):
 def kernel_of(backend: str, dtype: torch.dtype) -> Callable[..., None] | None:
     """Return the kernel of a backend, which takes packed matrices, too; None without one."""
     name = _name(backend)
-    return None if name is None or dtype not in SUFFIX else _kernel(name, dtype)
-
-
-@functools.cache
-def _kernel(name: str, dtype: torch.dtype) -> Callable[..., None]:
-    pointer, length, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    arguments = [*[pointer] * 2, *[length] * 2, pointer, number, length, *[number] * 2]
-    return declared(kernels.load(name), "vb_multiply", dtype, arguments)
+    if name is None or dtype not in SUFFIX:
+        return None
+    return kernel(kernels.load(name), "vb_multiply", "PPLLPILII", dtype)
 
 
 @dataclass(frozen=True, slots=True)

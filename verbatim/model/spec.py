@@ -8,7 +8,7 @@ run on flat batches. A class that is not in the list of verified ones must pass 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.batch import Choices
-from verbatim.errors import TierFailed, UnsupportedModel
+from verbatim.errors import NotSupported, TierFailed, UnsupportedModel
 from verbatim.kernels.options import AnyOptions, AttentionOptions, IndexOptions
 from verbatim.kv.states import StateShape
 from verbatim.kv.store import LayerShape
@@ -52,9 +52,9 @@ class ModelSpec:
         takes_positions: the model's forward has `position_ids`, or passes them on.
         routed: the experts that its mixture-of-experts layers choose.
         routed_modules: the id of each one's experts module, in the order they run.
-        replay_reason: why their experts can't be forced; None: they can.
         indexed: the keys that indexers of layers choose.
-        hidden_reason: why what its head sees can't be handed back; None: it can.
+        reasons: why it can't do what it can't: record "routing", "replay" it, record and replay "indices",
+            hand back what its head sees ("hidden").
         finite: the logits of the inspection were finite.
     """
 
@@ -69,10 +69,14 @@ class ModelSpec:
     takes_positions: bool
     routed: Choices
     routed_modules: tuple[int, ...]
-    replay_reason: str | None
     indexed: Choices
-    hidden_reason: str | None
+    reasons: Mapping[str, str]
     finite: bool
+
+    def check(self, capability: str, what: str) -> None:
+        """Raise NotSupported, with the reason, if the model does not have a capability of `reasons`."""
+        if capability in self.reasons:
+            raise NotSupported(f"{what}: {self.reasons[capability]}")
 
     @property
     def is_sparse(self) -> bool:
@@ -202,6 +206,14 @@ def inspect_once(module: nn.Module, inner: Any, *, positions: bool | None = None
             else _NO_POSITIONS
         )
     routed = routed_layers_of(context.routed, ids.numel())
+    indexed = indexed_layers_of(context.indexed)
+    unknown = UNKNOWN_ROUTER if context.choices != len(context.routed) else None
+    reasons = {
+        "routing": routed.reason,
+        "replay": routed.reason or unknown,
+        "indices": indexed.reason,
+        "hidden": why_no_hidden(head_of(inner), seen, ids.numel()),
+    }
     return ModelSpec(
         slots=context.slots,
         layers=context.layers,
@@ -214,10 +226,8 @@ def inspect_once(module: nn.Module, inner: Any, *, positions: bool | None = None
         takes_positions=positions,
         routed=routed,
         routed_modules=tuple(call.module for call in context.routed),
-        replay_reason=routed.reason
-        or (UNKNOWN_ROUTER if context.choices != len(context.routed) else None),
-        indexed=indexed_layers_of(context.indexed),
-        hidden_reason=why_no_hidden(head_of(inner), seen, ids.numel()),
+        indexed=indexed,
+        reasons={name: reason for name, reason in reasons.items() if reason is not None},
         finite=bool(torch.isfinite(logits).all()),
     )
 

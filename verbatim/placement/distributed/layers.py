@@ -93,7 +93,7 @@ class Layers(Served):
             "numerics_key": numerics_key(
                 dtype_name(part.shape.dtype),
                 dtype_named(dtype),
-                (part.shape.quantization or {}).get("format"),
+                (part.shape.quantization or {}).get("requested"),
             ),
             "fingerprint": fingerprint(loaded),
             "memory": available_memory(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import secrets
 import sys
@@ -52,7 +51,8 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
         described = describe(draft)
         more_first, more_last = extra_bytes(draft, loaded, split)
         ends = first + more_first, last + more_last
-        layout = LayerSizes(tuple(split.layer_bytes), ends, everywhere, tuple(split.cuts))
+        cuts, spills = tuple(split.cuts), cluster.offload is not None
+        layout = LayerSizes(tuple(split.layer_bytes), ends, everywhere, cuts, spills)
         _check(cluster, layout)
         mark = fingerprint(loaded)
         hosts: Any = cluster.hosts or _hosts(cluster.address)
@@ -166,9 +166,11 @@ def _ranges(
     try:
         return layout.divide(room, [speed[member.host.machine] for member in members])
     except OutOfBlocks:
-        if cluster.offload is None:
+        if not layout.spills:
             raise
-        return layout.divide([math.inf] * len(room), room)  # about as much of each is on disks
+        return layout.divide(
+            [layout.room(0)] * len(room), room
+        )  # about as much of each is on disks
 
 
 def _with_kv(options: EngineOptions, members: list[StageHandle]) -> EngineOptions:

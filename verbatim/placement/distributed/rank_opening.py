@@ -14,11 +14,7 @@ import torch
 from verbatim.batch import dummy_batch
 from verbatim.errors import TierFailed
 from verbatim.kv.store import bytes_per_token
-from verbatim.placement.distributed.choice import (
-    Cluster,
-    PipelineParallel,
-    TensorParallel,
-)
+from verbatim.placement.distributed.choice import Cluster, PipelineParallel, TensorParallel
 from verbatim.placement.distributed.columns import Shared, check_keys
 from verbatim.placement.distributed.drafts import describe
 from verbatim.placement.distributed.following import Follower, Followers, FollowingRunner, described

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import time
@@ -289,10 +288,7 @@ class Clustered:
         members, layout = list(self.group.members), self.supervisor.opener.layout
         speed = [_speed(member, told) for member, told in zip(members, status, strict=True)]
         room = [
-            # What does not fit into an offloaded stage's memory is on its disk.
-            math.inf
-            if self.cluster.offload is not None
-            else member.facts["memory"] + layout.bytes_of(member.first, member.end)
+            layout.room(member.facts["memory"] + layout.bytes_of(member.first, member.end))
             for member in members
         ]
         self.supervisor.move(layout.divide(room, speed))
@@ -452,7 +448,9 @@ def _joined_quantization(stages: list[dict[str, Any] | None]) -> dict[str, Any]:
     if not found:
         return {}
     sums = {name: sum(stage[name] for stage in found) for name in ("bytes_before", "bytes_after")}
-    return {"quantization": {"format": found[0]["format"], **sums, "stages": found}}
+    formats = {name for stage in found for name in stage["format"].split("+")}
+    joined = {"format": "+".join(sorted(formats)), "requested": found[0]["requested"]}
+    return {"quantization": {**joined, **sums, "stages": found}}
 
 
 class StepTimes:

@@ -146,7 +146,7 @@ class Supervisor:
         opener, filled, ranges = self.opener, [new], [(old.first, old.end)]
         try:
             held = opener.layout.bytes_of(*ranges[0])
-            if held > new.facts["memory"] and self.cluster.offload is None:
+            if held > opener.layout.room(new.facts["memory"]):
                 filled += self.group.launch(1, silent | self._shunned)
                 room = [member.facts["memory"] for member in filled]
                 ranges = opener.layout.divide(room, [1.0, 1.0], ranges[0])
