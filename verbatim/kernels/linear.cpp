@@ -85,7 +85,8 @@ template <typename T> struct Work {
         const bool streams = in_streams<T>(m, rows);
         const int64_t bytes = std::clamp<int64_t>(m.depth * sizeof(T), 1, SEGMENT_BYTES);
         const int64_t most = streams ? WIDEST_IN_STREAMS : std::min(WIDEST, STRIP_BYTES / bytes);
-        return std::max(LEAST_COLS, std::min(share, most) / LEAST_COLS * LEAST_COLS);
+        const int64_t least = m.transposed ? GROUP_COLS : LEAST_COLS;  // whole tiles of columns.h
+        return std::max(least, std::min(share, most) / least * least);
     }
     int64_t strips(const Matrix &m) const { return (m.cols + width(m) - 1) / width(m); }
 };

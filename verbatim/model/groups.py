@@ -30,7 +30,7 @@ def _encode(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Quantize groups to codes in bytes (two per byte with 4 bits), and the parts of their heads.
 
-    The parts are int16 or int32, and follow one another in a row, but lie apart in columns.
+    The parts are int16 or int32, and follow one another in a row.
     """
     bits, encoding = packing.quantization.bits, packing.encoding
     levels = 2**bits - 1
