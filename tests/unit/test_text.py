@@ -300,6 +300,10 @@ def test_an_answer_can_be_continued(chatty):
     [
         ([], "empty"),
         ("hi", "messages is a str"),
+        (
+            [{"role": "user", "content": "a\udcff"}],
+            r'messages\[0\]\["content"\] is not Unicode: half a',
+        ),
         (HI[0], "messages is a dict"),
         (None, "messages is a NoneType"),
         (["hi"], r"messages\[0\] is a str"),
