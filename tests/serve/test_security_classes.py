@@ -22,7 +22,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
-from verbatim.planning import plan_offload
 
 import verbatim
 from support import toy_tokenizers
@@ -32,6 +31,7 @@ from support.stages import ThreadHosts
 from support.toys import make_toy
 from verbatim import LLM, Cluster, InvalidRequest, Offload, SamplingParams
 from verbatim.errors import VerbatimError
+from verbatim.opening import plan_offload
 from verbatim.placement.distributed import wire
 from verbatim.placement.options import engine_options
 from verbatim.serve.app import make_app
