@@ -219,9 +219,21 @@ def state_columns(sources: list[int], rows: list[int], targets: list[int]) -> di
     }
 
 
-def dummy_batch() -> Batch:
-    """Return the smallest batch: one row of a sequence in the scratch block."""
-    return Batch.of([([0], 0, [SCRATCH_BLOCK])], [0])
+def dummy_batch(count: int = 1, width: int = 1, device: torch.device | str | None = None) -> Batch:
+    """Return a batch of `count` sequences with one row each, in the scratch block; one is the smallest batch.
+
+    Args:
+        width: of the block tables.
+    """
+    zeros = torch.zeros(count, dtype=torch.int64, device=device)
+    return Batch(
+        token_ids=zeros,
+        positions=zeros.clone(),
+        query_starts=torch.arange(count + 1, dtype=torch.int32, device=device),
+        context_lens=torch.ones(count, dtype=torch.int32, device=device),
+        block_tables=torch.full((count, width), SCRATCH_BLOCK, dtype=torch.int32, device=device),
+        logit_rows=torch.arange(count, device=device),
+    )
 
 
 @dataclass(slots=True)
