@@ -84,10 +84,11 @@ class Batch:
         positions: list[int] = []
         query_starts, context_lens, blocks = [0], [], []
         for ids, start, table in spans:
+            end = start + len(ids)
             token_ids += ids
-            context_lens.append(start + len(ids))
-            positions += range(start, context_lens[-1])
+            positions += range(start, end)
             query_starts.append(len(token_ids))
+            context_lens.append(end)
             blocks.append(table)
         if any(adapters):
             fields["adapters"] = torch.tensor(adapters, dtype=torch.int64)
@@ -167,7 +168,7 @@ class Choices:
     """The shape of what a model's layers choose for each token (experts, or keys): `[layers, k]` numbers.
 
     Attributes:
-        layers: number of layers that choose, in the order they run.
+        layers: number of layers that choose; numbered in the order they run.
         k: choices of each layer; -1 fills the end if there are fewer.
         count: number of experts; 0: the choices are positions up to the token's own.
         reason: the reason why choices can't be recorded; None if they can.
@@ -218,9 +219,21 @@ def state_columns(sources: list[int], rows: list[int], targets: list[int]) -> di
     }
 
 
-def dummy_batch() -> Batch:
-    """Return the smallest batch: one row of a sequence in the scratch block."""
-    return Batch.of([([0], 0, [SCRATCH_BLOCK])], [0])
+def dummy_batch(count: int = 1, width: int = 1, device: torch.device | str | None = None) -> Batch:
+    """Return a batch of `count` sequences with one row each, in the scratch block; one is the smallest batch.
+
+    Args:
+        width: of the block tables.
+    """
+    zeros = torch.zeros(count, dtype=torch.int64, device=device)
+    return Batch(
+        token_ids=zeros,
+        positions=zeros.clone(),
+        query_starts=torch.arange(count + 1, dtype=torch.int32, device=device),
+        context_lens=torch.ones(count, dtype=torch.int32, device=device),
+        block_tables=torch.full((count, width), SCRATCH_BLOCK, dtype=torch.int32, device=device),
+        logit_rows=torch.arange(count, device=device),
+    )
 
 
 @dataclass(slots=True)

@@ -49,7 +49,7 @@ class Beam(Generic[State]):
 
     Attributes:
         state: the caller's.
-        score: of a live beam, the sum of its candidates' scores; of a hypothesis, that sum divided by
+        score: the sum of its candidates' scores for a live beam; for a hypothesis, that sum divided by
             length ** length_penalty.
         parent: index of its parent among the live beams of the step before.
     """

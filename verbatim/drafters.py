@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from verbatim.draft.chain import Chain
-from verbatim.draft.config import NAMES, Drafter, DraftModel, DraftOptions
+from verbatim.draft.config import NAMES, DraftModel, DraftOptions
 from verbatim.draft.layers import EarlyExitProposer, MtpProposer
 from verbatim.draft.model import DraftModelProposer
 from verbatim.engine.drafting import Drafting
@@ -35,35 +35,29 @@ def open_drafting(
     drafts: DraftOptions, runner: Runner, options: EngineOptions, loaded: LoadedModel
 ) -> Drafting | None:
     """Open the proposer for `runner`; return None without `draft`."""
-    proposer = open_proposer(drafts.draft, runner, options, loaded)
-    if proposer is None:
+    draft, num_tokens = drafts.draft, drafts.num_tokens
+    if draft is None:
         return None
-    num_tokens = drafts.num_tokens
-    lengths = AdaptiveLengths() if num_tokens is None else FixedLengths(num_tokens)
+    proposer: Proposer
+    if isinstance(draft, Mtp | EarlyExit):
+        kind = MtpProposer if isinstance(draft, Mtp) else EarlyExitProposer
+        drafting_runner: Any = runner  # opened with these layers
+        proposer = kind(drafting_runner, options.max_batch_tokens)
+    elif isinstance(draft, DraftModel):
+        proposer = _open_draft_model(draft, runner, options, loaded)
+    else:
+        proposer = draft
     if isinstance(proposer, DraftModelProposer):
         live = proposer.live
     else:
         live = loaded.live and isinstance(proposer, Chain)
     return Drafting(
         proposer,
-        lengths,
+        AdaptiveLengths() if num_tokens is None else FixedLengths(num_tokens),
         runner.vocab_size,
-        owns=proposer is not drafts.draft,
+        owns=proposer is not draft,
         runs_live_module=live,
     )
-
-
-def open_proposer(
-    draft: Drafter | None, runner: Runner, options: EngineOptions, loaded: LoadedModel
-) -> Proposer | None:
-    """Return the proposer for `runner`; None without `draft`."""
-    if isinstance(draft, Mtp | EarlyExit):
-        proposer = MtpProposer if isinstance(draft, Mtp) else EarlyExitProposer
-        drafting_runner: Any = runner  # opened with these layers
-        return proposer(drafting_runner, options.max_batch_tokens)
-    if isinstance(draft, DraftModel):
-        return _open_draft_model(draft, runner, options, loaded)
-    return draft
 
 
 def _open_draft_model(

@@ -1,4 +1,4 @@
-"""Reading a text that the user names, a file, a pipe or stdin, up to a limit; writing a file as a whole."""
+"""Reading of a user's text (a file, a pipe or stdin) up to a limit, and atomic writing of files."""
 
 from __future__ import annotations
 
@@ -70,21 +70,21 @@ def lines_of(file: BinaryIO, limit: int) -> Iterator[tuple[bytes | None, int]]:
 
 
 def without_waiting(path: str, flags: int) -> int:
-    """Open a pipe that has no writer, too, instead of waiting for one."""
+    """Open a file; a pipe without a writer is opened without waiting for one."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 @contextmanager
 def replacing(path: Path, prefix: str = "") -> Iterator[BinaryIO]:
-    """Write a file whole or not at all: the block fills a new one, which then takes the place of `path`.
+    """Write a file atomically: the block writes to a temporary file, which then replaces `path`.
 
-    Where a process is killed meanwhile, a file that ends in ".part" is left in the folder of `path`.
+    A killed process leaves a file that ends in ".part" in the folder of `path`.
 
     Args:
-        prefix: of the new file's name until then.
+        prefix: prefix of the temporary file's name.
 
     Raises:
-        OSError: it can't be written.
+        OSError: the file can't be written.
     """
     handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=prefix, suffix=".part")
     try:

@@ -1,4 +1,4 @@
-"""Returning freed memory to the system, of which the C library and torch keep some."""
+"""Returning of freed memory to the system, instead of keeping it in the C library or torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import ctypes
 import torch
 
 _M_MMAP_THRESHOLD = -3
-_MAPPED = 4 << 20  # bytes from which an allocation goes back to the system as soon as it is freed
+_MAPPED = 4 << 20  # size of allocations that are returned to the system as soon as they are freed
 _FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
 
 
 def trim_heap() -> None:
-    """Return the C library's free memory to the system, of which glibc keeps some for each thread."""
+    """Return the C library's free memory to the system; glibc keeps some for each thread."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
@@ -36,7 +36,7 @@ class Heap:
     fragment the heap, which grows to twice the memory in use (measured) and counts against a budget.
 
     Args:
-        limit: free bytes that may be kept; None: no limit.
+        limit: maximum free bytes to keep; None: no limit.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -45,13 +45,13 @@ class Heap:
         if limit is not None and hasattr(library, "mallopt"):
             # glibc raises this by itself up to 32 MB, and large tensors would then be taken from the heap.
             library.mallopt(_M_MMAP_THRESHOLD, _MAPPED)
-        self._info = getattr(library, "mallinfo2", None)  # glibc alone has it
+        self._info = getattr(library, "mallinfo2", None)  # glibc only
         if self._info is not None:
             self._info.restype = _Info
 
     @property
     def free_bytes(self) -> int:
-        """Free bytes that are kept; 0 if the C library does not report them."""
+        """Free bytes kept by the C library; 0 if it does not report them."""
         return 0 if self._info is None else int(self._info().fordblks)
 
     def tidy(self) -> None:

@@ -91,11 +91,10 @@ class LLM:
             other group sizes. Without a placement, quantized weights are kept in the user's cache. "w8a8" and
             "w4a8" (`activation_bits=8`) also quantize the inputs of linear layers to 8 bits: faster at many
             rows, slightly less accurate.
-            None: not quantized. `info` reports what is quantized, and the error.
+            None: not quantized. `info` reports the quantized weights and their error.
         fused: run layers of the common architecture with one call of a compiled kernel each, which does not
             change any bit of the output; `info` lists these layers. False: run them module by module, which
             a `Cluster` and a `PipelineParallel` do not support. An `Offload` never fuses.
-
         adapters: LoRA adapters to load, PEFT folders by name, as `load_adapter`. Requests name one in
             `SamplingParams.adapter`.
 
@@ -401,11 +400,7 @@ class LLM:
             InvalidRequest: a value out of range; a file that is not a session, or is of another model.
             EngineClosed: this LLM is closed.
         """
-        if self.engine.collective is not None:
-            raise NotSupported(
-                "a session: not supported where each rank is a process of yours; ranks make all calls "
-                "together, and only generate, score and chat are available"
-            )
+        self.engine.refuse_collective("a session")
         return Session(
             self.engine,
             max_length=max_length,
@@ -442,13 +437,21 @@ class LLM:
                 running and queued requests first; new ones are queued. "abort": end all of them with finish
                 reason "abort".
 
+        A request's `timeout_s` keeps counting. A single-threaded program that pauses and then generates
+        waits until Ctrl-C.
+
         Raises:
             InvalidRequest: an unknown mode.
+            VerbatimError: draining while asleep.
         """
         self.engine.pause(mode)
 
     def resume(self) -> None:
-        """Resume after `pause`; no effect if the engine is not paused."""
+        """Resume after `pause`; no effect if the engine is not paused.
+
+        Raises:
+            VerbatimError: the engine is asleep; `wake()` resumes as well.
+        """
         self.engine.resume()
 
     def sleep(self, weights: bool = False) -> None:
@@ -471,7 +474,7 @@ class LLM:
 
         Raises:
             ModelChanged: the files of the weights have changed. The engine stays asleep.
-            TierFailed: those of an offloaded model have changed or can't be read. The engine stays asleep.
+            TierFailed: files of an offloaded model have changed or can't be read. The engine stays asleep.
         """
         self.engine.wake()
 
@@ -534,16 +537,16 @@ class LLM:
     ) -> None:
         """Load a LoRA adapter, which requests name in `SamplingParams.adapter`.
 
-        The model itself and its other requests are not changed. Cached prefixes are the adapter's own, also
-        when another one had the name before.
+        The model itself and its other requests are not changed. Cached prefixes belong to the adapter, and
+        not to a later one of the same name.
 
         Args:
-            folder: of PEFT: adapter_config.json and adapter_model.safetensors, of linear layers, with a rank
-                of at most 256.
-            replace: take the place of an adapter of this name, for later requests.
+            folder: a PEFT folder (adapter_config.json, adapter_model.safetensors) for linear layers, of rank
+                256 at most.
+            replace: replace the adapter of this name, for later requests.
 
         Raises:
-            InvalidRequest: the name is taken, or the adapter is of another model.
+            InvalidRequest: the name is in use, or the adapter is for another model.
             NotSupported: another kind of adapter, layers that can't have one, or a placement without them.
             ModelError: the folder can't be read.
         """
@@ -555,7 +558,7 @@ class LLM:
         """Unload an adapter: new requests can't name it, and running ones finish with it.
 
         Raises:
-            InvalidRequest: there is none of this name.
+            InvalidRequest: no adapter has this name.
         """
         self.engine.unload_adapter(_adapter_name(name))
 

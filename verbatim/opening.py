@@ -37,7 +37,7 @@ from verbatim.placement.distributed.choice import (
     TensorParallel,
 )
 from verbatim.placement.distributed.experts import open_expert_parallel
-from verbatim.placement.distributed.following import Following
+from verbatim.placement.distributed.following import FollowingRunner
 from verbatim.placement.distributed.opening import open_cluster
 from verbatim.placement.distributed.rank_opening import (
     open_pipeline_parallel,
@@ -74,8 +74,8 @@ def open_engine(
 
     Args:
         weak: keep only a weak reference to the module.
-        placement: as of `LLM`.
-        source: what another process opens; None for a live module.
+        placement: as in `LLM`.
+        source: the model's source for other processes; None for a live module.
     """
     if kernels.missing():
         warnings.warn(kernels.MISSING, RuntimeWarning, stacklevel=3)
@@ -161,7 +161,7 @@ def _open_here(model: ToOpen, weak: bool) -> Placed:
 
 
 def _identify(loaded: LoadedModel, options: EngineOptions, source: ModelSource | None) -> str:
-    """Return what identifies a model's weights in the names of files with prefixes."""
+    """Return a digest that identifies a model's weights in the names of prefix files."""
     what = f"prefix_folder={str(options.prefix_folder)!r}"
     if loaded.live or source is None:
         raise NotSupported(f"{what}: a live module's weights may change without notice")
@@ -171,12 +171,12 @@ def _identify(loaded: LoadedModel, options: EngineOptions, source: ModelSource |
 
 
 def _open_prefix_folder(handle: EngineHandle, options: EngineOptions, files: str) -> None:
-    """Let the engine find prefixes in files, and write them."""
-    if isinstance(handle.runner, Following):
-        return  # rank 0 has the prefixes
+    """Let the engine read and write prefixes in files."""
+    if isinstance(handle.runner, FollowingRunner):
+        return  # rank 0 reads and writes them
     scheduler, info, path = handle.scheduler, handle.info(), options.prefix_folder
     assert path is not None
-    # Approximate attention, and the heads of a rank.
+    # K and V also depend on approximate attention, and on the heads of a rank.
     placed = info.get("attention", "exact"), info.get("ranks")
     kept_as = options.block_size, repr(options.quantization), placed
     model = f"{files} {info['numerics_key']} {kept_as}"
@@ -191,7 +191,7 @@ def _open_prefix_folder(handle: EngineHandle, options: EngineOptions, files: str
 
     def between_steps(work: Callable[[], Any]) -> Any:
         if (handle_call := call()) is None:
-            raise EngineClosed("the LLM is gone")
+            raise EngineClosed("the LLM was garbage-collected")
         return handle_call(work)
 
     folder.between_steps = between_steps
@@ -199,7 +199,7 @@ def _open_prefix_folder(handle: EngineHandle, options: EngineOptions, files: str
 
 
 def _enable_recovery(runner: Clustered, scheduler: Scheduler) -> None:
-    """Let the cluster's supervisor recompute the K and V in use after a failure."""
+    """Let the cluster's supervisor recompute the used K and V after a failure."""
     size, rows = scheduler.block_size, scheduler.max_batch_tokens
     runner.supervisor.held = lambda: recompute_batches(scheduler.keep_running_only(), size, rows)
     runner.supervisor.at_rest = lambda: not any(s.num_computed for s in scheduler.running)
@@ -241,7 +241,7 @@ def open_runner(
         tokenizer: a transformers tokenizer, or None to work with ids only.
         limit: maximum length of prompt and completion together, and the source of the number.
         live: the caller owns the module, and may change its weights.
-        placeholders: ids that prompts may not have, as of `Admission`.
+        placeholders: ids that prompts must not contain, as in `Admission`.
     """
     length, source = limit
     capacity = (runner.num_blocks - 1) * options.block_size

@@ -74,7 +74,7 @@ class Runner(Protocol):
 
         Args:
             kind: "blocks": K, V and records; "states": slots of recurrent states.
-            numbers: of the blocks or slots.
+            numbers: block or slot numbers.
             used: positions of the last block to copy; the others are zero. None: all.
 
         Returns:

@@ -18,7 +18,7 @@ from verbatim.engine.calls import TaskWaiter, ThreadWaiter
 from verbatim.engine.handle import EngineHandle
 from verbatim.errors import EngineClosed, InvalidRequest, SessionBusy
 from verbatim.params import SamplingParams, as_index
-from verbatim.session_file import SavedSession, read_session, write_session
+from verbatim.session_file import SessionState, read_session, write_session
 from verbatim.text.detokenizer import Detokenizer
 
 
@@ -48,60 +48,60 @@ class Session:
         idle_timeout_s: float | None = None,
     ) -> None:
         self._handle = engine
-        saved = None if load is None else read_session(load, engine)
-        self._wait_s = _seconds("wait_s", wait_s)
-        self._seed = _resolve_seed(seed, saved)
         if not isinstance(params, SamplingParams | None):
             raise InvalidRequest(f"params={params!r}: must be a SamplingParams or None")
-        self.params = params or (saved.params if saved is not None else SamplingParams())
-        self._ids: list[int] = [] if saved is None else saved.token_ids
-        # Where each completion begins and ends.
-        self._completions: list[tuple[int, int]] = [] if saved is None else saved.completions
-        self._text = (
-            "" if saved is None else saved.text
-        )  # of the last one, where it stands at the end
-        self._skips_special_tokens = saved is None or saved.skips_special_tokens
+        seed = SamplingParams(seed=seed).seed  # checked there
+        longest = engine.admission.max_length
+        if load is None:
+            new_seed = secrets.randbits(53) if seed is None else seed
+            self._state = state = SessionState(new_seed, longest, SamplingParams())
+        else:
+            self._state = state = read_session(load, engine)
+            if seed not in (None, state.seed):
+                raise InvalidRequest(f"seed={seed}: the loaded session has seed {state.seed}")
+        self._wait_s = _seconds("wait_s", wait_s)
+        self.params = params or state.params
+        if max_length is None:
+            state.max_length = min(state.max_length, longest)
+        else:
+            state.max_length = _resolve_length(max_length, len(state.token_ids), engine)
         self._busy = threading.Lock()
         self._request: Request | None = None
-        if max_length is None and saved is not None:
-            max_length = min(saved.max_length, engine.admission.max_length)
-        self._cache = SessionCache(
-            _resolve_length(max_length, len(self._ids), engine),
-            _seconds("idle_timeout_s", idle_timeout_s),
-        )
+        self._cache = SessionCache(state.max_length, _seconds("idle_timeout_s", idle_timeout_s))
         sessions = engine.sessions
-        self._let_go = weakref.finalize(self, sessions.close_session, self._cache)
-        self._let_go.atexit = False  # nothing outlives the process
+        self._finalizer = weakref.finalize(self, sessions.close_session, self._cache)
+        self._finalizer.atexit = False  # nothing outlives the process
         self._reserve()
         sessions.release(self._cache)
-        if saved is not None and saved.kv is not None:
-            saved.put_kv(engine, self._cache)
+        state.put_kv(engine, self._cache)
 
     @property
     def token_ids(self) -> list[int]:
         """A copy of all ids so far, of inputs and completions."""
-        return list(self._ids)
+        return list(self._state.token_ids)
 
     @property
     def position(self) -> int:
         """Number of tokens so far. Set it to roll back: later tokens are dropped."""
-        return len(self._ids)
+        return len(self._state.token_ids)
 
     @position.setter
     def position(self, value: int) -> None:
-        position = as_index(value)
-        if position is None or not 0 <= position <= len(self._ids):
+        position, num_tokens = as_index(value), self.position
+        if position is None or not 0 <= position <= num_tokens:
             raise InvalidRequest(
-                f"position={value!r}: must be an integer from 0 to {len(self._ids)}, the tokens so far"
+                f"position={value!r}: must be an integer from 0 to {num_tokens}, the tokens so far"
             )
         with self._claimed():
-            if position == len(self._ids):
+            if position == len(self._state.token_ids):  # a turn may have ended meanwhile
                 return
-            self._ids = self._ids[:position]
-            self._completions = [
-                (begin, min(end, position)) for begin, end in self._completions if begin <= position
+            self._state.token_ids = self._state.token_ids[:position]
+            self._state.completions = [
+                (begin, min(end, position))
+                for begin, end in self._state.completions
+                if begin <= position
             ]
-            self._text = self._decode(self._begin_of_completion())
+            self._state.text = self._decode(self._begin_of_completion())
 
     @property
     def text(self) -> str:
@@ -110,7 +110,7 @@ class Session:
         Equals the joined texts of the calls, unless a call ended inside a character or inside what became
         a stop string: text that was already returned is not withdrawn.
         """
-        return self._text
+        return self._state.text
 
     @property
     def max_length(self) -> int:
@@ -120,7 +120,7 @@ class Session:
     @property
     def seed(self) -> int:
         """Seed of all draws."""
-        return self._seed
+        return self._state.seed
 
     @property
     def closed(self) -> bool:
@@ -213,20 +213,12 @@ class Session:
             raise InvalidRequest(f"kv={kv!r}: must be True or False")
         self._check_open()
         with self._claimed():
-            saved = SavedSession(
-                self._ids,
-                self._completions,
-                self._text,
-                self._seed,
-                self.max_length,
-                self.params,
-                self._skips_special_tokens,
-            )
-            write_session(path, self._handle, saved, self._cache if kv else None)
+            self._state.params = self.params
+            write_session(path, self._handle, self._state, self._cache if kv else None)
 
     def close(self) -> None:
         """Free K, V and the reservation; a turn in progress ends as "abort". May be called again."""
-        self._let_go()
+        self._finalizer()
         if self._request is not None:
             self._handle.abort(self._request)
         self._handle.release_sessions()
@@ -281,16 +273,16 @@ class Session:
     def _admit(self, inputs: Prompt | None, params: SamplingParams) -> Request:
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"params={params!r}: must be a SamplingParams")
-        if params.seed not in (None, self._seed):
+        if params.seed not in (None, self.seed):
             raise InvalidRequest(
-                f"seed={params.seed}: this session's seed is {self._seed}; leave it None, or open a session "
+                f"seed={params.seed}: this session's seed is {self.seed}; leave it None, or open a session "
                 "with another seed"
             )
-        params = params.replace(seed=self._seed)
-        ids, resumed_ids, resumed_text = self._ids, list[int](), ""
+        params = params.replace(seed=self._state.seed)
+        ids, resumed_ids, resumed_text = self._state.token_ids, list[int](), ""
         if inputs is None and ids:
             begin = self._begin_of_completion()
-            ids, resumed_ids, resumed_text = ids[:begin], ids[begin:], self._text
+            ids, resumed_ids, resumed_text = ids[:begin], ids[begin:], self._state.text
         elif inputs is None:
             ids = [self._bos_id()]
         else:
@@ -310,27 +302,27 @@ class Session:
         if completion.finish_reason is FinishReason.ABORT:
             return
         begin = len(request.prompt_ids)
-        self._ids = result.prompt_token_ids + completion.token_ids
-        earlier = [entry for entry in self._completions if entry[0] < begin]
-        self._completions = [*earlier, (begin, len(self._ids))]
-        self._text = request.sequences[0].watch.whole_text
-        self._skips_special_tokens = request.params.skip_special_tokens
+        self._state.token_ids = result.prompt_token_ids + completion.token_ids
+        earlier = [entry for entry in self._state.completions if entry[0] < begin]
+        self._state.completions = [*earlier, (begin, len(self._state.token_ids))]
+        self._state.text = request.sequences[0].watch.whole_text
+        self._state.skips_special_tokens = request.params.skip_special_tokens
 
     def _begin_of_completion(self) -> int:
         """Return the start of the completion at the end; the end, if there is none."""
-        begin, end = self._completions[-1] if self._completions else (0, -1)
-        return begin if end == len(self._ids) else len(self._ids)
+        begin, end = self._state.completions[-1] if self._state.completions else (0, -1)
+        return begin if end == len(self._state.token_ids) else len(self._state.token_ids)
 
     def _decode(self, begin: int) -> str:
         """Return the text of the completion from `begin` to the end."""
-        if self._handle.admission.tokenizer is None or begin == len(self._ids):
+        if self._handle.admission.tokenizer is None or begin == len(self._state.token_ids):
             return ""
         detokenizer = Detokenizer(
             self._handle.admission.tokenizer,
-            skip_special_tokens=self._skips_special_tokens,
-            prompt_tail_ids=self._ids[:begin],
+            skip_special_tokens=self._state.skips_special_tokens,
+            prompt_tail_ids=self._state.token_ids[:begin],
         )
-        return "".join(map(detokenizer.push, self._ids[begin:])) + detokenizer.flush()
+        return "".join(map(detokenizer.push, self._state.token_ids[begin:])) + detokenizer.flush()
 
     def _bos_id(self) -> int:
         opened, tokenizer = self._handle, self._handle.admission.tokenizer
@@ -348,8 +340,6 @@ class Session:
 
 
 def _resolve_length(max_length: Any, num_tokens: int, engine: EngineHandle) -> int:
-    if max_length is None:
-        return engine.admission.max_length
     length = as_index(max_length)
     if length is None or not 1 <= length <= engine.admission.max_length:
         limit = f"{engine.admission.max_length} ({engine.admission.limit_source})"
@@ -359,15 +349,6 @@ def _resolve_length(max_length: Any, num_tokens: int, engine: EngineHandle) -> i
             f"max_length={length}: the loaded session already has {num_tokens} tokens"
         )
     return length
-
-
-def _resolve_seed(seed: int | None, saved: SavedSession | None) -> int:
-    seed = SamplingParams(seed=seed).seed  # checked there
-    if saved is None:
-        return secrets.randbits(53) if seed is None else seed
-    if seed not in (None, saved.seed):
-        raise InvalidRequest(f"seed={seed}: the loaded session has seed {saved.seed}")
-    return saved.seed
 
 
 def _seconds(name: str, value: Any) -> float | None:

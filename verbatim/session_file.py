@@ -8,7 +8,7 @@ import os
 import struct
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,32 +53,33 @@ class SavedKV:
 
 
 @dataclass(slots=True)
-class SavedSession:
-    """The state of a session.
+class SessionState:
+    """The state of a session, as it is kept and saved.
 
     Attributes:
+        params: sampling parameters of turns that pass none, as they were saved.
         completions: start and end of each in `token_ids`.
-        text: text of the last completion.
+        text: text of the completion at the end of `token_ids`; "" if there is none.
         skips_special_tokens: whether `text` omits special tokens.
-        kv: None if not saved, or not usable here.
+        kv: K and V that were loaded, until `put_kv`.
     """
 
-    token_ids: list[int]
-    completions: list[tuple[int, int]]
-    text: str
     seed: int
     max_length: int
     params: SamplingParams
+    token_ids: list[int] = field(default_factory=list)
+    completions: list[tuple[int, int]] = field(default_factory=list)
+    text: str = ""
     skips_special_tokens: bool = True
     kv: SavedKV | None = None
 
     def put_kv(self, engine: EngineHandle, cache: SessionCache) -> None:
-        """Load K and V into the session's blocks.
+        """Move loaded K and V, if any, to the session's blocks.
 
-        Without free blocks, or if this engine would compute other values, they are left out and computed
+        Without free blocks, or if this engine would compute other values, they are dropped and computed
         in the next turn.
         """
-        kv = self.kv
+        kv, self.kv = self.kv, None
         if kv is None or _layout(engine) != kv.layout or _probe(engine, self.token_ids) != kv.probe:
             return
         runner = engine.runner
@@ -111,7 +112,7 @@ class SavedSession:
 def write_session(
     path: str | os.PathLike[str],
     engine: EngineHandle,
-    saved: SavedSession,
+    saved: SessionState,
     cache: SessionCache | None,
 ) -> None:
     """Write a session, with the K and V in `cache`, if given.
@@ -156,7 +157,7 @@ def write_session(
         raise InvalidRequest(f"save: {str(path)!r} can't be written: {error}") from error
 
 
-def read_session(path: str | os.PathLike[str], engine: EngineHandle) -> SavedSession:
+def read_session(path: str | os.PathLike[str], engine: EngineHandle) -> SessionState:
     """Read a session that this engine can continue.
 
     Raises:
@@ -221,7 +222,7 @@ def read_session(path: str | os.PathLike[str], engine: EngineHandle) -> SavedSes
     return saved
 
 
-def _parse_session(plain: dict[str, Any], token_ids: Tensor) -> SavedSession:
+def _parse_session(plain: dict[str, Any], token_ids: Tensor) -> SessionState:
     """Return a session from the validated parts of a file."""
     ids = token_ids.tolist()
     if token_ids.ndim != 1 or token_ids.dtype is not torch.int64:
@@ -240,7 +241,7 @@ def _parse_session(plain: dict[str, Any], token_ids: Tensor) -> SavedSession:
     params, skips = SamplingParams(**plain["params"]), plain["skip_special_tokens"]
     if not isinstance(skips, bool):
         raise ValueError(f"skip_special_tokens={skips}")
-    return SavedSession(ids, completions, plain["text"], seed, plain["max_length"], params, skips)
+    return SessionState(seed, plain["max_length"], params, ids, completions, plain["text"], skips)
 
 
 def _path(what: str, path: Any) -> Path:

@@ -1,4 +1,4 @@
-"""Deferral of Ctrl-C, so that it interrupts a step only where no state has changed yet."""
+"""Deferral of Ctrl-C to the parts of a step in which no state changes."""
 
 from __future__ import annotations
 

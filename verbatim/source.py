@@ -50,7 +50,8 @@ def open_model(
         )
     if config is not None:
         raise InvalidRequest(
-            f"config={config!r}: only for the folder of a torch.distributed.checkpoint"
+            f"config={config!r}: only for a torch.distributed.checkpoint, and model= is a module; leave it "
+            "at None"
         )
     if not isinstance(model, nn.Module):
         raise InvalidRequest(

@@ -132,7 +132,10 @@ def open_forward(
         raise PromptTooLong(f"max_length={max_length}: at most {_FREE_LENGTH} ({source})")
     if limit is None or max_length < limit:
         limit, source = max_length, "max_length"
-    sizes = {"block_size": _ID_BLOCK, "num_blocks": 1 + max_sequences * -(-limit // _ID_BLOCK)}
+    sizes = {
+        "block_size": _ID_BLOCK,
+        "num_blocks": 1 + max_sequences * (1 + -(-limit // _ID_BLOCK)),
+    }
     options = engine_options(
         block_size=_ID_BLOCK,
         max_batch_tokens=max(1, max_sequences * limit),

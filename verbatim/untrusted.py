@@ -1,6 +1,6 @@
-"""Checks of a checkpoint's files before transformers acts on them: a checkpoint is data, not code.
+"""Checks of a checkpoint's files before transformers reads them: a checkpoint is data, not code.
 
-No error quotes a file: what a name or a link leads to may be no checkpoint's file at all.
+Errors never quote a file's contents, as a name or a link may lead to a file outside of the checkpoint.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from verbatim.errors import ModelError, NotSupported
 
 MOST_LAYERS = 4096  # of any kind; the deepest models known have about 200
 MOST_PARTS = 65_536  # heads, experts and groups of a layer
-_MOST_PER_BYTE = 8  # weights that a byte of the checkpoint may hold: one bit each
+_MOST_PER_BYTE = 8  # weights per byte of the checkpoint, at one bit each
 _LAYERS = re.compile(
     r"^(num|n)_(\w+_)?layers?$|^(encoder|decoder)_layers$|^depth$|^mtp_num_layers$"
 )
 _PARTS = re.compile(r"^(num|n)_\w*(heads?|experts?|groups?|blocks?|codebooks)$")
 _IMPLEMENTATIONS = re.compile(r"^_?(attn|experts)_implementation(_internal)?$")
-# `weights/formats` decodes these. transformers sees none: its quantizers need packages, or load kernels.
+# Decoded by `weights/formats`, not by transformers, whose quantizers need packages or load kernels.
 QUANTIZATIONS = (
     *("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "mxfp4"),
     "torchao",
 )
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-_MOST_POINTER_BYTES = 1024  # as Git LFS has it
+_MOST_POINTER_BYTES = 1024  # Git LFS's own limit
 _FLOATS = re.compile(r"^(BF|F)\d|^torch\.b?float")
 
 
 def reason(error: BaseException) -> str:
-    """Say what went wrong with a file without a byte of it, which messages of parsers may quote."""
+    """Return why a file can't be read, without its contents, which messages of parsers may quote."""
     if isinstance(error, json.JSONDecodeError):
         return f"no JSON (line {error.lineno}, column {error.colno})"
     if isinstance(error, OSError) and error.strerror:
@@ -47,7 +47,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON file that holds an object.
 
     Raises:
-        ModelError: it can't be read, or holds something else.
+        ModelError: it can't be read, or is not an object.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -59,10 +59,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def refuse_lfs_pointer(path: Path) -> None:
-    """Refuse a Git LFS pointer, which stands for a file that was not fetched.
+    """Refuse a Git LFS pointer: the file itself was not fetched.
 
     Raises:
-        ModelError: it is one.
+        ModelError: the file is a pointer.
     """
     if not path.is_file() or path.stat().st_size > _MOST_POINTER_BYTES:
         return
@@ -90,7 +90,7 @@ def shards_of(index: Path) -> list[str]:
 def check_names(file: Path, names: Iterable[str]) -> None:
     """Refuse names in `file` that lead out of its folder.
 
-    A link inside of the folder may lead anywhere, as in the hub's cache: who can make one owns the folder.
+    Links in the folder may lead anywhere, as in the hub's cache: only the folder's owner can create them.
 
     Raises:
         ModelError: a name is absolute, or has a part "..".
@@ -107,13 +107,13 @@ def check_tokenizer(folder: Path) -> None:
     """Refuse a tokenizer_config.json that names files outside of its folder.
 
     Raises:
-        ModelError: it does, or can't be read.
+        ModelError: it names such a file, or can't be read.
     """
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return
     for key, value in read_json(path).items():
-        # Old files have the author's own path of special_tokens_map.json, which is not read.
+        # Old files contain the author's path of special_tokens_map.json, which is not read.
         if key.endswith(("_file", "_files")) and key != "special_tokens_map_file":
             values = value.values() if isinstance(value, dict) else value
             named = [value] if isinstance(value, str) else values
@@ -125,7 +125,7 @@ def check_config(source: str, config: Mapping[str, Any], trust_remote_code: bool
     """Refuse a config, as plain data, that would load code or build a model of absurd size.
 
     Raises:
-        NotSupported: it names a kernel of the hub, or a quantization that is not read.
+        NotSupported: it names a kernel of the hub, or an unsupported quantization.
         ModelError: a number of layers or parts out of range.
     """
     for key, value in _fields(config):
@@ -154,7 +154,7 @@ def check_config(source: str, config: Mapping[str, Any], trust_remote_code: bool
 
 
 def _fields(value: Any) -> Iterator[tuple[str, Any]]:
-    """Every field of nested objects."""
+    """Yield every field of nested objects."""
     stack = [value]
     while stack:
         top = stack.pop()
@@ -166,10 +166,10 @@ def _fields(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def resolve_implementations(config: Any) -> None:
-    """Let no config choose how attention and experts run, which may load code; the engine chooses.
+    """Reset the implementations of attention and experts in a config, which may load code.
 
     Args:
-        config: of transformers; written to.
+        config: a transformers config; modified.
     """
     for sub in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if sub is not None:
@@ -177,14 +177,14 @@ def resolve_implementations(config: Any) -> None:
 
 
 def check_size(source: object, module: nn.Module, nbytes: int) -> None:
-    """Refuse a model far larger than its checkpoint, before memory is asked for.
+    """Refuse a model that is far larger than its checkpoint, before memory is allocated.
 
     Args:
         module: on the meta device.
-        nbytes: of the checkpoint's weights.
+        nbytes: size of the checkpoint's weights.
 
     Raises:
-        ModelError: it is.
+        ModelError: the model is too large.
     """
     number = sum(math.prod(p.shape) for p in module.parameters())
     if number > _MOST_PER_BYTE * nbytes:
@@ -194,21 +194,21 @@ def check_size(source: object, module: nn.Module, nbytes: int) -> None:
 
 
 def check_dtypes(source: object, module: nn.Module, dtypes: Mapping[str, str]) -> None:
-    """Refuse integers, booleans and complex numbers that transformers would make weights of.
+    """Refuse integer, boolean and complex tensors that transformers would convert to weights.
 
     Args:
-        module: without weights, or with them.
-        dtypes: of each tensor of the checkpoint, as torch or safetensors names it.
+        module: with or without weights.
+        dtypes: the dtype of each tensor of the checkpoint, as torch or safetensors names it.
 
     Raises:
-        ModelError: there are some, and no quantization that says what they mean.
+        ModelError: there are such tensors, and the config declares no quantization.
     """
     odd = {name: dtype for name, dtype in dtypes.items() if not _FLOATS.search(dtype)}
     if not odd or getattr(getattr(module, "config", None), "quantization_config", None) is not None:
         return
     names = [f".{name}" for name, p in module.named_parameters() if p.is_floating_point()]
     for name, dtype in odd.items():
-        # Names differ by a prefix, and those of experts, which are stacked, by more.
+        # Names may differ by a prefix; those of experts, which are stacked, differ by more.
         mine = f".{name}"
         if ".experts." in name or any(n.endswith(mine) or mine.endswith(n) for n in names):
             raise ModelError(

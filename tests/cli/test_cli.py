@@ -19,12 +19,13 @@ from support.scripted_llm import ScriptedLLM, interrupted_after, run
 from verbatim import kernels
 from verbatim.cli.generate import generate
 from verbatim.cli.offload import OFFLOAD
-from verbatim.cli.options import ADAPTERS, GENERATE_ONLY, MODEL, SAMPLING, prepare
+from verbatim.cli.options import ADAPTERS, GENERATE_ONLY, MODEL, SAMPLING, helps, prepare
 from verbatim.cli.placing import CLUSTER
 from verbatim.core import Completion, Metrics, Result
 from verbatim.errors import StageFailed
 from verbatim.params import STRUCTURES, SamplingParams
 from verbatim.plain import to_json
+from verbatim.serve.settings import ServeSettings
 
 # What can't be said on a command line, or makes no sense where one request runs alone.
 LEFT_ALONE = {
@@ -429,3 +430,16 @@ def test_the_warning_of_missing_kernels_is_not_shown_beside_the_commands_own_lin
         warnings.warn(kernels.MISSING, RuntimeWarning, stacklevel=1)
         warnings.warn("another", RuntimeWarning, stacklevel=1)
     assert [str(warning.message) for warning in shown] == ["another"]
+
+
+@pytest.mark.parametrize("settings", [SamplingParams, ServeSettings])
+def test_every_field_of_a_documented_class_has_a_help(settings):
+    texts = helps(settings)
+    assert texts.keys() == {field.name for field in dataclasses.fields(settings)}
+    assert all(text[0] == text[0].upper() and text.endswith((".", ")")) for text in texts.values())
+
+
+def test_the_help_shows_defaults_and_the_way_to_turn_a_switch_off():
+    shown = run("serve", "--help").stdout
+    for text in ("512", "--no-docs", "raw_logprobs.", "half of"):
+        assert text in shown

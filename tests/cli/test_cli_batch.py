@@ -86,7 +86,7 @@ def command(llm, monkeypatch, tmp_path):
         def __exit__(self, *_):
             pass
 
-    monkeypatch.setattr("verbatim.cli.batch.open_llm", lambda values, placement: Kept())
+    monkeypatch.setattr("verbatim.cli.placing.open_llm", lambda values, placement: Kept())
 
     def command(*args):
         paths = str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")
@@ -343,7 +343,7 @@ def test_paths_that_can_not_be_are_refused_before_a_model_is_opened(tmp_path, mo
     def never(*_):
         raise AssertionError
 
-    monkeypatch.setattr("verbatim.cli.batch.open_llm", never)
+    monkeypatch.setattr("verbatim.cli.placing.open_llm", never)
     source, target = write(tmp_path / "in.jsonl", some(1)), tmp_path / "out.jsonl"
     os.mkfifo(tmp_path / "pipe")
 

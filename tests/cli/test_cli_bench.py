@@ -84,6 +84,8 @@ def test_what_is_too_long_for_the_model_is_left_out_and_said() -> None:
     [
         (("--rows", "1,x"), "--rows '1,x': must be integers of 1 or more"),
         (("--contexts", "0"), "--contexts '0'"),
+        (("--rounds", "0"), "--rounds 0: must be 1 or more"),
+        (("--mixed", "-1"), "--mixed -1: must be 0 or more"),
         (("--plot", "a.txt"), "must end in .png, .svg or .pdf"),
         (("--gguf", "no.gguf"), "--gguf no.gguf"),
         (("--openvino", "nowhere"), "--openvino nowhere"),
@@ -96,7 +98,7 @@ def test_wrong_usage_is_told_before_anything_is_opened(
     def never(*_: object) -> None:
         raise AssertionError("it opened a model")
 
-    monkeypatch.setattr("verbatim.cli.bench.open_llm", never)
+    monkeypatch.setattr("verbatim.cli.placing.open_llm", never)
     done = run(*args)
     assert done.exit_code in (1, 2) and message in done.output
 

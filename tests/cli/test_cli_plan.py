@@ -158,7 +158,7 @@ def test_without_such_options_there_is_no_placement():
     assert "offload" not in done.stderr
 
 
-@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "bench"])
 def test_statistics_without_offloading_are_wrong_usage(command):
     done = run_scripted(command, *(["Hello"] if command == "generate" else []), "--stats")
     assert done.exit_code == 2

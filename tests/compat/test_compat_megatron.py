@@ -884,8 +884,8 @@ def test_every_kind_of_model_gives_the_same(kind, model, llm, hf):
 class StepWrapper:
     """A wrapper of a model with its own protocol, as Megatron's: only its step gives logits."""
 
-    def __init__(self, model, **more):
-        self._run, self.lengths = model, []
+    def __init__(self, run, **more):
+        self._run, self.lengths = run, []
         self.inference_context = SimpleNamespace(max_sequence_length=50, is_own=True)
         vars(self).update(more)
 

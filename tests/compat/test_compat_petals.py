@@ -683,8 +683,6 @@ def test_sessions_refuse_what_they_cannot_do(model: Any) -> None:
         assert session.max_length == model.llm.max_length == 128
         with pytest.raises(NotSupported, match="num_return_sequences=2"):
             model.generate(ROWS, max_new_tokens=1, do_sample=True, num_return_sequences=2)
-        with pytest.raises(NotSupported, match="hidden states"):
-            session.step(torch.zeros(1, 1, 64))
         model.generate(ROWS, max_new_tokens=1)
         with pytest.raises(InvalidRequest, match="seed=5: this session's is 4"):
             model.generate(None, max_new_tokens=1, seed=5)
@@ -824,6 +822,55 @@ def test_the_module_is_there_where_it_is_whole(name: str) -> None:
     for call in (lambda: model.cuda(), lambda: model.half(), lambda: model.train()):
         with pytest.raises(NotSupported, match="from_pretrained"):
             call()
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom", "gpt2", "falcon"])
+def test_hidden_states_pass_through_a_session_as_through_the_whole_model(name: str) -> None:
+    """As Petals' own test does: empty steps, one column at a time, and all at once."""
+    module = make_toy(name)
+    model = DistributedModelForCausalLM(module)
+    body, seen = model.transformer, []
+    hook = body.h[0].register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]),
+        with_kwargs=True,
+    )
+    with torch.no_grad():
+        expected = module(ROWS).logits
+        hook.remove()
+        for widths in ([1] * ROWS.shape[1], [0, 2, 0, ROWS.shape[1] - 2], [ROWS.shape[1]]):
+            with body.h.inference_session(max_length=ROWS.shape[1]) as session:
+                parts = seen[0].split(widths, dim=1)
+                outputs = torch.cat([session.step(part) for part in parts], dim=1)
+                assert session.position == ROWS.shape[1]
+                with pytest.raises(PromptTooLong, match="max_length"):
+                    session.step(seen[0][:, :1])
+            logits = model.lm_head(body.ln_f(outputs))
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    if name in ("llama", "bloom"):
+        embeddings = body.word_embeddings_layernorm(body.word_embeddings(ROWS))
+        assert torch.equal(embeddings, seen[0])
+    assert len(model.generate(ROWS, max_new_tokens=3)) == len(ROWS)
+
+
+def test_a_session_has_ids_or_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = DistributedModelForCausalLM(make_toy("llama"))
+    hidden = torch.zeros(2, 1, model.config.hidden_size)
+    with model.inference_session(max_length=9) as session:
+        session.step(hidden)
+        with pytest.raises(InvalidRequest, match="hidden states"):
+            model.generate(ROWS[:, :2], max_new_tokens=1)
+        with pytest.raises(NotSupported, match="position"):
+            session.position = 0
+        with pytest.raises(NotSupported, match="hypo_ids"):
+            session.step(hidden, hypo_ids=torch.tensor([1, 0]))
+    with model.inference_session(max_length=9) as session:
+        model.generate(ROWS[:, :2], max_new_tokens=1)
+        with pytest.raises(InvalidRequest, match="has ids"):
+            session.step(hidden)
+    monkeypatch.setattr(type(model.llm.engine), "module", None)
+    session = model.inference_session(max_length=9)
+    with pytest.raises(NotSupported, match="not whole and unquantized"):
+        session.step(hidden)
 
 
 def test_the_module_is_not_there_where_it_is_not_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,6 @@ REFUSED = {
     ),
     "SamplingParams(streaming=True)": lambda: megatron.SamplingParams(streaming=True),
     "SamplingParams(do_kv_handoff=True)": lambda: megatron.SamplingParams(do_kv_handoff=True),
-    "InferenceSession.step": lambda: petals.InferenceSession.step(None),
     "from_pretrained(dht_prefix=)": lambda: open_petals(dht_prefix="x"),
     "from_pretrained(tuning_mode=)": lambda: open_petals(tuning_mode="ptune"),
     "from_pretrained(active_adapter=)": lambda: open_petals(active_adapter="x"),

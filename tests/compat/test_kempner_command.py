@@ -242,6 +242,11 @@ def test_overrides_change_the_model(run: Any) -> None:
 # Refusals.
 
 
+def test_a_folder_without_a_checkpoint_is_one_line_and_status_1(run: Any) -> None:
+    line = run(f"x.toml {ASK} --checkpoint.load_path=tok").refusal()
+    assert "tok holds no checkpoint" in line and "neither .metadata nor pp0" in line
+
+
 @pytest.mark.parametrize(
     ("line", "named"),
     [
@@ -252,7 +257,6 @@ def test_overrides_change_the_model(run: Any) -> None:
         ("x.toml --prompt a --checkpoint.load_path=ck", "give --data.tokenizer_path"),
         ("x.toml --prompt a --data.tokenizer_path=tok", "give --checkpoint.load_path"),
         (f"x.toml {ASK} --checkpoint.load_path=ck/step_9", "does not exist: ck/step_9"),
-        (f"x.toml {ASK} --checkpoint.load_path=tok", "tok holds no checkpoint"),
         (f"y.toml {ASK}", "can't read y.toml"),
         (f"x.toml {ASK} --dtype int8", "--dtype int8: must be bfloat16, float16 or float32"),
         (f"x.toml {ASK} --temperature -1", "temperature"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import torch.distributed as dist
 
 from support.drafters import Hostile, Moody, Oracle, Random, answers_of
 from support.requests_mixed import all_facts, facts
-from support.toy_tokenizers import byte_level
 from support.toys import make_toy, random_ids
 from verbatim import LLM, FinishReason, InvalidRequest, NotSupported, SamplingParams, rl
 from verbatim.core import DraftStats, Request
@@ -143,51 +141,6 @@ def test_a_live_modules_step_in_the_middle_is_seen_between_drafts() -> None:
 
 
 # ---- doors
-
-
-def test_megatrons_door_hands_out_one_token_a_call_on_an_engine_that_drafts() -> None:
-    from verbatim.compat.megatron import InferenceRequest, TextGenerationController
-    from verbatim.compat.megatron import SamplingParams as Asked
-
-    tokenizer = byte_level().hf
-    module = make_toy("llama", vocab_size=len(tokenizer))
-    told = []
-
-    class Same:
-        """Knows what the first run said, and says so as far as it goes."""
-
-        def propose(self, sequences: list[Any], lengths: list[int]) -> Any:
-            for s in sequences:
-                ids = told[0][0][10 + s.request.prompt_ids[0] - 30]
-                yield ids[len(s.output_ids) :]
-
-    for drafter in (None, Same()):
-        options = dict(draft=drafter, num_draft_tokens=drafter and 3)
-        with LLM(module, tokenizer=tokenizer, kv_memory="4MB", **options) as llm:
-            controller = TextGenerationController(llm, tokenizer)
-            for i in range(3):
-                sampling = Asked(
-                    temperature=0.9, num_tokens_to_generate=9 + i, seed=i, return_log_probs=True
-                )
-                controller.inference_context.add_request(
-                    InferenceRequest(
-                        request_id=10 + i, prompt_tokens=[30 + i, 5, 6], sampling_params=sampling
-                    )
-                )
-            joined, logprobs = defaultdict(list), defaultdict(list)
-            while (step := controller.generate_output_tokens_dynamic_batch()) is not None:
-                numbers = step["active_request_ids"].tolist()
-                assert len(set(numbers)) == len(numbers)
-                rows = zip(
-                    numbers, step["sample"].tolist(), step["log_probs"].tolist(), strict=True
-                )
-                for number, token, logprob in rows:
-                    joined[number].append(token)
-                    logprobs[number].append(logprob)
-            told.append((dict(joined), dict(logprobs)))
-            assert drafter is None or llm.stats()["draft"]["accepted"] > 9
-    assert told[0] == told[1]
-    assert [len(ids) for ids in told[0][0].values()] == [9, 10, 11]
 
 
 def test_ranks_keep_step_whatever_is_drafted() -> None:

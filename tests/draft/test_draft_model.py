@@ -1,31 +1,23 @@
-"""Drafting with another model: no word changes, and the same model guesses every one of them."""
+"""Drafting with another model: vocabularies, structures, memory, weights, refusals."""
 
 from __future__ import annotations
 
 import gc
 import math
-import random
-import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from support.drafters import check_no_drafts_left
 from support.kempner_toys import kempner_toy
-from support.pairwise import parametrize_combinations
-from support.requests_mixed import (
-    all_facts,
-    facts,
-    finish_despite_ctrl_c,
-    generated,
-    mixed_requests,
-    press_ctrl_c,
-)
+from support.poison import poison_draft_model
+from support.requests_mixed import all_facts, facts, generated, mixed_requests
 from support.toy_tokenizers import byte_level, metaspace
 from support.toys import make_toy, random_ids
 from verbatim import LLM, InvalidRequest, NotSupported, SamplingParams, storyteller
-from verbatim.draft import DraftModel, EarlyExit
+from verbatim.draft import DraftModel
 from verbatim.draft.cache import DraftCache
 from verbatim.draft.model import DraftModelProposer
 from verbatim.engine import drafting, scheduler
@@ -36,133 +28,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = random_ids(21, seed=5)
 
 
-def exact_requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Requests of which every token can be guessed: all that is looked at comes before the token."""
-    kinds: list[dict[str, Any]] = [
-        dict(temperature=0.0),
-        dict(temperature=0.7),
-        dict(temperature=0.7, top_p=0.8, top_k=30, repetition_penalty=1.3),
-        dict(temperature=1.3, presence_penalty=0.7, frequency_penalty=0.4, logprobs=2),
-        dict(temperature=0.7, bad_words=[[7], [8, 9]], logit_bias={5: 2.0}, min_tokens=5),
-        dict(temperature=1.3, allowed_token_ids=list(range(2, 60)), min_p=0.01),
-        dict(temperature=0.7, typical_p=0.8, n=3),
-        dict(temperature=0.7, stop_token_ids=[11, 12, 13], prompt_logprobs=1),
-    ]
-    prompts = [random_ids(3 + 9 * i, i) for i in range(len(kinds))]
-    return prompts, [SamplingParams(seed=i, max_tokens=22, **k) for i, k in enumerate(kinds)]
-
-
 def proposer_of(llm: LLM) -> DraftModelProposer:
     proposer = llm.engine.drafting.proposer  # type: ignore[union-attr]
     assert isinstance(proposer, DraftModelProposer)
     return proposer
 
 
-def poison(llm: LLM) -> None:
-    """Before each call, make everything read as NaN that the draft model must not read."""
-    proposer = proposer_of(llm)
-    plain, store = proposer.begin, proposer.runner.store  # type: ignore[attr-defined]
-    store.poison(list(range(store.num_blocks)))
-
-    def begin(sequences: Any, lengths: Any) -> Any:
-        drafts = plain(sequences, lengths)
-        size = store.block_size
-        for draft in drafts:
-            entry = proposer.cache.entry(draft.sequence)
-            for i, block in enumerate(entry.blocks[entry.num_valid // size :]):
-                rows = slice(entry.num_valid % size if i == 0 else 0, size)
-                for tensor in (tensor for layer in store.layers for tensor in layer):
-                    tensor[block, :, rows] = math.nan if tensor.is_floating_point() else 255
-        return drafts
-
-    proposer.begin = begin  # type: ignore[method-assign]
-
-
-def check_nothing_held(llm: LLM) -> None:
-    assert llm.stats()["blocks_used"] == 0
-    if isinstance(llm.engine.drafting.proposer, DraftModelProposer):  # type: ignore[union-attr]
-        assert proposer_of(llm).cache.num_used == 0
-    assert llm.stats()["draft"]["errors"] == 0, llm.stats()["draft"]["last_error"]
-
-
 # ---- the words
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("qwen3", torch.float32), ("gpt2", torch.bfloat16), ("qwen3_moe", torch.bfloat16)],
-)
-def test_words_are_those_of_plain_decoding_whatever_the_draft_model(
-    name: str, dtype: torch.dtype
-) -> None:
-    prompts, params = mixed_requests(12)
-    model = make_toy(name, dtype=dtype)
-    with LLM(model) as llm:
-        expected = all_facts(llm.generate(prompts, params))
-        plain_forwards = llm.stats()["forwards"]
-    others = [
-        make_toy("llama", seed=4),
-        make_toy("gemma2", dtype=torch.bfloat16, vocab_size=90),
-        make_toy("opt", vocab_size=200, num_hidden_layers=1),
-    ]
-    for number, draft in zip((0, 1, 3, 8), [model, *others], strict=True):
-        with LLM(model, draft=draft, num_draft_tokens=number) as llm:
-            poison(llm)
-            assert all_facts(llm.generate(prompts, params)) == expected
-            assert llm.stats()["forwards"] <= plain_forwards
-            check_nothing_held(llm)
-            assert bool(llm.stats()["draft"]["drafted"]) == bool(number)
-            assert llm.stats()["draft"]["cut"] == 0  # ids that the model lacks are never drawn
-
-
-@parametrize_combinations(
-    settings=[
-        dict(max_batch_tokens=7, num_threads=1),
-        dict(max_batch_tokens=19, block_size=4, max_sequences=5, num_threads=2),
-        dict(block_size=8, tokens=150),  # evictions
-        dict(block_size=4, tokens=150, num_threads=3),
-        dict(block_size=4, kv_dtype="int8", num_threads=3),
-        dict(),
-    ],
-    early_exit=[False, True],
-    number=[3, None],
-)
-def test_words_hold_in_every_schedule_and_a_second_time_from_cached_prefixes(
-    settings: dict[str, Any], early_exit: bool, number: int | None
-) -> None:
-    prompts, params = mixed_requests()
-    settings, model = dict(settings), make_toy("qwen3")
-    draft = EarlyExit(2) if early_exit else make_toy("qwen3", seed=1)
-    with LLM(model, kv_dtype=settings.get("kv_dtype", "auto")) as llm:
-        expected = all_facts(llm.generate(prompts, params))
-        per_token = llm.info()["kv_bytes_per_token"]
-    if tokens := settings.pop("tokens", None):
-        settings["kv_memory"] = tokens * per_token
-    with LLM(model, draft=draft, num_draft_tokens=number, **settings) as llm:
-        if not early_exit:
-            poison(llm)
-        for _ in range(2):
-            assert all_facts(llm.generate(prompts, params)) == expected
-        check_nothing_held(llm)
-        assert not tokens or llm.stats()["preemptions"] > 0
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "number"),
-    [("qwen3", "float32", 1), ("qwen3", "bfloat16", 8), ("qwen3_moe", "float32", 3)],
-)
-def test_the_model_itself_guesses_every_token(name: str, dtype: str, number: int) -> None:
-    """Noise, positions, penalties, bans and samples are those that the engine draws with."""
-    prompts, params = exact_requests()
-    model, twin = (make_toy(name, dtype=getattr(torch, dtype)) for _ in range(2))
-    expected = generated(LLM(model, block_size=4, max_batch_tokens=60), prompts, params)
-    with LLM(model, draft=twin, num_draft_tokens=number, block_size=4, max_batch_tokens=60) as llm:
-        poison(llm)
-        results = llm.generate(prompts, params)
-        assert all_facts(results) == expected
-        assert llm.stats()["draft"]["acceptance"] == [1.0] * number
-        assert all(set(r.metrics.draft.acceptance) == {1.0} for r in results)
-        check_nothing_held(llm)
 
 
 def test_a_structure_is_kept_in_mind_while_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,28 +65,13 @@ def test_a_structure_is_kept_in_mind_while_drafting(monkeypatch: pytest.MonkeyPa
             (completion,) = result.outputs
             forwards = 1 + math.ceil((len(completion.token_ids) - 1) / 6)
             assert result.metrics.draft.num_forwards == forwards
-        check_nothing_held(llm)
+        check_no_drafts_left(llm)
     for other in (vocab_size, vocab_size - 70, vocab_size + 70):
         draft = make_toy("llama", vocab_size=other, num_hidden_layers=1)
         with LLM(draft=draft, num_draft_tokens=3) as llm:
             assert all_facts(llm.generate(prompts, params)) == expected
             assert llm.stats()["draft"]["drafted"] > 0
-            check_nothing_held(llm)
-
-
-def test_ids_that_the_draft_model_lacks_may_be_prompted_and_drawn() -> None:
-    model, draft = make_toy("qwen3"), make_toy("qwen3", vocab_size=64)
-    params = SamplingParams(seed=3, max_tokens=30, logit_bias={100: 6.0, 127: 6.0}, ignore_eos=True)
-    params = params.replace(repetition_penalty=1.2, bad_words=[[120], [3, 121]])
-    prompt = [127, 3, 100, 65, 64, 63]
-    with LLM(model) as llm:
-        expected = facts(llm.generate(prompt, params)[0])
-    with LLM(model, draft=draft, num_draft_tokens=3) as llm:
-        result = llm.generate(prompt, params)[0]
-        assert facts(result) == expected
-        assert max(result.outputs[0].token_ids) > 64
-        assert llm.stats()["draft"]["drafted"] > 0
-        check_nothing_held(llm)
+            check_no_drafts_left(llm)
 
 
 # ---- what is computed, and what is kept
@@ -245,7 +102,7 @@ def test_nothing_is_computed_twice_and_samples_share_their_prompt() -> None:
         result = llm.generate(PROMPT, SamplingParams(seed=1, max_tokens=30, **two))[0]
         assert result.outputs[0].token_ids == [5, 5, 2]
         assert rows[0] == len(PROMPT) + 2
-        check_nothing_held(llm)
+        check_no_drafts_left(llm)
 
 
 def test_drafts_are_those_of_a_draft_model_that_computes_all_of_it_each_time() -> None:
@@ -258,7 +115,7 @@ def test_drafts_are_those_of_a_draft_model_that_computes_all_of_it_each_time() -
     found: list[dict[Any, list[int]]] = [{}, {}]
     for drafts, afresh in zip(found, (False, True), strict=True):
         with LLM(model, draft=draft, num_draft_tokens=4, block_size=4) as llm:
-            poison(llm)
+            poison_draft_model(llm)
             proposer = proposer_of(llm)
             plain = proposer.propose
 
@@ -298,14 +155,14 @@ def test_where_its_memory_runs_out_drafts_get_shorter_and_words_stay() -> None:
     for num_blocks in (2, 4, 9, 18, 60):
         draft = DraftModel(make_toy("qwen3"), kv_memory=4 * per_token * num_blocks)
         with LLM(model, draft=draft, num_draft_tokens=5, block_size=4) as llm:
-            poison(llm)
+            poison_draft_model(llm)
             proposer = proposer_of(llm)
             assert proposer.runner.num_blocks == num_blocks
             assert all_facts(llm.generate(prompts, params)) == expected
             acceptance = llm.stats()["draft"]["acceptance"]
             assert set(acceptance) <= {1.0}
             drafted.append(llm.stats()["draft"]["drafted"])
-            check_nothing_held(llm)
+            check_no_drafts_left(llm)
             # Whoever is alone has all of it, also behind others.
             alone = llm.generate(prompts[0], params[0])[0]
             assert facts(alone) == expected[0]
@@ -330,7 +187,7 @@ def test_its_position_limit_ends_drafts_and_not_the_request() -> None:
         proposer.runner.forward = noting  # type: ignore[method-assign]
         assert facts(llm.generate(PROMPT, params)[0]) == expected
         assert max(seen) == 31
-        check_nothing_held(llm)
+        check_no_drafts_left(llm)
 
 
 def test_holdings_take_back_from_the_least_recently_used_and_never_from_the_living() -> None:
@@ -359,73 +216,7 @@ def test_holdings_take_back_from_the_least_recently_used_and_never_from_the_livi
     assert cache.reserve(cache.entry(a), 1, 4, {a}) == 4
 
 
-# ---- those who come and go
-
-
-def test_aborted_and_timed_out_requests_leave_nothing_behind() -> None:
-    model = make_toy("qwen3")
-    prompts, params = mixed_requests(12)
-    expected = generated(LLM(model), prompts, params)
-    with LLM(model, draft=make_toy("qwen3", seed=1), num_draft_tokens=4) as llm:
-        for _ in range(3):
-            stream = llm.stream(PROMPT, SamplingParams(seed=1, max_tokens=50, ignore_eos=True))
-            for _ in range(4):
-                next(stream)
-            assert proposer_of(llm).cache.num_used > 0
-            stream.close()
-        late = SamplingParams(timeout_s=0.02, max_tokens=200, ignore_eos=True)
-        assert llm.generate(PROMPT, late)[0].outputs[0].finish_reason == "timeout"
-        assert all_facts(llm.generate(prompts, params)) == expected
-        check_nothing_held(llm)
-
-
-def test_ctrl_c_anywhere_in_a_draft_loses_neither_words_nor_blocks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    prompts, params = exact_requests()
-    model, rng = make_toy("qwen3"), random.Random(6)
-    expected = generated(LLM(model), prompts, params)
-    with LLM(model, draft=make_toy("qwen3"), num_draft_tokens=4, block_size=4) as llm:
-        poison(llm)
-        engine, proposer = llm.engine, proposer_of(llm)
-        for chance, owner, *names in (
-            (0.003, proposer.cache, "entry"),
-            (0.01, proposer.cache, "reserve"),
-            (0.05, proposer.runner, "forward"),
-            (0.02, proposer.runner, "sample"),
-            (0.003, proposer, "computed"),
-            (0.05, engine.runner, "forward"),
-        ):
-            press_ctrl_c(monkeypatch, rng, chance, owner, *names)
-        results, raised = finish_despite_ctrl_c(llm, prompts, params)
-        monkeypatch.undo()
-        assert raised > 10
-        assert all(results) and all_facts(results) == expected
-        assert set(llm.stats()["draft"]["acceptance"]) == {1.0}
-        check_nothing_held(llm)
-
-
 # ---- weights and memory
-
-
-def test_new_weights_of_either_model_change_words_as_without_drafts() -> None:
-    params = SamplingParams(seed=4, max_tokens=24, ignore_eos=True)
-    results = []
-    for drafted in (False, True):
-        model, draft = make_toy("qwen3"), make_toy("qwen3")
-        with LLM(model, draft=draft if drafted else None) as llm:
-            stream = llm.stream(PROMPT, params)
-            ids = [i for _ in range(2) for i in next(stream).token_ids]
-            while len(ids) < 8:
-                ids += next(stream).token_ids
-            del ids[8:]
-            stream.close()
-            llm.update_weights(make_toy("qwen3", seed=2))
-            with torch.no_grad():
-                for parameter in draft.parameters():
-                    parameter.mul_(1.01)
-            results.append((ids, facts(llm.generate(PROMPT, params)[0])))
-    assert results[0] == results[1]
 
 
 def test_k_and_v_of_other_weights_are_forgotten() -> None:
@@ -442,7 +233,7 @@ def test_k_and_v_of_other_weights_are_forgotten() -> None:
         stream.close()
     # A model that drafts for itself, and is updated.
     with LLM(model, draft=model, num_draft_tokens=3) as llm:
-        poison(llm)
+        poison_draft_model(llm)
         params = SamplingParams(seed=1, max_tokens=30, ignore_eos=True)
         llm.update_weights(make_toy("qwen3", seed=5))
         with LLM(make_toy("qwen3", seed=5)) as other:
@@ -450,30 +241,6 @@ def test_k_and_v_of_other_weights_are_forgotten() -> None:
                 other.generate(PROMPT, params)[0]
             )
         assert llm.stats()["draft"]["acceptance"] == [1.0] * 3
-
-
-def test_sleeping_gives_its_memory_back_and_waking_takes_it_again(tmp_path: Path) -> None:
-    model = make_toy("qwen3")
-    model.save_pretrained(tmp_path)
-    params = SamplingParams(seed=1, max_tokens=30, ignore_eos=True)
-    with LLM(tmp_path, draft=tmp_path, num_draft_tokens=3) as llm:
-        expected = facts(llm.generate(PROMPT, params)[0])
-        store = proposer_of(llm).runner.store  # type: ignore[attr-defined]
-        for weights in (False, True):
-            stream = llm.stream(PROMPT, params)
-            ids = list(next(stream).token_ids)
-            llm.sleep(weights=weights)
-            assert store.nbytes == 0 and proposer_of(llm).cache.num_used == 0
-            small = proposer_of(llm).runner.module  # type: ignore[attr-defined]
-            assert all(p.isnan().all() for p in small.parameters()) == weights
-            llm.wake()
-            assert store.nbytes > 0
-            ids += [i for delta in stream for i in delta.token_ids]
-            assert ids == expected[4][0][2]
-        assert facts(llm.generate(PROMPT, params)[0]) == expected
-        assert llm.stats()["draft"]["acceptance"] == [1.0] * 3
-        check_nothing_held(llm)
-    assert store.nbytes == 0  # closed
 
 
 def test_weights_that_can_not_sleep_leave_everything_awake(tmp_path: Path) -> None:
@@ -491,17 +258,6 @@ def test_weights_that_can_not_sleep_leave_everything_awake(tmp_path: Path) -> No
             assert result.metrics.draft.acceptance == [1.0] * 3
 
 
-def test_a_closed_engine_lets_go_of_the_draft_model() -> None:
-    draft = make_toy("llama")
-    gone = weakref.ref(draft)
-    llm = LLM(make_toy("qwen3"), draft=draft, num_draft_tokens=2)
-    llm.generate(PROMPT, SamplingParams(max_tokens=8))
-    llm.close()
-    del draft
-    gc.collect()
-    assert gone() is None
-
-
 # ---- refusals, and draft models that are no good
 
 
@@ -515,7 +271,7 @@ def test_a_draft_model_of_nan_or_one_that_raises_costs_no_word() -> None:
     with LLM(model, draft=draft, num_draft_tokens=3) as llm:
         assert all_facts(llm.generate(prompts, params)) == expected
         assert llm.stats()["draft"]["drafted"] == 0
-        check_nothing_held(llm)
+        check_no_drafts_left(llm)
     draft = make_toy("llama")
 
     def fail(*_: Any) -> None:

@@ -114,23 +114,6 @@ def test_as_many_right_drafts_and_one_token_more_come_out_and_nothing_else_is_he
         assert figures.num_accepted[right:] == [0] * (length - right)
 
 
-def test_a_drafter_in_any_mood_leaves_what_plain_decoding_leaves() -> None:
-    asked = FREE.replace(max_tokens=60)
-    plain, admission = open_scripted()
-    request = begin(plain, admission, PROMPT, asked)
-    by_length = {}
-    while plain.step():
-        by_length[len(request.sequences[0].output_ids)] = held(plain, request.sequences[0])
-    for seed in range(12):
-        drafter = Moody(answers_of([result_of(request)]), seed, VOCAB)
-        engine, admission = open_scripted(drafter, (1, 2, 5, 8)[seed % 4])
-        again = begin(engine, admission, PROMPT, asked)
-        while engine.step():
-            ids = again.sequences[0].output_ids
-            assert held(engine, again.sequences[0]) == by_length[len(ids)]
-        assert facts(result_of(again)) == facts(result_of(request))
-
-
 @pytest.mark.parametrize("place", range(1, 8))
 def test_whatever_ends_a_sequence_ends_it_inside_a_window(place: int) -> None:
     free = solo(PROMPT, FREE)

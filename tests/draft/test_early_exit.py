@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import gc
 import random
 import warnings
-import weakref
 from collections import OrderedDict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +13,7 @@ import torch
 from torch import nn
 
 from support.kempner_toys import kempner_toy
-from support.requests_mixed import (
-    all_facts,
-    facts,
-    finish_despite_ctrl_c,
-    generated,
-    mixed_requests,
-    press_ctrl_c,
-)
+from support.requests_mixed import all_facts, facts
 from support.stores import poisoned_store
 from support.sweep import UNBUILDABLE, cases, refusal
 from support.sweep import build as build_case
@@ -157,28 +147,6 @@ def test_what_can_not_exit_early_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("qwen3", torch.float32), ("gemma2", torch.bfloat16), ("qwen3_moe", torch.bfloat16)],
-)
-def test_words_are_those_of_plain_decoding(name: str, dtype: torch.dtype) -> None:
-    prompts, params = mixed_requests(12)
-    if "moe" in name:
-        params = [p.replace(record_routing=True) if p.num_beams == 1 else p for p in params]
-    model = make_toy(name, dtype=dtype)
-    with LLM(model) as llm:
-        expected = all_facts(llm.generate(prompts, params))
-        forwards = llm.stats()["forwards"]
-    for number, layers in ((0, 1), (1, 2), (3, 1), (8, 2), (None, 2)):
-        with LLM(model, draft=EarlyExit(layers), num_draft_tokens=number) as llm:
-            assert all_facts(llm.generate(prompts, params)) == expected
-            stats = llm.stats()
-            assert stats["forwards"] <= forwards and stats["blocks_used"] == 0
-            assert stats["draft"]["errors"] == stats["draft"]["cut"] == 0
-            if number is not None:  # else drafts may not pay here
-                assert bool(stats["draft"]["accepted"]) == (number > 0)
-
-
-@pytest.mark.parametrize(
     "seed", [3, 5, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 16))]
 )
 def test_words_hold_where_samples_copy_blocks_and_memory_is_short(seed: int) -> None:
@@ -210,47 +178,6 @@ def test_words_hold_where_samples_copy_blocks_and_memory_is_short(seed: int) -> 
     ) as llm:
         assert all_facts(llm.generate(prompts, params)) == expected
         assert llm.stats()["draft"]["errors"] == 0
-
-
-def test_layers_that_add_nothing_make_every_guess_right() -> None:
-    """Where the last layers leave everything as it is, the first ones say what all of them say."""
-    model = make_toy("qwen3", num_hidden_layers=4)
-    with torch.no_grad():
-        for layer in model.model.layers[2:]:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-    kinds: list[dict[str, Any]] = [
-        dict(temperature=0.0),
-        dict(temperature=0.7, top_p=0.8, repetition_penalty=1.3),
-        dict(temperature=1.3, presence_penalty=0.7, frequency_penalty=0.4, n=3),
-        dict(temperature=0.7, bad_words=[[7], [8, 9]], logit_bias={5: 2.0}, min_tokens=5),
-        dict(temperature=0.7, typical_p=0.8, stop_token_ids=[11, 12]),
-    ]
-    prompts = [random_ids(3 + 9 * i, i) for i in range(len(kinds))]
-    params = [SamplingParams(seed=i, max_tokens=26, logprobs=1, **k) for i, k in enumerate(kinds)]
-    expected = generated(LLM(model), prompts, params)
-    for number in (1, 4):
-        with LLM(model, draft=EarlyExit(2), num_draft_tokens=number, block_size=4) as llm:
-            assert all_facts(llm.generate(prompts, params)) == expected
-            assert llm.stats()["draft"]["acceptance"] == [1.0] * number
-
-
-def test_ctrl_c_and_aborts_in_the_middle_of_a_draft_cost_no_word(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    prompts, params = mixed_requests(12)
-    model, rng = make_toy("qwen3_moe"), random.Random(4)
-    expected = generated(LLM(model), prompts, params)
-    with LLM(model, draft=EarlyExit(2), num_draft_tokens=4, block_size=4) as llm:
-        stream = llm.stream(PROMPT, SamplingParams(seed=1, max_tokens=50, ignore_eos=True))
-        next(stream), next(stream)
-        stream.close()
-        press_ctrl_c(monkeypatch, rng, 0.25, llm.engine.runner, "forward", "draft")
-        results, raised = finish_despite_ctrl_c(llm, prompts, params)
-        monkeypatch.undo()
-        assert raised > 10
-        assert all_facts(results) == expected
-        assert llm.stats()["blocks_used"] == 0
 
 
 # ---- a live module
@@ -329,22 +256,6 @@ def test_adapters_are_drafted_with() -> None:
     with LLM(model, draft=EarlyExit(2), num_draft_tokens=3) as llm:
         assert facts(llm.generate(PROMPT, params)[0]) == expected
         assert llm.stats()["draft"]["drafted"] > 0 == llm.stats()["draft"]["errors"]
-
-
-def test_weights_and_memory_sleep_and_the_module_is_let_go(tmp_path: Path) -> None:
-    make_toy("qwen3").save_pretrained(tmp_path)
-    params = SamplingParams(seed=1, max_tokens=20, ignore_eos=True)
-    llm = LLM(tmp_path, draft=EarlyExit(2), num_draft_tokens=3)
-    expected = facts(llm.generate(PROMPT, params)[0])
-    llm.sleep(weights=True)
-    llm.wake()
-    assert facts(llm.generate(PROMPT, params)[0]) == expected
-    module: Any = llm.engine.runner.module  # type: ignore[attr-defined]
-    gone = weakref.ref(module), weakref.ref(module.model.layers[0])
-    del module
-    llm.close()
-    gc.collect()
-    assert [ref() for ref in gone] == [None, None]
 
 
 def test_a_module_with_caches_of_its_own_is_refused_by_name() -> None:

@@ -21,9 +21,9 @@ from transformers.modeling_layers import MtpModel
 
 from support import toys
 from support.mtp_toys import Toy, save_as_qwen, save_with_mtp, toy
-from support.pairwise import parametrize_combinations, slow_but
+from support.pairwise import slow_but
 from support.poison import poison_blocks
-from support.requests_mixed import all_facts, mixed_requests
+from support.requests_mixed import all_facts, generated, mixed_requests
 from verbatim import (
     LLM,
     InvalidRequest,
@@ -103,11 +103,6 @@ def open_toy(pair: Toy, tokens: int | None = 4, **options: Any) -> LLM:
 def open_story(tokens: int | None, dtype: str = "float32", **options: Any) -> LLM:
     drafting = {} if tokens is None else dict(draft="mtp", num_draft_tokens=tokens)
     return LLM(dtype=dtype, **{"kv_memory": "16MB", **drafting, **options})
-
-
-def story_ids(llm: LLM) -> list[int]:
-    assert llm.tokenizer is not None
-    return list(llm.tokenizer.encode(STORY))
 
 
 # What transformers computes, without a cache
@@ -221,7 +216,7 @@ def test_rows_in_pieces_give_the_logits_of_rows_at_once() -> None:
     assert spies[0].drafts == spies[1].drafts
 
 
-# transformers' own decoding
+# Beside transformers' own, and over turns
 
 
 @pytest.mark.parametrize("name", ["qwen3", "glm4_moe"])
@@ -239,30 +234,6 @@ def test_a_session_is_drafted_for_as_one_prompt_is(name: str) -> None:
             fresh.drafts.clear()
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_greedy_output_is_that_of_transformers_use_mtp(layers: int, tmp_path: Path) -> None:
-    save_with_mtp(toy("qwen3", layers), tmp_path)
-    main = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    last = main.config.num_hidden_layers
-    main._keys_to_ignore_on_load_unexpected = [
-        rf"layers\.{n}\." for n in range(last, last + layers)
-    ]
-    prompt = toys.random_ids(11, 2)
-    theirs = main.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        use_mtp=True,
-        do_sample=False,
-        max_new_tokens=24,
-        eos_token_id=None,
-    )
-    with LLM(str(tmp_path), draft="mtp", num_draft_tokens=layers, kv_memory="8MB") as llm:
-        spy = Spy(llm)
-        (ours,) = llm.generate(prompt, GREEDY)
-        check_drafts(toy("qwen3", layers), spy, layers)
-    assert ours.outputs[0].token_ids == theirs[0, len(prompt) :].tolist()
-
-
 @pytest.mark.skipif(
     "pre_fc_norm_hidden" not in Path(conversion_mapping.__file__).read_text(),
     reason="this version of transformers doesn't know Qwen's names of MTP layers",
@@ -272,8 +243,7 @@ def test_layers_of_qwens_hybrids_draft_and_change_no_bit(name: str, tmp_path: Pa
     pair = toy(name, 1)
     save_as_qwen(pair, tmp_path)
     prompts, params = mixed_requests(8)
-    with LLM(str(tmp_path), kv_memory="8MB") as llm:
-        expected = all_facts(llm.generate(prompts, params))
+    expected = generated(LLM(str(tmp_path), kv_memory="8MB"), prompts, params)
     drafting: dict[str, Any] = dict(draft="mtp", num_draft_tokens=3, kv_memory="8MB")
     for options in ({}, dict(max_batch_tokens=9, block_size=5)):
         with LLM(str(tmp_path), **drafting, **options) as llm:
@@ -282,93 +252,6 @@ def test_layers_of_qwens_hybrids_draft_and_change_no_bit(name: str, tmp_path: Pa
         spy = Spy(llm)
         llm.generate(toys.random_ids(11, 2), GREEDY)
         check_drafts(pair, spy, 3, tolerance=1e-3)  # transformers' prompts have another formula
-
-
-def test_the_storyteller_says_what_transformers_use_mtp_says() -> None:
-    with open_story(1) as llm:
-        prompt = story_ids(llm)
-        (ours,) = llm.generate(prompt, GREEDY.replace(max_tokens=40))
-    theirs = story_models().main.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        use_mtp=True,
-        do_sample=False,
-        temperature=None,
-        top_p=None,
-        max_new_tokens=40,
-    )
-    assert ours.outputs[0].token_ids == theirs[0, len(prompt) :].tolist()
-
-
-# The same words
-
-
-def story_requests() -> list[SamplingParams]:
-    base = SamplingParams(max_tokens=32, seed=4, temperature=0.7)
-    return [
-        base.replace(temperature=0.0),
-        base.replace(logprobs=3, top_p=0.9, n=2),
-        base.replace(temperature=1.3, repetition_penalty=1.2, presence_penalty=0.3),
-        base.replace(regex=r"( [a-z]{2,9}){3,7}\."),
-        base.replace(json_schema={"type": "object", "properties": {"a": {"type": "integer"}}}),
-        base.replace(stop=["the"], min_tokens=5),
-        base.replace(draft=False),
-        base.replace(num_beams=2, draft=False, max_tokens=8, temperature=1.0),
-        base.replace(prompt_logprobs=1, hidden_states=True, max_tokens=12),
-    ]
-
-
-@cache
-def plain_story(dtype: str) -> list[Any]:
-    with open_story(None, dtype) as llm:
-        return all_facts(llm.generate([STORY] * 9, story_requests()))
-
-
-@parametrize_combinations(dtype=["float32", "bfloat16"], tokens=[0, 1, 3, 8])
-def test_no_draft_of_the_storyteller_changes_a_bit(dtype: str, tokens: int) -> None:
-    with open_story(tokens, dtype) as llm:
-        Spy(llm)
-        assert all_facts(llm.generate([STORY] * 9, story_requests())) == plain_story(dtype)
-        figures = llm.stats()["draft"]
-    assert figures["errors"] == 0 and (figures["accepted"] > 0) == (tokens > 0)
-
-
-@cache
-def plain_toy(name: str, layers: int, dtype: torch.dtype) -> list[Any]:
-    with open_toy(toy(name, layers, dtype), None) as llm:
-        return all_facts(llm.generate(*toy_requests()))
-
-
-def toy_requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    prompts, params = mixed_requests(12)
-    return prompts, [p.replace(max_tokens=12) for p in params]
-
-
-@pytest.mark.parametrize(
-    ("name", "layers", "dtype", "options"),
-    [
-        ("qwen3", 1, torch.float32, {}),
-        ("qwen3", 3, torch.float32, {"max_batch_tokens": 7}),
-        ("qwen3", 3, torch.bfloat16, {"kv_memory": 220_000}),
-        ("qwen3", 2, torch.float32, {"kv_dtype": "int8", "prefix_cache": False}),
-        (SLIDING, 2, torch.float32, {"kv_memory": 360_000, "max_batch_tokens": 33}),
-        (MIXTURE, 1, torch.float32, {"block_size": 16}),
-    ],
-)
-def test_no_draft_changes_a_bit_in_any_schedule(
-    name: str, layers: int, dtype: torch.dtype, options: dict[str, Any]
-) -> None:
-    if "kv_dtype" in options:
-        with open_toy(toy(name, layers, dtype), None, kv_dtype=options["kv_dtype"]) as llm:
-            expected = all_facts(llm.generate(*toy_requests()))
-    else:
-        expected = plain_toy(name, layers, dtype)
-    with open_toy(toy(name, layers, dtype), 4, **options) as llm:
-        Spy(llm)
-        assert all_facts(llm.generate(*toy_requests())) == expected
-        stats = llm.stats()
-    assert stats["draft"]["errors"] == 0 and stats["draft"]["drafted"] > 0
-    assert stats["preemptions"] > 0 or "kv_memory" not in options
 
 
 # The same drafts
@@ -474,35 +357,6 @@ def test_what_the_layers_keep_counts_as_kv_memory() -> None:
     assert all(store() is None for store in held)
 
 
-@pytest.mark.parametrize("weights", [False, True])
-def test_sleep_gives_their_memory_back_and_drafts_go_on_after_it(weights: bool) -> None:
-    params = GREEDY.replace(max_tokens=20)
-    with open_story(2, "bfloat16") as llm:
-        before = llm.generate(STORY, params)
-        awake = llm.info()["kv_bytes"]
-        llm.sleep(weights=weights)
-        assert llm.info()["kv_bytes"] == 0
-        llm.wake()
-        assert llm.info()["kv_bytes"] == awake
-        spy = Spy(llm)
-        after = llm.generate(STORY, params)
-        assert spy.drafts and llm.stats()["draft"]["errors"] == 0
-    assert all_facts(after) == all_facts(before)
-    assert after[0].metrics.draft.num_accepted == before[0].metrics.draft.num_accepted
-
-
-def test_new_weights_make_worse_drafts_and_the_words_of_plain_decoding() -> None:
-    with open_story(None) as plain, open_story(2) as drafting:
-        module = plain.engine.runner.module  # type: ignore[attr-defined]
-        new = {name: value.detach() * 1.02 for name, value in module.named_parameters()}
-        for llm in (plain, drafting):
-            llm.generate(STORY, GREEDY)
-            llm.update_weights(new)
-        expected, found = plain.generate(STORY, GREEDY), drafting.generate(STORY, GREEDY)
-        assert drafting.stats()["draft"]["errors"] == 0
-    assert all_facts(found) == all_facts(expected)
-
-
 # A live module stays its owner's
 
 
@@ -544,46 +398,6 @@ def test_modules_are_given_back_as_they_were() -> None:
         assert not pair.main.get_decoder()._forward_hooks
     finally:
         pair.mtp.eval()
-
-
-def test_ctrl_c_in_a_draft_gives_the_modules_back_and_costs_no_word_later() -> None:
-    pair = toy("qwen3", 2)
-    with open_toy(pair, None) as plain, open_toy(pair, 3) as llm:
-        mtp, calls = llm.engine.runner.draft_layers, 0  # type: ignore[attr-defined]
-        run = mtp.run
-
-        def interrupted(k: int, batch: Batch, store: Any) -> Tensor:
-            nonlocal calls
-            calls += 1
-            if calls == 5:
-                raise KeyboardInterrupt
-            logits: Tensor = run(k, batch, store)
-            return logits
-
-        mtp.run = interrupted
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([5, 6, 7], GREEDY)
-        assert not any("forward" in m.__dict__ for m in (*pair.mtp.modules(), *pair.main.modules()))
-        assert all_facts(llm.generate([5, 6, 7], GREEDY)) == all_facts(
-            plain.generate([5, 6, 7], GREEDY)
-        )
-        assert calls > 5 and llm.stats()["draft"]["errors"] == 0
-
-
-def test_a_step_that_ctrl_c_ends_is_drafted_for_again() -> None:
-    def interrupted(ids: Any, logits: Tensor) -> Tensor:
-        raise KeyboardInterrupt
-
-    pair = toy("qwen3", 2)
-    with open_toy(pair, None) as plain, open_toy(pair, 3) as llm:
-        stream = llm.stream([5, 6, 7], GREEDY)
-        deltas = [next(stream)]
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([8, 9], GREEDY.replace(logits_processors=[interrupted]))
-        deltas += stream
-        assert deltas[-1].result is not None
-        assert all_facts([deltas[-1].result]) == all_facts(plain.generate([[5, 6, 7]], GREEDY))
-        assert llm.stats()["draft"]["errors"] == 0
 
 
 def test_a_layer_that_raises_costs_drafts_and_no_word() -> None:
@@ -737,8 +551,3 @@ def test_reading_the_layers_leaves_the_model_as_it_was(
     for ours, theirs in zip(toy("qwen3", 2).mtp.layers, mtp.layers, strict=True):
         for name, value in ours.state_dict().items():
             assert torch.equal(value, theirs.state_dict()[name]), name
-
-
-def test_beams_take_no_drafts() -> None:
-    with open_toy(toy("qwen3", 1), 2) as llm, pytest.raises(VerbatimError, match="num_beams"):
-        llm.generate([5, 6], SamplingParams(num_beams=2))

@@ -10,15 +10,7 @@ import torch
 
 from support.requests_mixed import all_facts, facts, mixed_requests
 from support.toys import make_toy, random_ids
-from verbatim import (
-    LLM,
-    EngineClosed,
-    FinishReason,
-    OutOfBlocks,
-    RequestFailed,
-    SamplingParams,
-    VerbatimError,
-)
+from verbatim import LLM, EngineClosed, FinishReason, OutOfBlocks, SamplingParams
 
 PROMPT = random_ids(10, seed=3)
 
@@ -46,12 +38,6 @@ def test_no_tokens_take_no_forward_unless_prompt_logprobs_are_asked_for(llm: LLM
     result = llm.generate(PROMPT, SamplingParams(max_tokens=0))[0]
     assert result.outputs[0].finish_reason is FinishReason.LENGTH
     assert result.outputs[0].token_ids == [] and result.prompt_logprobs is None
-
-
-def test_results_come_in_the_order_of_the_prompts(llm: LLM) -> None:
-    prompts = [random_ids(n, seed=n) for n in (9, 1, 30)]
-    results = llm.generate(prompts, SamplingParams(max_tokens=2))
-    assert [r.prompt_token_ids for r in results] == prompts
 
 
 def test_two_runs_without_a_seed_differ_and_the_reported_seed_reproduces_each(llm: LLM) -> None:
@@ -118,40 +104,6 @@ def test_deltas_join_to_the_result(llm: LLM) -> None:
         assert [top for d in mine for top in d.top_logprobs or []] == c.top_logprobs
         assert [d.finish_reason for d in mine][-1] is c.finish_reason
         assert all(d.finish_reason is None for d in mine[:-1])
-
-
-def test_a_request_that_fails_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NaN logits in one row end that row's request; its neighbours get what they would have got."""
-    prompts = [random_ids(6, seed=s) for s in range(3)]
-    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-    expected = [r.outputs[0].token_ids for r in llm.generate(prompts, params)]
-    forward = llm.engine.runner.forward
-
-    def broken(batch: Any) -> Any:
-        out = forward(batch)
-        if batch.num_sequences == 3:
-            out.logits[1] = torch.nan
-        return out
-
-    monkeypatch.setattr(llm.engine.runner, "forward", broken)
-    requests = [llm.engine.admission.admit(p, params) for p in prompts]
-    with pytest.raises(RequestFailed, match="no token can be drawn"):
-        llm.engine.run(requests)
-    assert isinstance(requests[1].error, RequestFailed)
-    for i in (0, 2):
-        result = requests[i].result
-        assert result is not None and result.outputs[0].token_ids == expected[i]
-    assert llm.stats()["blocks_used"] == 0
-
-
-def test_an_engine_called_from_its_own_forward_says_so(llm: LLM) -> None:
-    module = llm.engine.runner.module
-    hook = module.register_forward_hook(lambda *_: llm.generate(PROMPT))
-    with pytest.raises(VerbatimError, match="from inside its own forward"):
-        llm.generate(PROMPT, SamplingParams(max_tokens=2))
-    hook.remove()
-    assert len(llm.generate(PROMPT, SamplingParams(max_tokens=2))) == 1
-    assert llm.stats()["blocks_used"] == 0
 
 
 def test_prompt_logprobs_never_ask_for_more_logits_than_fit(

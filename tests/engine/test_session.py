@@ -39,7 +39,6 @@ from verbatim import (
     Session,
     SessionBusy,
     TensorParallel,
-    VerbatimError,
 )
 from verbatim.opening import open_engine
 from verbatim.session_file import _digest
@@ -193,22 +192,9 @@ def test_turns_equal_one_prompt_of_all_ids_and_compute_only_what_is_new() -> Non
             assert llm.stats()["blocks_used"] == llm.stats()["sessions"] == 0
 
 
-def test_rolling_back_equals_a_fresh_run() -> None:
+def test_rolled_back_into_a_completion_none_goes_on_with_it() -> None:
+    """Its penalties count on. `SessionMachine` rolls back to any position."""
     with open_llm() as llm, llm.session(100, seed=7) as session:
-        first = session.generate([*PROMPT, *range(20, 40)], P8).outputs[0]
-        session.generate([50, 51], P8)
-        second_at = 37
-        for position in (41, second_at, 36, 31, 27, 12, 3):
-            session.position = position
-            before = session.token_ids
-            assert len(before) == session.position == position
-            result = session.generate([90], P8.replace(max_tokens=3))
-            assert said(result) == alone(llm, [*before, 90], P8.replace(max_tokens=3))
-            llm.engine.scheduler.pool.check()
-            session.position = position
-        session.position = 0
-        assert session.token_ids == []
-        # Rolled back into a completion, None goes on with that completion: its penalties count on.
         penalized = P8.replace(frequency_penalty=1.5)
         whole = alone(llm, PROMPT, penalized)
         session.generate(PROMPT, penalized)
@@ -216,7 +202,6 @@ def test_rolling_back_equals_a_fresh_run() -> None:
         session.position = len(PROMPT) + 4
         rest = session.generate(None, penalized.replace(max_tokens=4)).outputs[0]
         assert rest.token_ids == whole[0][4:] and session.text == whole[5]
-        assert first.token_ids
         for value in (-1, 16, 2.0, True, None):
             with pytest.raises(InvalidRequest, match="from 0 to 15"):
                 session.position = value  # type: ignore[assignment]
@@ -542,24 +527,6 @@ def test_routing_is_recorded_over_turns() -> None:
         assert said(result) == alone(llm, result.prompt_token_ids, P8)
 
 
-def test_sessions_over_offloaded_weights(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    ids = toys.random_ids(20, 1)
-    folder = folders("llama")
-    with LLM(folder, kv_memory="400KB") as resident, resident.session(100, seed=7) as session:
-        want = [said(session.generate(i, P8)) for i in (ids, [50], None)]
-    placement = Offload(gpu="300MB", weights=(0, 50, 50))
-    with LLM(folder, placement=placement, max_length=200) as llm:
-        rows = counted(llm)
-        with llm.session(100, seed=7) as session:
-            assert [said(session.generate(i, P8)) for i in (ids, [50], None)] == want
-            assert rows == [20, *[1] * 7, 2, *[1] * 7, *[1] * 8]
-            session.save(tmp_path / "talk", kv=True)
-            want = said(session.generate([51], P8))
-    with LLM(folder, kv_memory="400KB") as llm, llm.session(load=tmp_path / "talk") as session:
-        rows = counted(llm)
-        assert said(session.generate([51], P8)) == want and rows[0] == 2
-
-
 def test_sessions_on_a_cluster(tmp_path: Path) -> None:
     folder, path = tmp_path / "model", tmp_path / "talk.session"
     toys.make_toy("llama", vocab_size=VOCAB).save_pretrained(folder)
@@ -678,6 +645,7 @@ def test_saved_sessions_go_on_in_another_engine_with_the_same_words(
         ("qwen3_moe", (None, "stages")),
         ("mtp", (None, None)),
         ("mtp", ("stages", None)),
+        ("llama", ("offload", None)),
         pytest.param("llama", ("ranks", "ranks"), marks=pytest.mark.slow),
     ],
 )
@@ -695,6 +663,7 @@ def test_saved_kv_has_all_that_is_kept_of_a_token(
 
     def opened(place: str | None) -> LLM:
         placements = {
+            "offload": lambda: Offload(weights=(0, 50, 50)),
             "ranks": lambda: TensorParallel(2),
             "stages": lambda: Cluster(stages=2, hosts=ThreadHosts()),
         }
@@ -934,7 +903,3 @@ SessionMachine.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 TestSessionMachine = SessionMachine.TestCase
-
-
-def test_an_error_of_a_session_is_one_of_ours() -> None:
-    assert issubclass(SessionBusy, VerbatimError)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from support.requests_mixed import all_facts, facts
-from support.schemas import BY_HAND, TREE, random_schema
+from support.schemas import BY_HAND, TREE
 from verbatim import LLM, FinishReason, InvalidRequest, RequestFailed, SamplingParams
 
 PROMPT = "Once upon a time"
@@ -29,22 +28,6 @@ def _check(schema: Any, result: Any) -> int:
     for c in done:
         jsonschema.Draft202012Validator(schema).validate(json.loads(c.text))
     return len(done)
-
-
-@pytest.mark.slow
-def test_completions_of_two_hundred_random_schemas_parse_and_validate(storyteller: LLM) -> None:
-    rng = random.Random(7)
-    schemas = [random_schema(rng, 3) for _ in range(200)] + BY_HAND
-    params = [
-        SamplingParams(json_schema=schema, seed=i, max_tokens=120, n=2, temperature=0.8)
-        for i, schema in enumerate(schemas)
-    ]
-    results = storyteller.generate([PROMPT] * len(schemas), params)
-    finished = sum(_check(schema, r) for schema, r in zip(schemas, results, strict=True))
-    assert finished > 1.6 * len(
-        schemas
-    )  # the others were cut at 120 tokens, in the middle of a text
-    assert storyteller.stats()["blocks_used"] == 0
 
 
 def test_nested_and_recursive_schemas_hold_beside_free_requests(storyteller: LLM) -> None:

@@ -23,7 +23,7 @@ from support.requests_mixed import all_facts, mixed_requests
 from support.toys import make_toy
 from verbatim import LLM, ModelError, NotSupported, SamplingParams
 from verbatim.errors import ModelChanged
-from verbatim.model.packed import PackedConv1D, PackedEmbedding, PackedLinear, packed_buffers
+from verbatim.model.packed import PackedEmbedding, PackedLinear, packed_buffers
 from verbatim.model.packing import choose_packings
 from verbatim.model.quantization import Quantization, resolve_quantization
 from verbatim.model.quantize import pack, rounded, unpack, unpack_rows
@@ -151,8 +151,9 @@ def test_a_packed_layer_has_the_shapes_and_dtype_of_its_weight() -> None:
     assert type(embedding) is PackedEmbedding and isinstance(embedding, nn.Embedding)
     assert torch.equal(embedding(ids), embedding.weight[ids]) and embedding(ids).shape == (2, 2, 64)
     assert torch.equal(unpack_rows(embedding.packed, embedding.packing, ids[0]), embedding(ids)[0])
-    _, packed = filled("gpt2", kind)
-    assert type(packed.transformer.h[0].mlp.c_fc) is PackedConv1D
+    plain, packed = filled("gpt2", kind)
+    linear, expected = packed.transformer.h[0].mlp.c_fc, plain.transformer.h[0].mlp.c_fc.weight
+    assert type(linear) is PackedLinear and linear.weight.shape == expected.shape
     plain, packed = filled("qwen3_moe", kind)
     experts = packed.model.layers[0].mlp.experts
     assert type(experts).__name__ == type(plain.model.layers[0].mlp.experts).__name__

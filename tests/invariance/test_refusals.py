@@ -25,7 +25,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 
 def rows() -> list[tuple[str, str]]:
     """The first two cells of each row of the table, without quotes."""
-    section = PAGE.read_text().split("## What does not go together")[1].split("\n## ")[0]
+    section = PAGE.read_text().split("## Unsupported combinations")[1].split("\n## ")[0]
     cells = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"]
     return [(this.replace("`", ""), other.replace("`", "")) for this, other, _ in cells[2:]]
 

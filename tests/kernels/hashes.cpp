@@ -52,11 +52,11 @@ template <typename T> static void products() {
     constexpr int64_t ROWS = 5, COLS = 83, DEPTH = 200, GROUP = 32;
     const auto x = numbers<T>(ROWS * DEPTH, 1), w = numbers<T>(COLS * DEPTH, 2), bias = numbers<T>(COLS, 3);
     std::vector<T> out(ROWS * COLS);
-    for (const char *name : {"vb_linear", "vb_linear_t"}) {
-        const int64_t stride = name[9] ? COLS : DEPTH;
-        call(named(name).c_str(), out.data(), x.data(), w.data(), bias.data(), ROWS, COLS, DEPTH, DEPTH,
-             stride, COLS, 0, 1);
-        report(named(name), out);
+    for (const int transposed : {0, 1}) {
+        const vb::Matrix matrix{w.data(), bias.data(), COLS, DEPTH, transposed ? COLS : DEPTH,
+                                sizeof(T) == 2 ? vb::BF16 : vb::FLOAT, 0, transposed};
+        call(named("vb_multiply").c_str(), out.data(), x.data(), ROWS, DEPTH, &matrix, 1, COLS, 0, 1);
+        report(named("vb_multiply") + (transposed ? " by columns" : " by rows"), out);
     }
     for (const int bits : {4, 8}) {
         const std::string of_bits = std::to_string(bits);

@@ -117,6 +117,21 @@ def test_strides_do_not_change_the_bits(backend: str, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", kernels.available())
+def test_the_bits_are_the_same_whichever_way_the_weight_lies(
+    backend: str, dtype: torch.dtype
+) -> None:
+    for num_out, depth in ((1, 1), (5, 33), (70, 100), (33, 1000), (200, 70), (130, 4300)):
+        weight, bias = rand(num_out, depth, dtype=dtype), rand(num_out, dtype=dtype)
+        stored = weight.t().contiguous()
+        for count in (1, 2, 5, 8, 9, 20, 270):
+            x = rand(count, depth, dtype=dtype)
+            expected = linear(x, weight, bias, backend=backend)
+            with threads(2 if count == 20 else 1):
+                assert torch.equal(linear(x, stored.t(), bias, backend=backend), expected), count
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_edges(backend: str, dtype: torch.dtype) -> None:
     weight = rand(5, 60, dtype=dtype)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from support import checkpoints
 from support.checkpoints import check_other_placements, save
+from support.lora import merge, save_adapter
 from support.requests_mixed import all_facts, generated, mixed_requests
 from support.toys import make_toy, random_ids
 from verbatim import (
@@ -128,10 +130,27 @@ FORMATS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any], str, bool]] =
 }
 
 
+if find_spec("torchao") is not None:
+    FORMATS |= {
+        f"torchao {kind}": ("llama", SHAPE, kind, {}, held, True)
+        for kind, held in {
+            "int8 rows": "int8-g128",
+            "int8 groups": "int8-g64",
+            "float8 rows": "fp8-g128",
+            "float8 tensor": "fp8-g128",
+            "int4": "int4-g64",
+        }.items()
+    }
+needs_torchao = pytest.mark.skipif("torchao int4" not in FORMATS, reason="torchao is not installed")
+
+
 def written(name: str, folder: Path) -> Any:
     """Write a checkpoint of a format; the module with the numbers that it holds."""
     toy, settings, writer, quantization, _, _ = FORMATS[name]
     module = make_toy(toy, **settings)
+    if isinstance(writer, str):
+        checkpoints.save_torchao(folder, module, writer)
+        return module
     save(folder, module, writer, quantization, "experts" if name == "mxfp4" else ".")
     return module
 
@@ -166,31 +185,21 @@ def test_the_numbers_are_those_of_the_file(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_other_placements_give_the_same_tokens(name: str, tmp_path: Path) -> None:
+    """Ranks hold their share as it is stored."""
     written(name, tmp_path)
-    check_other_placements(tmp_path)
+    ranks = (TensorParallel(2), PipelineParallel(2)) if name in ("awq", "fp8") else ()
+    check_other_placements(tmp_path, *ranks)
 
 
-def save_adapter(folder: Path, base: Path, module: Any, **config: Any) -> None:
-    """Write a LoRA adapter of rank 4 for the attention, and add it to the module."""
-    fields = dict(peft_type="LORA", base_model_name_or_path=str(base), r=4, lora_alpha=8, **config)
-    generator, tensors = torch.Generator().manual_seed(3), {}
-    for name, parameter in module.named_parameters():
-        if re.search(r"self_attn\.[qkvo]_proj\.weight", name):
-            a = torch.randn(4, parameter.shape[1], generator=generator) / 8
-            b = torch.randn(parameter.shape[0], 4, generator=generator) / 8
-            prefix = f"base_model.model.{name.removesuffix('.weight')}"
-            tensors |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
-            parameter.data += 2 * (b @ a)
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text(json.dumps(fields))
-    save_file(tensors, folder / "adapter_model.safetensors")
+ATTENTION = r"self_attn\.[qkvo]_proj"
 
 
 @pytest.mark.slow
 def test_an_adapter_folder_opens_through_its_base(tmp_path: Path) -> None:
     module = make_toy("llama", **SHAPE)
     module.save_pretrained(tmp_path / "base")
-    save_adapter(adapter := tmp_path / "adapter", tmp_path / "base", module)
+    base = dict(base_model_name_or_path=str(tmp_path / "base"), layers=ATTENTION)
+    merge(module, save_adapter(adapter := tmp_path / "adapter", module, **base))
     requests = mixed_requests(4)
     with LLM(adapter) as llm:
         outputs = all_facts(llm.generate(*requests))
@@ -245,14 +254,19 @@ def test_an_adapter_changes_the_layers_that_it_names(kind: str, tmp_path: Path) 
 def test_adapters_that_can_not_be_added_are_refused_by_name(tmp_path: Path) -> None:
     module = make_toy("llama", **SHAPE)
     module.save_pretrained(tmp_path / "base")
-    save_adapter(tmp_path / "olora", tmp_path / "base", module, init_lora_weights="olora")
+
+    def save(name: str, base: str, **config: Any) -> None:
+        config |= dict(base_model_name_or_path=str(tmp_path / base), layers=ATTENTION)
+        save_adapter(tmp_path / name, module, **config)
+
+    save("olora", "base", init_lora_weights="olora")
     with pytest.raises(NotSupported, match="init_lora_weights='olora'"):
         LLM(tmp_path / "olora")
     make_toy("llama").save_pretrained(tmp_path / "other")
-    save_adapter(tmp_path / "adapter", tmp_path / "other", module)
+    save("adapter", "other")
     with pytest.raises(ModelError, match="does not fit the base model"):
         LLM(tmp_path / "adapter")
-    save_adapter(tmp_path / "lost", tmp_path / "nowhere/at/all", module)
+    save("lost", "nowhere/at/all")
     with pytest.raises(ModelError, match="neither a folder nor a hub id"):
         LLM(tmp_path / "lost")
 
@@ -296,16 +310,6 @@ def test_new_weights_are_rounded_to_the_format_that_is_held(tmp_path: Path) -> N
         torch.testing.assert_close(found, expected_scores(module, ids), atol=2e-4, rtol=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["awq", "fp8"])
-def test_ranks_hold_their_share_as_it_is_stored(name: str, tmp_path: Path) -> None:
-    written(name, tmp_path)
-    requests = mixed_requests(4)
-    outputs = generated(LLM(tmp_path), *requests)
-    for placement in (TensorParallel(2), PipelineParallel(2)):
-        assert generated(LLM(tmp_path, placement=placement), *requests) == outputs
-
-
 @pytest.mark.parametrize(
     ("kind", "key", "damage"),
     [
@@ -331,18 +335,32 @@ def test_ranks_hold_their_share_as_it_is_stored(name: str, tmp_path: Path) -> No
         ("nf4", "weight.absmax", lambda x: x.to(torch.uint8)),
         ("nf4-nested", "weight.nested_quant_map", lambda x: x[:3]),
         ("nf4-nested", "weight.nested_absmax", lambda x: x.repeat(2)),
+        *(
+            pytest.param(f"torchao {kind}", f"_weight_{key}", damage, marks=needs_torchao)
+            for kind, key, damage in (
+                ("int8 rows", "scale", lambda x: x[:64]),
+                ("int8 rows", "qdata", lambda x: x.int()),
+                ("int8 groups", "zero_point", lambda x: x.float()),
+                ("float8 rows", "scale", None),
+                ("int4", "zero_point", lambda x: x * torch.nan),
+                ("int4", "scale", lambda x: x.t()),
+                ("int4", "zero_point", lambda x: x.view(torch.int16)),
+            )
+        ),
     ],
 )
 def test_damaged_tensors_are_named(
     kind: str, key: str, damage: Callable[[torch.Tensor], torch.Tensor] | None, tmp_path: Path
 ) -> None:
     written(kind, tmp_path)
-    name = f"model.layers.0.self_attn.q_proj.{key}"
-    tensors = load_file(tmp_path / "model.safetensors")
+    path, name = tmp_path / "model.safetensors", f"model.layers.0.self_attn.q_proj.{key}"
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
     tensor = tensors.pop(name)
     if damage is not None:
         tensors[name] = damage(tensor).contiguous()
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(tensors, path, metadata)
     with pytest.raises(ModelError, match=r"q_proj|g_idx"):
         LLM(tmp_path)
 
@@ -376,6 +394,15 @@ def test_a_variant_that_is_not_read_is_refused_by_name(
     config["quantization_config"] |= changes
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(NotSupported, match=words):
+        LLM(tmp_path)
+
+
+@needs_torchao
+def test_other_tensors_of_torchao_are_refused_by_name(tmp_path: Path) -> None:
+    written("torchao int8 rows", tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b"Int8Tensor", b"OddTensor!"))
+    with pytest.raises(NotSupported, match="OddTensor! of torchao"):
         LLM(tmp_path)
 
 

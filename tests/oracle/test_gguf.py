@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from support.checkpoints import check_other_placements
 from support.gguf_files import gguf_name, gguf_writer, save_gguf
 from support.pairwise import slow_but
-from support.requests_mixed import all_facts, mixed_requests
+from support.requests_mixed import all_facts, generated, mixed_requests
 from support.toys import make_toy, random_ids
 from verbatim import LLM, Cluster, ModelError, NotSupported, Offload, TensorParallel
 from verbatim.model import gguf as reading
@@ -163,8 +164,7 @@ def test_the_tokens_are_those_of_the_numbers_in_the_file(name: str, tmp_path: Pa
     assert all(torch.equal(theirs[n], tensor) for n, tensor in expected.state_dict().items())
     requests = mixed_requests(5)
     expected.save_pretrained(tmp_path / "folder")
-    with LLM(tmp_path / "folder") as llm:
-        tokens = all_facts(llm.generate(*requests))
+    tokens = generated(LLM(tmp_path / "folder"), *requests)
     with LLM(tmp_path / "toy.gguf", dtype=dtype) as llm:
         assert llm.info()["dtype"] == str(expected.dtype).removeprefix("torch.")
         held = llm.info().get(
@@ -180,12 +180,7 @@ def test_the_tokens_are_those_of_the_numbers_in_the_file(name: str, tmp_path: Pa
 @pytest.mark.parametrize("name", FILES)
 def test_other_placements_give_the_same_tokens(name: str, tmp_path: Path) -> None:
     _, dtype = written(name, tmp_path)
-    requests = mixed_requests(4)
-    with LLM(tmp_path, dtype=dtype) as llm:
-        tokens = all_facts(llm.generate(*requests))
-    for placement in (Offload(cpu="64MB"), Cluster(stages=2), TensorParallel(2)):
-        with LLM(tmp_path, dtype=dtype, placement=placement) as llm:
-            assert all_facts(llm.generate(*requests)) == tokens, placement
+    check_other_placements(tmp_path, TensorParallel(2), dtype=dtype)
 
 
 _LLAMA3: dict[str, Any] = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0)
@@ -233,8 +228,7 @@ def test_weights_sleep_and_are_quantized_to_fewer_bits(name: str, tmp_path: Path
         assert all_facts(llm.generate(*requests)) == tokens
     expected.save_pretrained(tmp_path / "folder")
     settings: dict[str, Any] = dict(quantization="int4")
-    with LLM(tmp_path / "folder", **settings) as llm:
-        quantized = all_facts(llm.generate(*requests))
+    quantized = generated(LLM(tmp_path / "folder", **settings), *requests)
     with LLM(tmp_path / "toy.gguf", dtype=dtype, **settings) as llm:
         # The head of Q8_0 stays as it is stored, and that of the folder is rounded to 8 bits.
         assert (all_facts(llm.generate(*requests)) == quantized) is (name == "float32")

@@ -40,7 +40,7 @@ from verbatim.placement.distributed import opening as cluster_opening
 from verbatim.placement.distributed import stage as stage_module
 from verbatim.placement.distributed.handshake import connect as connect_to
 from verbatim.placement.distributed.link import LinkLost
-from verbatim.placement.distributed.plan import Layout, divide
+from verbatim.placement.distributed.plan import LayerSizes, divide
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": dict(
@@ -566,7 +566,7 @@ def test_divide() -> None:
     assert divide([1, 1, 1, 1], (0, 0), [1, 2, 3], [1, 9], [1, 1]) == [(0, 1), (1, 4)]
     with pytest.raises(MemoryError, match="can't be divided over 2 stages"):
         divide([1, 1, 1, 1], (0, 0), [1, 2, 3], [1, 2], [1, 1])
-    layout = Layout((1, 2, 3, 4), (10, 20), 5, (1, 2, 3))
+    layout = LayerSizes((1, 2, 3, 4), (10, 20), 5, (1, 2, 3))
     assert [layout.bytes_of(0, 4), layout.bytes_of(1, 2), layout.bytes_of(0, 1)] == [45, 7, 16]
     assert layout.divide([30, 30], [1, 1], (1, 3)) == [(1, 2), (2, 3)]
 

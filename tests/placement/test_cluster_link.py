@@ -39,7 +39,7 @@ from verbatim.placement.distributed.group import StageGroup
 from verbatim.placement.distributed.handshake import Listener, Refused, connect
 from verbatim.placement.distributed.layers import Layers
 from verbatim.placement.distributed.link import Link, LinkLost
-from verbatim.placement.distributed.rows import Mark, Rows, decode_rows, encode_rows
+from verbatim.placement.distributed.rows import Mark, RowsMessage, decode_rows, encode_rows
 from verbatim.placement.distributed.stage import Stage
 from verbatim.placement.distributed.wire import PREFIX, Garbage, decode, encode, sizes
 
@@ -141,7 +141,7 @@ def test_results_arrive_as_they_were() -> None:
 def test_hidden_states_arrive_as_they_were(rows: int, dtype: torch.dtype) -> None:
     states = torch.randn(rows, 48).to(dtype)
     for hidden in (states, torch.randn(48, 7).to(dtype).t()):
-        sent = Rows(Mark(3, 2**40, 5), hidden, b"a clock", 12345.678, 0.1, 0.3, 1)
+        sent = RowsMessage(Mark(3, 2**40, 5), hidden, b"a clock", 12345.678, 0.1, 0.3, 1)
         raw = b"".join(bytes(buffer) for buffer in encode_rows(sent))
         size, states_size = sizes(raw[: PREFIX.size])
         header, data = raw[PREFIX.size :][:size], bytearray(raw[PREFIX.size + size :])
@@ -325,9 +325,9 @@ def test_a_connection_carries_hidden_states(near: bool, monkeypatch: pytest.Monk
     guests.close()
 
 
-def some_rows(step: int, rows: int, dtype: torch.dtype) -> Rows:
+def some_rows(step: int, rows: int, dtype: torch.dtype) -> RowsMessage:
     hidden = torch.randn(rows, 48).to(dtype)
-    return Rows(Mark(3, step, 5), hidden, b"a clock", 12345.678, 1e-9 * step, 0.3, 2)
+    return RowsMessage(Mark(3, step, 5), hidden, b"a clock", 12345.678, 1e-9 * step, 0.3, 2)
 
 
 def send_slowly(link: Link, pieces: list[bytes]) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 from verbatim.placement.distributed.launcher import Launcher
 
 
@@ -15,3 +19,14 @@ def test_workers_that_end_together_end_no_other() -> None:
             assert {worker.ended for worker in workers} == {"exit status 0"}
     finally:
         launcher.close()
+
+
+def test_a_launcher_that_its_owner_has_left_ends_without_a_word() -> None:
+    line = [sys.executable, "-P", "-m", "verbatim.placement.distributed.launcher", "builtins:dict"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(line, **pipes)  # type: ignore[call-overload]
+    process.stdout.close()
+    process.stdout = None
+    order = json.dumps({"start": 0, "arguments": {}}).encode() + b"\n"
+    assert process.communicate(order, timeout=60)[1] == b""
+    assert process.returncode == 0

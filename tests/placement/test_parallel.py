@@ -44,9 +44,10 @@ from verbatim.placement.distributed import rank_opening as parallel_opening
 from verbatim.placement.distributed.heads import split_heads
 from verbatim.placement.distributed.hosts import LocalHosts
 from verbatim.placement.distributed.launcher import HOST
-from verbatim.placement.distributed.rank_group import RankGroup, RankHost, RankHosts
+from verbatim.placement.distributed.rank_group import RankGroup
 from verbatim.placement.distributed.served import Served
 from verbatim.placement.distributed.stage import Stage
+from verbatim.placement.distributed.torchrun import RankHost, RankHosts
 
 Folders = Callable[[str], Path]
 
@@ -195,7 +196,9 @@ def check_columns(
         assert ours["scores"] == scores and ours["after"] == ours["awake"] == after
         assert ours["adapted"] == adapted != after
         assert ours["updated"] == updated != after
-        assert ours["stream"].startswith("stream: where each rank is a process of the user's")
+        assert ours["stream"].startswith(
+            "stream: not supported where each rank is a process of yours"
+        )
         assert "id 1000000 is outside" in ours["refused"]
 
 

@@ -7,26 +7,38 @@ tests/unit/test_text.py (templates), tests/unit/test_grammar.py (structures) and
 from __future__ import annotations
 
 import ast
+import contextlib
+import http.client
 import json
 import pickle
+import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
 
 import verbatim
+from support import toy_tokenizers
+from support.lora import save_adapter
 from support.serving import Served, serving
+from support.stages import ThreadHosts
 from support.toys import make_toy
-from verbatim import LLM
+from verbatim import LLM, Cluster, InvalidRequest, Offload, SamplingParams
 from verbatim.errors import VerbatimError
+from verbatim.opening import plan_offload
 from verbatim.placement.distributed import wire
+from verbatim.placement.options import engine_options
 from verbatim.serve.app import make_app
 from verbatim.serve.settings import ServeSettings
 
 KEY = "a-key-of-eight"
+GREEDY = SamplingParams(temperature=0, max_tokens=4)
 SAYS = [{"role": "user", "content": "Hi"}]
 CHAT = "/v1/chat/completions"
 PACKAGE = Path(verbatim.__file__).parent
@@ -34,7 +46,7 @@ PACKAGE = Path(verbatim.__file__).parent
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    settings = ServeSettings(api_keys=(KEY,), name="storyteller")
+    settings = ServeSettings(api_keys=(KEY,), name="storyteller", training=True)
     with LLM() as llm, serving(llm, settings) as server:
         server.client.headers["authorization"] = f"Bearer {KEY}"
         yield server
@@ -62,8 +74,14 @@ def test_pickle_on_an_inter_process_socket() -> None:
         "gather_object",
     }
     unpickling |= {"recv_object_list", "scatter_object_list", "recv_pyobj", "Listener", "Pipe"}
+    modules = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "multiprocessing"}
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
+            imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                imported = [node.module or ""]
+            if modules & {name.partition(".")[0] for name in imported}:  # DCP's own unpickler
+                assert file.parent.name == "dcp" and imported == ["pickle"], file
             if isinstance(node, ast.Attribute):
                 owner = node.value.id if isinstance(node.value, ast.Name) else ""
                 assert not (node.attr in unpickling and owner not in ("json", "tomllib")), (
@@ -101,18 +119,204 @@ def test_tensor_deserialization_of_sparse_tensors(tmp_path: Path, indices: list[
         LLM(tmp_path)
 
 
-@pytest.mark.parametrize("role", ["model", "draft"])
-def test_code_from_a_checkpoint_without_consent(tmp_path: Path, role: str) -> None:
-    make_toy("llama").save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    ran = tmp_path / "ran"
-    (tmp_path / "code.py").write_text(f"open({str(ran)!r}, 'w')\n")
-    classes = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
-    config |= {"model_type": "own", "auto_map": classes}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+def code(ran: Path) -> str:
+    return f"open({str(ran)!r}, 'w').close()"
+
+
+class Runs:
+    """Unpickled as a call that writes the file `ran`."""
+
+    def __init__(self, ran: Path) -> None:
+        self.ran = ran
+
+    def __reduce__(self) -> Any:
+        return exec, (code(self.ran),)
+
+
+def change(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def without_safetensors(folder: Path) -> None:
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+
+
+def trap_config(folder: Path, ran: Path) -> None:
+    change(folder / "config.json", model_type="own")
+
+
+def trap_nothing(folder: Path, ran: Path) -> None:
+    """A known type: its own code is what `auto_map` and the files beside it would replace."""
+
+
+def trap_weights(folder: Path, ran: Path) -> None:
+    without_safetensors(folder)
+    torch.save({"model.norm.weight": Runs(ran)}, folder / "pytorch_model.bin")
+
+
+def trap_old_weights(folder: Path, ran: Path) -> None:
+    """The format before zip files."""
+    without_safetensors(folder)
+    weights = {"model.norm.weight": Runs(ran)}
+    torch.save(weights, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+
+
+def trap_shards(folder: Path, ran: Path) -> None:
+    without_safetensors(folder)
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "part-1.bin"}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (folder / "part-1.bin").write_bytes(pickle.dumps(Runs(ran)))
+
+
+def trap_adapter(folder: Path, ran: Path) -> None:
+    """A base model that the folder's adapter would bring."""
+    base = folder / "base"
+    base.mkdir()
+    (folder / "config.json").rename(base / "config.json")
+    change(base / "config.json", model_type="own")
+    (base / "code.py").write_text(code(ran))
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": str(base), "r": 4}
+    (folder / "adapter_config.json").write_text(json.dumps(adapter))
+
+
+TRAPS = (trap_nothing, trap_config, trap_weights, trap_old_weights, trap_shards, trap_adapter)
+
+
+def trapped(folder: Path, trap: Callable[[Path, Path], None], ran: Path) -> Path:
+    """Write a folder in which whatever may hold code writes the file `ran` once it runs."""
+    module = make_toy("llama")
+    module.save_pretrained(folder)
+    save_adapter(folder, module)
+    (folder / "adapter_config.json").unlink()
+    toy_tokenizers.byte_level().hf.save_pretrained(folder)
+    kinds = "Config Model ModelForCausalLM ModelForMultimodalLM Processor ImageProcessor".split()
+    change(folder / "config.json", auto_map={f"Auto{kind}": "code.Own" for kind in kinds})
+    own = {"AutoTokenizer": ["code.Own", "code.Own"], "AutoProcessor": "code.Own"}
+    change(folder / "tokenizer_config.json", auto_map=own, chat_template=INJECTED.format(ran))
+    (folder / "custom_generate").mkdir()
+    for name in ("code.py", "custom_generate/generate.py", "__init__.py", "conftest.py"):
+        (folder / name).write_text(code(ran))
+    for name in ("optimizer.pt", "scheduler.pt", "training_args.bin", "adapter_model.bin"):
+        torch.save(Runs(ran), folder / name)
+    trap(folder, ran)
+    return folder
+
+
+INJECTED = "{{{{ cycler.__init__.__globals__.os.system('touch {}') }}}}"
+MESSAGE = [{"role": "user", "content": "Hi"}]
+
+
+def chats(llm: LLM) -> None:
+    with llm:
+        llm.chat(MESSAGE)
+
+
+def serves_training(path: Path) -> None:
+    """A body of bytes that are a pickle, and the path of a folder in place of a file."""
+    settings = ServeSettings(training=True, api_keys=(KEY,), adapter_root=str(path.parent))
+    with LLM() as llm, serving(llm, settings) as server:
+        server.client.headers["authorization"] = f"Bearer {KEY}"
+        for file in sorted(file for file in path.rglob("*") if file.is_file()):
+            octets = {"content-type": "application/octet-stream"}
+            body = {"content": file.read_bytes(), "headers": octets}
+            assert server.client.post("/update_weights", **body).status_code == 400
+        adapter = {"lora_name": "x", "lora_path": path.name}
+        raise InvalidRequest(server.refused("/v1/load_lora_adapter", adapter)["message"])
+
+
+def loads_files(path: Path) -> None:
+    """Every file of the folder, as a session and as new weights."""
+    with LLM() as llm:
+        for file in sorted(file for file in path.rglob("*") if file.is_file()):
+            with pytest.raises(VerbatimError):
+                llm.session(load=file)
+            with pytest.raises(VerbatimError):
+                llm.update_weights(file)
+        llm.load_adapter("x", path)
+
+
+def finds_prefixes(path: Path) -> None:
+    """Every cached prefix replaced by a pickle: a miss."""
+    kept = path / "kept"
+    prompt = list(range(40))
+    open_ = partial(LLM, prefix_folder=kept, block_size=8, kv_memory="16MB")
+    pickled = next(file for file in path.iterdir() if file.suffix in (".bin", ".pt"))
+    with open_() as llm:
+        expected = llm.generate([prompt], GREEDY)[0].outputs[0]
+    files = [file for file in kept.rglob("*") if file.is_file()]
+    assert files
+    for file in files:
+        file.write_bytes(pickled.read_bytes())
+    with open_() as llm:
+        (result,) = llm.generate([prompt], GREEDY)
+    assert result.num_cached_tokens == 0
+    assert result.outputs[0].token_ids == expected.token_ids
+
+
+def reads_dcp(path: Path) -> None:
+    """A checkpoint whose config and tokenizer are the folder's."""
+    name = path / "step_1"
+    name.mkdir()
+    (name / ".metadata").write_bytes((path / "optimizer.pt").read_bytes())
     with pytest.raises(VerbatimError):
-        LLM(tmp_path) if role == "model" else LLM(draft=tmp_path)
+        LLM(name, config=path)
+    (name / ".metadata").unlink()
+    writer = FileSystemWriter(name, sync_files=False)
+    dcp.save({"model": make_toy("llama").state_dict()}, storage_writer=writer)
+    for file in path.glob("*.bin"):
+        (name / file.name).write_bytes(file.read_bytes())
+    chats(LLM(name, config=path, tokenizer=path))
+
+
+# All ways in which a folder, a file or a body of another's making enters. Each either refuses, or takes no
+# more than data.
+ENTRANCES: dict[str, Callable[[Path], object]] = {
+    "model": lambda path: chats(LLM(path)),
+    "model offloaded": lambda path: chats(LLM(path, placement=Offload(cpu="64MB"))),
+    "model in stages": lambda path: chats(
+        LLM(path, placement=Cluster(stages=2, hosts=ThreadHosts()))
+    ),
+    "model quantized": lambda path: chats(LLM(path, quantization="int8")),
+    "draft": lambda path: LLM(make_toy("llama"), draft=path),
+    "tokenizer": lambda path: chats(LLM(make_toy("llama"), tokenizer=path)),
+    "weights": lambda path: LLM(make_toy("llama")).update_weights(path),
+    "adapter": lambda path: LLM(make_toy("llama"), adapters={"x": path}),
+    "plan": lambda path: plan_offload(path, Offload(), engine_options()),
+    "files": loads_files,
+    "server": serves_training,
+    "prefixes": finds_prefixes,
+    "checkpoint of torch": reads_dcp,
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch's, of dcp.save
+@pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.__name__)
+@pytest.mark.parametrize("entrance", ENTRANCES)
+def test_code_from_a_checkpoint_without_consent(
+    tmp_path: Path, entrance: str, trap: Callable[[Path, Path], None]
+) -> None:
+    ran = tmp_path / "ran"
+    folder = trapped(tmp_path / "folder", trap, ran)
+    with contextlib.suppress(VerbatimError):
+        ENTRANCES[entrance](folder)
     assert not ran.exists()
+
+
+def test_code_from_a_checkpoint_with_consent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The traps are set: with consent, they run."""
+    modules = tmp_path / "modules"
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(modules))
+    ran = tmp_path / "ran"
+    folder = trapped(tmp_path / "folder", trap_config, ran)
+    with pytest.raises(VerbatimError):
+        LLM(folder, trust_remote_code=True)
+    assert ran.exists()
+    ran.unlink()
+    torch.load(folder / "optimizer.pt", weights_only=False)
+    assert ran.exists()
 
 
 @pytest.mark.parametrize(
@@ -158,7 +362,24 @@ def test_schema_and_regex_crash_or_blow_up(served: Served, schema: dict[str, Any
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     body = {"messages": SAYS, "response_format": form, "max_tokens": 2}
     answer = served.client.post(CHAT, json=body)
-    assert answer.status_code == (200 if "(a+)+" in str(schema) or "{1," in str(schema) else 400)
+    is_costly = "(a+)+" in str(schema) or "{1," in str(schema)
+    assert answer.status_code == (200 if is_costly else 400)
+    # The other ways in which a schema comes.
+    nested = {"type": "object", "properties": {"x": schema}}
+    function = {"name": "f", "parameters": nested}
+    says: dict[str, Any] = {"messages": SAYS, "max_tokens": 2}
+    others: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": "x", "json_schema": schema}),
+        ("/v1/completions", {"prompt": "x", "structured_outputs": {"json": schema}}),
+        ("/v1/generate", {"prompt": "x", "params": {"json_schema": schema}}),
+        ("/v1/responses", {"input": "x", "text": {"format": form["json_schema"] | {"type": form["type"]}}}),
+        ("/v1/responses", {"input": "x", "tools": [function | {"type": "function"}]}),
+        ("/v1/messages", says | {"output_config": {"format": {"type": form["type"], "schema": schema}}}),
+        ("/v1/messages", says | {"tools": [{"name": "f", "input_schema": nested}]}),
+        (CHAT, says | {"tools": [{"type": "function", "function": function}]}),
+    ]  # fmt: skip
+    for path, body in others if not is_costly else []:
+        assert served.client.post(path, json=body).status_code == 400, (path, body)
     assert served.client.get("/health").status_code == 200
 
 
@@ -180,6 +401,74 @@ def test_unchecked_integers_that_reach_cpp(served: Served, number: int) -> None:
     assert served.client.post("/detokenize", json={"ids": [number]}).status_code == 400
 
 
+def walk(routes: Iterable[Any]) -> Iterator[Any]:
+    """All routes, those of included routers and mounted applications too."""
+    for route in routes:
+        inner = getattr(getattr(route, "original_router", route), "routes", None)
+        yield from [route] if inner is None else walk(inner)
+
+
+# A body for each route that takes one.
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": [1], "stop": ["e"], "stop_token_ids": [1, [2]]},
+    CHAT: {"messages": SAYS, "stop": ["e"], "allowed_token_ids": [1, 2, 3]},
+    "/v1/responses": {"input": "Hi", "stop": ["e"], "bad_words": [[1, 2]]},
+    "/v1/messages": {"messages": SAYS, "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": SAYS},
+    "/v1/generate": {"prompt": [1], "params": {"max_tokens": 2, "top_k": 1, "seed": 1, "n": 1}},
+    "/v1/logprobs": {"prompts": [[1, 2]]},
+    "/tokenize": {"text": "x"},
+    "/detokenize": {"ids": [1]},
+    "/v1/load_lora_adapter": {"lora_name": "x", "lora_path": "x"},
+    "/v1/unload_lora_adapter": {"lora_name": "x"},
+    "/init_weight_transfer_engine": {
+        "init_info": {
+            "master_address": "127.0.0.1",
+            "master_port": 1,
+            "rank_offset": 1,
+            "world_size": 2,
+        }
+    },
+    "/start_weight_update": {"trainer": "x"},
+    "/finish_weight_update": {"version": 1},
+}
+
+
+def with_number(value: Any, number: int) -> Iterator[Any]:
+    """Copies of a body, with the number in the place of each integer in turn."""
+    if type(value) is int:
+        yield number
+    inner = value.items() if isinstance(value, dict) else []
+    for key, part in enumerate(value) if isinstance(value, list) else inner:
+        for changed in with_number(part, number):
+            copy = value.copy()
+            copy[key] = changed
+            yield copy
+
+
+@pytest.mark.parametrize("number", [2**31, 2**63, 2**64, 10**30, -1, -(2**63) - 1])
+def test_unchecked_integers_of_every_body(served: Served, number: int) -> None:
+    app = make_app(served.llm, served.service.settings)
+    models = {
+        route.path: route.body_field.field_info.annotation
+        for route in walk(app.routes)
+        if getattr(route, "body_field", None) is not None
+    }
+    assert models.keys() == BODIES.keys()
+    for path, body in BODIES.items():
+        fields = models[path].model_fields.items()
+        names = [
+            name
+            for name, field in fields
+            if int in (get_args(field.annotation) or [field.annotation])
+        ]
+        changes = [body | {name: number} for name in names]
+        for changed in [*changes, *with_number(body, number)]:
+            answer = served.client.post(path, json=changed)
+            assert answer.status_code in (200, 400, 403, 409), (path, changed, answer.text)
+    assert served.idle()
+
+
 def test_unbounded_fan_out(served: Served) -> None:
     for change in ({"n": 10**6}, {"prompt": ["x"] * 1000, "n": 100}, {"num_beams": 10**6}):
         served.refused("/v1/completions", {"prompt": "x"} | change)
@@ -197,12 +486,32 @@ def test_leak_by_abort(served: Served) -> None:
     assert served.idle()
 
 
-def test_control_routes_without_a_key(served: Served) -> None:
-    paths = {route.path for route in make_app(served.llm).routes}
-    for path in paths - {"/health", "/ready", "/"}:
-        for method in ("GET", "POST"):
-            answer = served.client.request(method, path, headers={"authorization": ""}, json={})
-            assert answer.status_code == 401, (method, path)
+@pytest.mark.parametrize("training", [False, True])
+def test_control_routes_without_a_key(tmp_path: Path, training: bool) -> None:
+    settings = ServeSettings(api_keys=(KEY,), training=training, adapter_root=str(tmp_path))
+    with LLM() as llm, serving(llm, settings) as server:
+        routes = list(walk(make_app(llm, settings).routes))
+        paths = {re.sub(r"\{.*?\}", "x", route.path) for route in routes}
+        assert all(route.methods for route in routes)  # HTTP, which the guard sees
+        assert training == bool(paths & {"/pause", "/update_weights"})
+        before = llm.info(), llm.stats()["weight_version"]
+        wrong = ("", "Bearer", f"Bearer {KEY[:-1]}", f"Basic {KEY}")
+        for path in paths - {"/health", "/ready", "/"}:
+            for form in (path, f"/{path}", f"{path}/", f"/health/..{path}", f"{path}?key={KEY}"):
+                for method in ("GET", "POST", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS"):
+                    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+                    headers = {"authorization": wrong[len(form) % len(wrong)]}
+                    connection.request(method, form, "{}", headers)
+                    assert connection.getresponse().status == 401, (method, form)
+                    connection.close()
+            for authorization in wrong:
+                headers = {"authorization": authorization}
+                assert server.client.post(path, headers=headers, json={}).status_code == 401
+        for path in ("/health", "/ready", "/"):
+            assert server.client.get(path).status_code == 200
+            assert server.client.post(path, json={}).status_code == 405
+        assert (llm.info(), llm.stats()["weight_version"]) == before
+        assert not llm.stats()["paused"]
 
 
 def test_server_side_request_forgery(served: Served) -> None:

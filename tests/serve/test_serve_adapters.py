@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,17 @@ def test_clients_with_the_key_load_and_unload(served: Served, llm: LLM) -> None:
 def test_no_folder_outside_of_the_root_is_read(served: Served, path: str) -> None:
     error = served.refused(LOAD, {"lora_name": "x", "lora_path": path}, 403)
     assert "--adapter-root" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["none", "law/adapter_config.json", "odd"])
+def test_a_folder_that_is_no_adapter_is_a_bad_request(
+    served: Served, folder: Path, path: str
+) -> None:
+    odd = folder / "root" / "odd"
+    shutil.copytree(folder / "root" / "law", odd, dirs_exist_ok=True)
+    (odd / "adapter_config.json").write_text('{"peft_type": "IA3"}')
+    error = served.refused(LOAD, {"lora_name": "x", "lora_path": path})
+    assert path in error["message"] and str(folder) not in error["message"]
 
 
 def test_loading_needs_a_key_and_a_root(served: Served, llm: LLM, folder: Path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +23,7 @@ from safetensors.torch import save
 from support.serving import Served, serving
 from verbatim import LLM, InvalidRequest, SamplingParams, rl
 from verbatim.errors import VerbatimError
+from verbatim.rl.receiver import WeightReceiver
 from verbatim.serve.settings import ServeSettings
 
 PROMPT = "Once upon a time"
@@ -462,6 +466,63 @@ def test_trainer_that_sends_other_sizes(served: Served, weights: Any, factor: fl
         sender.send({"a": torch.ones(100), "b": torch.ones(100)})
     assert generated(served.llm) == before
     assert rl.WeightSender(served.url, timeout_s=30).send(weights) > 0
+
+
+def receivers() -> set[int]:
+    """The processes that this one's servers receive new weights in."""
+    children: set[int] = set()
+    for file in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+        children |= {int(pid) for pid in file.read_text().split()}
+    lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+    return {pid for pid, line in lines.items() if b"verbatim.rl.receiver" in line}
+
+
+@pytest.mark.slow
+def test_killed_receiver_is_not_said_to_be_the_trainers_fault(served: Served, weights: Any) -> None:
+    others = receivers()
+    sender = rl.WeightSender(served.url, timeout_s=30)
+    (receiver,) = receivers() - others
+    os.kill(receiver, signal.SIGKILL)
+    with pytest.raises(VerbatimError, match=r"has ended: signal 9, as .* where memory runs out"):
+        sender.send(weights)
+    assert rl.WeightSender(served.url, timeout_s=30).send(weights) > 0
+
+
+@pytest.mark.slow
+def test_receiver_that_has_no_memory_says_so(served: Served) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    group: list[Any] = []
+    joins = threading.Thread(
+        target=lambda: group.append(rl.transfer.WeightGroup("127.0.0.1", port, 0, 2, 30))
+    )
+    joins.start()
+    receiver = WeightReceiver("127.0.0.1", port, 1, 2, 30)
+    joins.join(30)
+    receiver._orders.write(b"[%d]\n" % 2**60)
+    receiver._orders.flush()
+    with pytest.raises(VerbatimError, match="allocate memory"):
+        receiver._expect_ok()
+
+
+@pytest.mark.slow
+def test_server_that_ends_leaves_the_process_group(llm: LLM) -> None:
+    others = receivers()
+    with serving(llm, ServeSettings(training=True)) as server:
+        rl.WeightSender(server.url, timeout_s=30)
+        assert receivers() - others
+    assert not receivers() - others
+
+
+@pytest.mark.slow
+def test_receiver_ends_with_its_server_while_it_waits_for_the_others() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        args = ["127.0.0.1", mute.getsockname()[1], 1, 2, 600]
+        line = [sys.executable, "-P", "-m", "verbatim.rl.receiver", *map(str, args)]
+        receiver = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        with mute.accept()[0]:
+            receiver.communicate(timeout=60)
+        assert receiver.returncode == 0
 
 
 @pytest.mark.slow

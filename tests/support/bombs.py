@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 Bomb = tuple[str, dict[str, Any]]  # a name, and fields of SamplingParams
@@ -54,44 +54,24 @@ def _grammars() -> Iterator[Bomb]:
         yield f"lark-right-{count}", {"grammar": f"start: x{{{count}}}\nx: /[a-z ]/ | /[a-z]/ x\n"}
         words = " | ".join(f'"w{i}"' for i in range(count // 4))
         yield f"lark-words-{count}", {"grammar": f"start: w+\nw: {words} | /[a-z ]+/\n"}
-    yield (
-        "lark-palindromes",
-        {
-            "grammar": "start: p\np: "
-            + " | ".join(f'"{c}" p "{c}"' for c in "abcdefgh")
-            + " | /[a-h]/ |\n"
-        },
-    )
-    yield "lark-nullable", {"grammar": "start: a\na: a b a | b |\nb: b a | a b | /[a-z ]/ |\n"}
-    yield (
-        "lark-mutual",
-        {
-            "grammar": "start: a\na: b c | c b | A\nb: c a | a c | A\nc: a b | b a | A\nA: /[a-z ]/\n"
-        },
-    )
-    yield (
-        "lark-lexemes",
-        {
-            "grammar": "start: t+\nt: "
-            + " | ".join(f"T{i}" for i in range(200))
-            + "\n"
-            + "".join(f"T{i}: /[a-z ]{{{i + 1}}}/\n" for i in range(200))
-        },
-    )
-    yield (
-        "lark-overlap",
-        {
-            "grammar": "start: t+\nt: "
-            + " | ".join(f"T{i}" for i in range(60))
-            + "\n"
-            + "".join(f"T{i}: /[a-z ]*{chr(97 + i % 26)}[a-z ]{{{i}}}/\n" for i in range(60))
-        },
-    )
-    yield (
-        "lark-and",
-        {"grammar": "start: T\nT: " + " & ".join(f"/.*a.{{{i}}}/" for i in range(12)) + "\n"},
-    )
-    yield "lark-not", {"grammar": "start: T\nT: ~/(.*a.{14}b.*)/ & /[a-z ]{1,900}/\n"}
+    letters = " | ".join(f'"{c}" p "{c}"' for c in "abcdefgh")
+    singles = {
+        "palindromes": f"start: p\np: {letters} | /[a-h]/ |\n",
+        "nullable": "start: a\na: a b a | b |\nb: b a | a b | /[a-z ]/ |\n",
+        "mutual": "start: a\na: b c | c b | A\nb: c a | a c | A\nc: a b | b a | A\nA: /[a-z ]/\n",
+        "lexemes": _terms(200, lambda i: f"[a-z ]{{{i + 1}}}"),
+        "overlap": _terms(60, lambda i: f"[a-z ]*{chr(97 + i % 26)}[a-z ]{{{i}}}"),
+        "and": "start: T\nT: " + " & ".join(f"/.*a.{{{i}}}/" for i in range(12)) + "\n",
+        "not": "start: T\nT: ~/(.*a.{14}b.*)/ & /[a-z ]{1,900}/\n",
+    }
+    for name, grammar in singles.items():
+        yield f"lark-{name}", {"grammar": grammar}
+
+
+def _terms(count: int, pattern: Callable[[int], str]) -> str:
+    """A grammar of any sequence of `count` terminals."""
+    either = " | ".join(f"T{i}" for i in range(count))
+    return f"start: t+\nt: {either}\n" + "".join(f"T{i}: /{pattern(i)}/\n" for i in range(count))
 
 
 def _schemas() -> Iterator[Bomb]:
@@ -122,66 +102,33 @@ def _schemas() -> Iterator[Bomb]:
         refs[f"d{count}"] = {"type": "integer"}
         yield schema(f"ref-all-{count}", {"$defs": refs, "$ref": "#/$defs/d0"})
         yield schema(f"enum-{count}", {"enum": [f"value {i * 7919 % 10007}" for i in range(count)]})
-        yield schema(
-            f"all-{count}",
-            {"allOf": [{"type": "string", "pattern": f"a.{{{i % 30}}}b"} for i in range(count)]},
-        )
-        yield schema(
-            f"any-{count}",
-            {
-                "anyOf": [
-                    {"type": "string", "pattern": f"^.*a.{{{i % 90}}}b$"} for i in range(count)
-                ]
-            },
-        )
-        yield schema(
-            f"properties-{count}",
-            {
-                "type": "object",
-                "properties": {f"key{i}": {"type": "string", "maxLength": i} for i in range(count)},
-            },
-        )
-        yield schema(
-            f"keys-{count}",
-            {
-                "type": "object",
-                "patternProperties": {
-                    f"^[a-z]*{chr(97 + i % 26)}[a-z]{{{i % 50}}}$": {"type": "integer"}
-                    for i in range(min(count, 300))
-                },
-                "additionalProperties": False,
-            },
-        )
+        strings = [{"type": "string", "pattern": f"a.{{{i % 30}}}b"} for i in range(count)]
+        yield schema(f"all-{count}", {"allOf": strings})
+        strings = [{"type": "string", "pattern": f"^.*a.{{{i % 90}}}b$"} for i in range(count)]
+        yield schema(f"any-{count}", {"anyOf": strings})
+        properties = {f"key{i}": {"type": "string", "maxLength": i} for i in range(count)}
+        yield schema(f"properties-{count}", {"type": "object", "properties": properties})
+        keys = {
+            f"^[a-z]*{chr(97 + i % 26)}[a-z]{{{i % 50}}}$": {"type": "integer"}
+            for i in range(min(count, 300))
+        }
+        strict = {"type": "object", "patternProperties": keys, "additionalProperties": False}
+        yield schema(f"keys-{count}", strict)
     for count in (100, 10_000, 10**7, 2**31):
-        yield schema(
-            f"length-{count}", {"type": "string", "minLength": count, "maxLength": 2 * count}
-        )
-        yield schema(
-            f"items-{count}", {"type": "array", "minItems": count, "items": {"type": "integer"}}
-        )
-    yield schema(
-        "multiple", {"type": "number", "multipleOf": 0.000_123_457, "minimum": 1, "maximum": 1e9}
-    )
-    yield schema(
-        "tree",
-        {
-            "anyOf": [
-                {"type": "array", "items": {"$ref": "#"}},
-                {"type": "array", "prefixItems": [{"$ref": "#"}, {"$ref": "#"}]},
-                {"type": "object", "additionalProperties": {"$ref": "#"}},
-            ]
-        },
-        any_whitespace=True,
-    )
-    yield schema(
-        "formats",
-        {
-            "anyOf": [
-                {"type": "string", "format": f}
-                for f in ("date-time", "email", "hostname", "ipv6", "uri", "uuid", "duration")
-            ]
-        },
-    )
+        length = {"minLength": count, "maxLength": 2 * count}
+        yield schema(f"length-{count}", {"type": "string", **length})
+        items = {"minItems": count, "items": {"type": "integer"}}
+        yield schema(f"items-{count}", {"type": "array", **items})
+    fine = {"multipleOf": 0.000_123_457, "minimum": 1, "maximum": 1e9}
+    yield schema("multiple", {"type": "number", **fine})
+    kinds = [
+        {"type": "array", "items": {"$ref": "#"}},
+        {"type": "array", "prefixItems": [{"$ref": "#"}, {"$ref": "#"}]},
+        {"type": "object", "additionalProperties": {"$ref": "#"}},
+    ]
+    yield schema("tree", {"anyOf": kinds}, any_whitespace=True)
+    formats = ("date-time", "email", "hostname", "ipv6", "uri", "uuid", "duration")
+    yield schema("formats", {"anyOf": [{"type": "string", "format": f} for f in formats]})
 
 
 def _choices() -> Iterator[Bomb]:

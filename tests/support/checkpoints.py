@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from support.requests_mixed import all_facts, mixed_requests
+from support.requests_mixed import generated, mixed_requests
 from verbatim import LLM, Cluster, Offload
 
 Writer = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]
@@ -238,15 +238,7 @@ def save(
         else:
             values = _save_experts(tensors, name, parameter.float(), write)
         parameter.copy_(values)
-    folder.mkdir(parents=True, exist_ok=True)
-    config = module.config.to_dict() | {"quantization_config": quantization}
-    config["architectures"] = [type(module).__name__]
-    (folder / "config.json").write_text(json.dumps(config, default=str))
-    save_file(
-        {name: tensor.clone().contiguous() for name, tensor in tensors.items()},
-        folder / "model.safetensors",
-        {"format": "pt"},
-    )
+    _write(folder, module, tensors, quantization, {"format": "pt"})
 
 
 def _save_experts(tensors: dict[str, Tensor], name: str, stack: Tensor, write: Writer) -> Tensor:
@@ -265,11 +257,77 @@ def _save_experts(tensors: dict[str, Tensor], name: str, stack: Tensor, write: W
     return torch.stack(values)
 
 
-def check_other_placements(folder: Path) -> None:
-    """Check that a checkpoint gives the same results in memory, within 64 MB and in two stages."""
+def _torchao(weight: Tensor, kind: str) -> tuple[Any, Tensor]:
+    """Return torchao's tensor of a matrix, and its numbers."""
+    from torchao.quantization import (
+        Float8Tensor,
+        Int4Tensor,
+        Int8Tensor,
+        IntxUnpackedToInt8Tensor,
+        PerRow,
+        PerTensor,
+    )
+
+    if kind == "int4":  # torchao makes one on a GPU only
+        groups = weight.unflatten(1, (-1, 64))
+        low, high = groups.amin(-1), groups.amax(-1)
+        scale = ((high - low) / 15).bfloat16()
+        zero = (low + scale.float() * 8).bfloat16()
+        wide, middle = scale.float()[..., None], zero.float()[..., None]
+        code = ((groups - middle) / wide).round().clamp(-8, 7).flatten(1).to(torch.int8)
+        both = (code[:, ::2] & 15) | (code[:, 1::2] << 4)
+        held = Int4Tensor(
+            both, scale.t().contiguous(), zero.t().contiguous(), [1, 64], weight.shape
+        )
+        return held, (code.float().unflatten(1, (-1, 64)) * wide + middle).flatten(1)
+    if kind == "int8 groups":
+        made = IntxUnpackedToInt8Tensor.from_hp(weight, (1, 64), torch.int4)
+    elif kind == "int8 rows":
+        made = Int8Tensor.from_hp(weight, PerRow())
+    else:
+        granularity = PerRow() if kind == "float8 rows" else PerTensor()
+        made = Float8Tensor.from_hp(weight, granularity=granularity)
+    return made, made.dequantize()
+
+
+def save_torchao(folder: Path, module: Any, kind: str) -> None:
+    """Write a checkpoint as transformers saves tensors of torchao, and give the module its numbers.
+
+    Args:
+        kind: "int8 rows", "int8 groups", "float8 rows", "float8 tensor" or "int4".
+    """
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    state = {}
+    for name, tensor in module.state_dict().items():
+        state[name] = tensor.data
+        if name.endswith("proj.weight"):
+            state[name], values = _torchao(tensor.float(), kind)
+            tensor.copy_(values)
+    tensors, metadata = flatten_tensor_state_dict(state)
+    _write(folder, module, tensors, {"quant_method": "torchao"}, metadata)
+
+
+def _write(
+    folder: Path,
+    module: Any,
+    tensors: dict[str, Tensor],
+    quantization: dict[str, Any],
+    metadata: dict[str, str],
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = module.config.to_dict() | {"quantization_config": quantization}
+    config["architectures"] = [type(module).__name__]
+    (folder / "config.json").write_text(json.dumps(config, default=str))
+    tensors = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata)
+
+
+def check_other_placements(folder: Path, *others: Any, **options: Any) -> None:
+    """Check that a checkpoint gives the same results in memory, in 64 MB, in two stages and in `others`."""
     requests = mixed_requests(4)
-    with LLM(folder) as llm:
-        expected = all_facts(llm.generate(*requests))
-    for placement in (Offload(cpu="64MB"), Cluster(stages=2)):
-        with LLM(folder, placement=placement) as llm:
-            assert all_facts(llm.generate(*requests)) == expected
+    expected = generated(LLM(folder, **options), *requests)
+    for placement in (Offload(cpu="64MB"), Cluster(stages=2), *others):
+        assert generated(LLM(folder, placement=placement, **options), *requests) == expected, (
+            placement
+        )

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from verbatim.core import Request, Result, Sequence
+from verbatim import LLM
+from verbatim.core import Result, Sequence
+from verbatim.draft.model import DraftModelProposer
 from verbatim.engine.drafting import Drafting
-from verbatim.engine.engine import Engine
 from verbatim.engine.lengths import AdaptiveLengths, FixedLengths
 from verbatim.engine.work import Chunk
 
@@ -196,13 +197,10 @@ class Hostile:
         return self._propose(sequences, lengths)
 
 
-def run(
-    engine: Engine, requests: list[Request], each_step: Callable[[], None] = lambda: None
-) -> None:
-    """Step until nothing is left to do."""
-    for request in requests:
-        engine.add(request, lambda delta: None)
-    while engine.step():
-        engine.scheduler.pool.check()
-        each_step()
-    assert engine.scheduler.pool.num_used == 0
+def check_no_drafts_left(llm: LLM) -> None:
+    """Check that no block is in use, a draft model's included, and that no proposal failed."""
+    stats, proposer = llm.stats(), llm.engine.drafting.proposer  # type: ignore[union-attr]
+    assert stats["blocks_used"] == 0
+    assert stats["draft"]["errors"] == 0, stats["draft"]["last_error"]
+    if isinstance(proposer, DraftModelProposer):
+        assert proposer.cache.num_used == 0

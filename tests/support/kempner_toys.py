@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from support.kempner_reference import Mlp
+
 
 @dataclass
 class Config:
@@ -84,24 +86,13 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).reshape(batch, rows, -1))
 
 
-class GatedMLP(nn.Module):
-    def __init__(self, c: Config):
-        super().__init__()
-        self.gate_proj = nn.Linear(c.dim, c.hidden, bias=False)
-        self.up_proj = nn.Linear(c.dim, c.hidden, bias=False)
-        self.down_proj = nn.Linear(c.hidden, c.dim, bias=False)
-
-    def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Experts(nn.Module):
     """Two of several experts a token."""
 
     def __init__(self, c: Config):
         super().__init__()
         self.gate = nn.Linear(c.dim, c.experts, bias=False)
-        self.experts = nn.ModuleList(GatedMLP(c) for _ in range(c.experts))
+        self.experts = nn.ModuleList(Mlp(c.dim, c.hidden, "silu") for _ in range(c.experts))
         self.load = torch.zeros(c.experts)
 
     def forward(self, x):
@@ -125,7 +116,7 @@ class Block(nn.Module):
         self.attention_norm = Norm(c.dim, c.norm_eps)
         self.attention = Attention(c)
         self.mlp_norm = Norm(c.dim, c.norm_eps)
-        self.mlp = Experts(c) if c.experts else GatedMLP(c)
+        self.mlp = Experts(c) if c.experts else Mlp(c.dim, c.hidden, "silu")
 
     def forward(self, x, cos, sin, cache):
         x = x + self.attention(self.attention_norm(x), cos, sin, cache)

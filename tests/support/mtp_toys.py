@@ -13,24 +13,15 @@ from transformers.modeling_layers import MtpModel
 
 from support import toys
 
-CHANGES: dict[str, dict[str, Any]] = {"qwen3": {"mtp_layer_types": ["full_attention"] * 3}}
 HYBRID = dict(layer_types=["linear_attention", "linear_attention", "full_attention"])
 GLM4_MOE: dict[str, Any] = dict(
+    num_hidden_layers=2,
     head_dim=16,
     n_routed_experts=4,
     num_experts_per_tok=2,
     n_shared_experts=1,
     moe_intermediate_size=40,
     first_k_dense_replace=1,
-    vocab_size=toys.VOCAB,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    initializer_range=0.15,
-    eos_token_id=2,
 )
 
 
@@ -43,16 +34,13 @@ class Toy(NamedTuple):
 
 @cache
 def toy(name: str, layers: int = 1, dtype: torch.dtype = torch.float32) -> Toy:
-    if name == "glm4_moe":
-        from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
-
-        main = toys.build(Glm4MoeForCausalLM, Glm4MoeConfig(num_mtp_layers=layers, **GLM4_MOE))
-    elif name in toys.RECURRENT_TOYS:
+    if name in toys.RECURRENT_TOYS:
         assert layers == 1
         main = toys.make_toy(name, **HYBRID)
         main.config.num_mtp_layers, main.config.mtp_layer_types = 1, ["full_attention"]
     else:
-        changes = {k: v[:layers] for k, v in CHANGES.get(name, {}).items()}
+        kinds = dict(mtp_layer_types=["full_attention"] * layers)
+        changes = {"qwen3": kinds, "glm4_moe": GLM4_MOE}.get(name, {})
         main = toys.make_toy(name, num_mtp_layers=layers, **changes)
     mtp = random_mtp(main, layers)
     main.to(dtype)

@@ -1,9 +1,13 @@
-"""NaN in blocks of KV that nobody has written since they changed hands."""
+"""NaN in blocks of KV that nobody has written since they changed hands, and in a draft model's."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
+
+from verbatim import LLM
+from verbatim.draft.model import DraftModelProposer
 
 FIRST_BLOCKS = 64
 
@@ -49,3 +53,25 @@ def poison_blocks(
     poison(list(range(min(count, FIRST_BLOCKS))))
     pool.take, pool._discard, copier.copy_blocks = noted_take, noted_discard, copy_then_poison
     writer.write_blocks = noted_write
+
+
+def poison_draft_model(llm: LLM) -> None:
+    """Before each call, make everything read as NaN that a draft model must not read."""
+    proposer: Any = llm.engine.drafting.proposer  # type: ignore[union-attr]
+    if not isinstance(proposer, DraftModelProposer):
+        return
+    plain, store = proposer.begin, proposer.runner.store  # type: ignore[attr-defined]
+    store.poison(list(range(store.num_blocks)))
+
+    def begin(sequences: Any, lengths: Any) -> Any:
+        drafts = plain(sequences, lengths)
+        size = store.block_size
+        for draft in drafts:
+            entry = proposer.cache.entry(draft.sequence)
+            for i, block in enumerate(entry.blocks[entry.num_valid // size :]):
+                rows = slice(entry.num_valid % size if i == 0 else 0, size)
+                for tensor in (tensor for layer in store.layers for tensor in layer):
+                    tensor[block, :, rows] = math.nan if tensor.is_floating_point() else 255
+        return drafts
+
+    proposer.begin = begin  # type: ignore[method-assign]

@@ -31,145 +31,92 @@ _MLA: dict[str, Any] = dict(
     qk_nope_head_dim=16,
     v_head_dim=12,
 )
+_DEEPSEEK: dict[str, Any] = dict(
+    num_key_value_heads=4,
+    **_MLA,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    n_group=4,
+    topk_group=2,
+    moe_intermediate_size=40,
+    first_k_dense_replace=1,
+)
 
-# Name -> (config class, model class, settings over _BASE).
-TOYS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
-    "mistral": ("MistralConfig", "MistralForCausalLM", dict(sliding_window=7)),
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", dict(head_dim=20)),
-    "qwen3_moe": (
-        "Qwen3MoeConfig",
-        "Qwen3MoeForCausalLM",
-        dict(head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40),
+# Settings over _BASE.
+TOYS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": dict(sliding_window=7),
+    "qwen2": {},
+    "qwen3": dict(head_dim=20),
+    "qwen3_moe": dict(head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40),
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
+    "gemma2": dict(
+        head_dim=16,
+        sliding_window=7,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=10.0,
+        query_pre_attn_scalar=16,
+        attn_implementation="eager",  # transformers' SDPA once left the soft cap out
     ),
-    "mixtral": (
-        "MixtralConfig",
-        "MixtralForCausalLM",
-        dict(num_local_experts=4, num_experts_per_tok=2),
+    "gemma3": dict(
+        head_dim=16, sliding_window=7, query_pre_attn_scalar=16, sliding_window_pattern=2
     ),
-    "gemma2": (
-        "Gemma2Config",
-        "Gemma2ForCausalLM",
-        dict(
-            head_dim=16,
-            sliding_window=7,
-            attn_logit_softcapping=5.0,
-            final_logit_softcapping=10.0,
-            query_pre_attn_scalar=16,
-            attn_implementation="eager",  # transformers' SDPA once left the soft cap out
-        ),
+    "gpt_oss": dict(
+        head_dim=16,
+        sliding_window=7,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
-    "gemma3": (
-        "Gemma3TextConfig",
-        "Gemma3ForCausalLM",
-        dict(head_dim=16, sliding_window=7, query_pre_attn_scalar=16, sliding_window_pattern=2),
+    "phi3": dict(sliding_window=None),
+    "olmo2": {},
+    "glm4": dict(head_dim=16),
+    "llama4_text": dict(
+        head_dim=16,
+        intermediate_size_mlp=96,
+        num_local_experts=4,
+        interleave_moe_layer_step=2,
+        no_rope_layers=[1, 1, 0],
+        attention_chunk_size=7,
+        floor_scale=8,
     ),
-    "gpt_oss": (
-        "GptOssConfig",
-        "GptOssForCausalLM",
-        dict(
-            head_dim=16,
-            sliding_window=7,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        ),
+    "granite": dict(
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        attention_multiplier=0.3,
+        logits_scaling=2.0,
     ),
-    "phi3": ("Phi3Config", "Phi3ForCausalLM", dict(sliding_window=None)),
-    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
-    "glm4": ("Glm4Config", "Glm4ForCausalLM", dict(head_dim=16)),
-    "llama4_text": (
-        "Llama4TextConfig",
-        "Llama4ForCausalLM",
-        dict(
-            head_dim=16,
-            intermediate_size_mlp=96,
-            num_local_experts=4,
-            interleave_moe_layer_step=2,
-            no_rope_layers=[1, 1, 0],
-            attention_chunk_size=7,
-            floor_scale=8,
-        ),
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v32": dict(
+        _DEEPSEEK,
+        index_topk=8,
+        index_head_dim=16,
+        # With few heads, or for a padding id, whose embedding is 0, many scores are 0: torch breaks ties
+        # as it likes.
+        index_n_heads=16,
+        pad_token_id=None,
     ),
-    "granite": (
-        "GraniteConfig",
-        "GraniteForCausalLM",
-        dict(
-            embedding_multiplier=3.0,
-            residual_multiplier=0.4,
-            attention_multiplier=0.3,
-            logits_scaling=2.0,
-        ),
+    "minimax_m3": dict(
+        head_dim=16,
+        rotary_dim=8,
+        dense_intermediate_size=96,
+        shared_intermediate_size=40,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        index_n_heads=2,
+        index_head_dim=16,
+        index_block_size=4,
+        index_topk_blocks=2,
     ),
-    "deepseek_v3": (
-        "DeepseekV3Config",
-        "DeepseekV3ForCausalLM",
-        dict(
-            num_key_value_heads=4,
-            **_MLA,
-            n_routed_experts=8,
-            num_experts_per_tok=2,
-            n_shared_experts=1,
-            n_group=4,
-            topk_group=2,
-            moe_intermediate_size=40,
-            first_k_dense_replace=1,
-        ),
-    ),
-    "deepseek_v32": (
-        "DeepseekV32Config",
-        "DeepseekV32ForCausalLM",
-        dict(
-            num_key_value_heads=4,
-            **_MLA,
-            n_routed_experts=8,
-            num_experts_per_tok=2,
-            n_shared_experts=1,
-            n_group=4,
-            topk_group=2,
-            moe_intermediate_size=40,
-            first_k_dense_replace=1,
-            index_topk=8,
-            index_head_dim=16,
-            # With few heads, or for a padding id, whose embedding is 0, many scores are 0: torch breaks ties
-            # as it likes.
-            index_n_heads=16,
-            pad_token_id=None,
-        ),
-    ),
-    "minimax_m3": (
-        "MiniMaxM3VLTextConfig",
-        "MiniMaxM3VLForCausalLM",
-        dict(
-            head_dim=16,
-            rotary_dim=8,
-            dense_intermediate_size=96,
-            shared_intermediate_size=40,
-            num_local_experts=6,
-            num_experts_per_tok=2,
-            mlp_layer_types=["dense", "sparse", "sparse"],
-            layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
-            index_n_heads=2,
-            index_head_dim=16,
-            index_block_size=4,
-            index_topk_blocks=2,
-        ),
-    ),
-    "gpt2": (
-        "GPT2Config",
-        "GPT2LMHeadModel",
-        dict(n_embd=64, n_layer=3, n_head=4, n_positions=256, n_inner=96),
-    ),
-    "opt": (
-        "OPTConfig",
-        "OPTForCausalLM",
-        dict(ffn_dim=96, init_std=0.15, word_embed_proj_dim=64, activation_function="relu"),
-    ),
-    "bloom": ("BloomConfig", "BloomForCausalLM", dict(n_layer=3, n_head=4)),
-    "falcon": ("FalconConfig", "FalconForCausalLM", dict(new_decoder_architecture=True)),
-    "falcon_alibi": ("FalconConfig", "FalconForCausalLM", dict(alibi=True, multi_query=False)),
-    "falcon_mqa": ("FalconConfig", "FalconForCausalLM", dict(multi_query=True)),
+    "gpt2": dict(n_embd=64, n_layer=3, n_head=4, n_positions=256, n_inner=96),
+    "opt": dict(ffn_dim=96, init_std=0.15, word_embed_proj_dim=64, activation_function="relu"),
+    "bloom": dict(n_layer=3, n_head=4),
+    "falcon": dict(new_decoder_architecture=True),
+    "falcon_alibi": dict(alibi=True, multi_query=False),
+    "falcon_mqa": dict(multi_query=True),
 }
 
 _DELTA: dict[str, Any] = dict(
@@ -185,188 +132,135 @@ _MAMBA2: dict[str, Any] = dict(
 _HYBRID = ["mamba", "attention", "mamba"]
 
 # Those with recurrent layers.
-RECURRENT_TOYS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "qwen3_next": (
-        "Qwen3NextConfig",
-        "Qwen3NextForCausalLM",
-        dict(
-            _DELTA,
-            head_dim=16,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=24,
-            shared_expert_intermediate_size=24,
-        ),
+RECURRENT_TOYS: dict[str, dict[str, Any]] = {
+    "qwen3_next": dict(
+        _DELTA,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=24,
     ),
-    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", dict(_DELTA, head_dim=16)),
-    "qwen4": (
-        "Qwen4ExpTextConfig",
-        "Qwen4ExpForCausalLM",
-        dict(
-            _DELTA,
-            head_dim=16,
-            eos_token_id=7,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=24,
-            shared_expert_intermediate_size=24,
-            hc_count=2,
-            hc_lowrank=8,
-            indexer_n_heads=16,
-            indexer_kv_heads=1,
-            indexer_head_dim=16,
-            indexer_budget=8,
-            indexer_compress_ratio=4,
-            ple_layer_ids=[1],
-            ple_embed_dim=16,
-            ngram_vocab_size_base=64,
-            split_ngram_parts=2,
-        ),
+    "qwen3_5": dict(_DELTA, head_dim=16),
+    "qwen4": dict(
+        _DELTA,
+        head_dim=16,
+        eos_token_id=7,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=24,
+        hc_count=2,
+        hc_lowrank=8,
+        indexer_n_heads=16,
+        indexer_kv_heads=1,
+        indexer_head_dim=16,
+        indexer_budget=8,
+        indexer_compress_ratio=4,
+        ple_layer_ids=[1],
+        ple_embed_dim=16,
+        ngram_vocab_size_base=64,
+        split_ngram_parts=2,
     ),
-    "deepseek_v4": (
-        "DeepseekV4Config",
-        "DeepseekV4ForCausalLM",
-        dict(
-            num_hidden_layers=4,
-            num_key_value_heads=1,
-            head_dim=32,
-            partial_rotary_factor=0.25,
-            q_lora_rank=24,
-            o_groups=2,
-            o_lora_rank=16,
-            moe_intermediate_size=24,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            num_hash_layers=1,
-            swiglu_limit=1.0,
-            sliding_window=7,
-            compress_rate_csa=4,
-            compress_rate_hca=16,
-            index_n_heads=16,
-            index_head_dim=16,
-            index_topk=8,
-            layer_types=[
-                "heavily_compressed_attention",
-                "compressed_sparse_attention",
-                "sliding_attention",
-                "compressed_sparse_attention",
-            ],
-        ),
+    "deepseek_v4": dict(
+        num_hidden_layers=4,
+        num_key_value_heads=1,
+        head_dim=32,
+        partial_rotary_factor=0.25,
+        q_lora_rank=24,
+        o_groups=2,
+        o_lora_rank=16,
+        moe_intermediate_size=24,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        num_hash_layers=1,
+        swiglu_limit=1.0,
+        sliding_window=7,
+        compress_rate_csa=4,
+        compress_rate_hca=16,
+        index_n_heads=16,
+        index_head_dim=16,
+        index_topk=8,
+        layer_types=[
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+            "sliding_attention",
+            "compressed_sparse_attention",
+        ],
     ),
-    "olmo_hybrid": (
-        "OlmoHybridConfig",
-        "OlmoHybridForCausalLM",
-        dict(_DELTA, linear_num_key_heads=4),
+    "olmo_hybrid": dict(_DELTA, linear_num_key_heads=4),
+    "lfm2": dict(layer_types=["conv", "full_attention", "conv"], conv_L_cache=3, block_ff_dim=96),
+    "bamba": dict(_MAMBA2, attn_layer_indices=[1]),
+    "granite_hybrid": dict(
+        _MAMBA2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=32,
+        layer_types=_HYBRID,
     ),
-    "lfm2": (
-        "Lfm2Config",
-        "Lfm2ForCausalLM",
-        dict(layer_types=["conv", "full_attention", "conv"], conv_L_cache=3, block_ff_dim=96),
+    "granite_dense": dict(
+        _MAMBA2,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=32,
+        layer_types=_HYBRID,
     ),
-    "bamba": ("BambaConfig", "BambaForCausalLM", dict(_MAMBA2, attn_layer_indices=[1])),
-    "granite_hybrid": (
-        "GraniteMoeHybridConfig",
-        "GraniteMoeHybridForCausalLM",
-        dict(
-            _MAMBA2,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            shared_intermediate_size=32,
-            layer_types=_HYBRID,
-        ),
+    "falcon_h1": dict(_MAMBA2, mamba_n_groups=1, mamba_d_ssm=128),
+    "nemotron_h": dict(
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        n_groups=2,
+        ssm_state_size=12,
+        chunk_size=16,
+        layers_block_type=["mamba", "attention", "mamba", "mlp"],
     ),
-    "granite_dense": (
-        "GraniteMoeHybridConfig",
-        "GraniteMoeHybridForCausalLM",
-        dict(
-            _MAMBA2,
-            num_local_experts=0,
-            num_experts_per_tok=0,
-            shared_intermediate_size=32,
-            layer_types=_HYBRID,
-        ),
+    "kimi_linear": dict(
+        _MLA,
+        num_key_value_heads=4,
+        linear_head_dim=16,
+        linear_num_heads=4,
+        moe_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_token=2,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
     ),
-    "falcon_h1": (
-        "FalconH1Config",
-        "FalconH1ForCausalLM",
-        dict(_MAMBA2, mamba_n_groups=1, mamba_d_ssm=128),
+    "minimax": dict(
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        block_size=16,
+        head_dim=16,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
     ),
-    "nemotron_h": (
-        "NemotronHConfig",
-        "NemotronHForCausalLM",
-        dict(
-            mamba_num_heads=8,
-            mamba_head_dim=16,
-            n_groups=2,
-            ssm_state_size=12,
-            chunk_size=16,
-            layers_block_type=["mamba", "attention", "mamba", "mlp"],
-        ),
-    ),
-    "kimi_linear": (
-        "KimiLinearConfig",
-        "KimiLinearForCausalLM",
-        dict(
-            _MLA,
-            num_key_value_heads=4,
-            linear_head_dim=16,
-            linear_num_heads=4,
-            moe_intermediate_size=24,
-            num_experts=4,
-            num_experts_per_token=2,
-            layer_types=["linear_attention", "full_attention", "linear_attention"],
-        ),
-    ),
-    "minimax": (
-        "MiniMaxConfig",
-        "MiniMaxForCausalLM",
-        dict(
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            block_size=16,
-            head_dim=16,
-            layer_types=["linear_attention", "full_attention", "linear_attention"],
-        ),
-    ),
-    "jamba": (
-        "JambaConfig",
-        "JambaForCausalLM",
-        dict(attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, mamba_d_state=8),
-    ),
-    "recurrent_gemma": (
-        "RecurrentGemmaConfig",
-        "RecurrentGemmaForCausalLM",
-        dict(block_types=["recurrent", "attention"], attention_window_size=7),
-    ),
-    "zaya": (
-        "ZayaConfig",
-        "ZayaForCausalLM",
-        dict(
-            head_dim=16,
-            attention_bias=True,
-            num_experts=4,
-            num_experts_per_tok=1,
-            moe_intermediate_size=40,
-            router_hidden_size=16,
-            cca_time0=3,
-            cca_time1=3,
-            sliding_window=7,
-            layer_types=["hybrid", "hybrid_sliding", "hybrid"],
-        ),
+    "jamba": dict(attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, mamba_d_state=8),
+    "recurrent_gemma": dict(block_types=["recurrent", "attention"], attention_window_size=7),
+    "zaya": dict(
+        head_dim=16,
+        attention_bias=True,
+        num_experts=4,
+        num_experts_per_tok=1,
+        moe_intermediate_size=40,
+        router_hidden_size=16,
+        cca_time0=3,
+        cca_time1=3,
+        sliding_window=7,
+        layer_types=["hybrid", "hybrid_sliding", "hybrid"],
     ),
     # Without attention.
-    "rwkv": ("RwkvConfig", "RwkvForCausalLM", {}),
-    "xlstm": (
-        "xLSTMConfig",
-        "xLSTMForCausalLM",
-        dict(num_heads=4, chunk_size=16, qk_dim_factor=1.0),
-    ),
-    "mamba": ("MambaConfig", "MambaForCausalLM", dict(state_size=8)),
-    "mamba2": (
-        "Mamba2Config",
-        "Mamba2ForCausalLM",
-        dict(num_heads=8, head_dim=16, n_groups=2, state_size=12, chunk_size=16),
-    ),
+    "rwkv": {},
+    "xlstm": dict(num_heads=4, chunk_size=16, qk_dim_factor=1.0),
+    "mamba": dict(state_size=8),
+    "mamba2": dict(num_heads=8, head_dim=16, n_groups=2, state_size=12, chunk_size=16),
+}
+# `model_type` of toys that are not named by it.
+_MODEL_TYPES = {
+    "gemma3": "gemma3_text",
+    "minimax_m3": "minimax_m3_vl_text",
+    "falcon_alibi": "falcon",
+    "falcon_mqa": "falcon",
+    "qwen3_5": "qwen3_5_text",
+    "qwen4": "qwen4_exp_text",
+    "granite_hybrid": "granitemoehybrid",
+    "granite_dense": "granitemoehybrid",
 }
 # One toy for each kind of recurrence.
 RECURRENT_FAMILIES = [
@@ -381,19 +275,22 @@ RECURRENT_FAMILIES = [
     "zaya",  # convolutions in attention
     "recurrent_gemma",  # real-gated linear recurrent unit
 ]
-# Those whose folders are opened without reading the weights. transformers initializes RWKV's by arithmetic
-# with other tensors, which can't be traced.
 
 
 def make_toy(
     name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
 ) -> Any:
-    """A toy of architecture `name`, in eval mode; `changes` go over its config."""
-    import transformers
+    """A toy of architecture `name`, in eval mode; `changes` go over its config.
 
-    config_name, model_name, settings = (TOYS | RECURRENT_TOYS)[name]
-    config = getattr(transformers, config_name)(**{**_BASE, **settings, **changes})
-    return build(getattr(transformers, model_name), config, dtype=dtype, seed=seed)
+    A name that is in no table is a `model_type`.
+    """
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    model_type, settings = _MODEL_TYPES.get(name, name), (TOYS | RECURRENT_TOYS).get(name, {})
+    config = CONFIG_MAPPING[model_type](**{**_BASE, **settings, **changes})
+    return build(getattr(transformers, CLASSES[model_type]), config, dtype=dtype, seed=seed)
 
 
 def build(cls: Any, config: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:

@@ -52,137 +52,67 @@ def follow(watch, ids):
     return taken
 
 
-def outcome(text, **params):
-    watch = watch_for(SamplingParams(**params))
-    follow(watch, ids_of(text))
-    return watch.num_tokens, watch.text, watch.stop_reason
-
-
 # -- what ends a completion --------------------------------------------------------------------------
 
-
-def test_end_of_sequence_stays_in_the_ids_and_out_of_the_text():
-    watch = watch_for(SamplingParams())
-    assert watch.push(ids_of("a")[0]) is None
-    assert watch.push(2) == (STOP, 2)
-    assert (watch.num_tokens, watch.text, watch.finished) == (2, "a", True)
-
-
-def test_end_of_sequence_is_written_when_special_tokens_are():
-    watch = watch_for(SamplingParams(skip_special_tokens=False))
-    follow(watch, [*ids_of("a"), 2])
-    assert watch.text == "a</s>"
-
-
-def test_ignored_end_of_sequence_ends_nothing():
-    watch = watch_for(SamplingParams(ignore_eos=True), max_tokens=3)
-    follow(watch, [2, *ids_of("ab")])
-    assert (watch.text, watch.finish_reason, watch.stop_reason) == ("ab", LENGTH, None)
-
-
-def test_the_text_of_a_stop_id_stays():
-    (b,) = ids_of("b")
-    assert outcome("abc", stop_token_ids=[b]) == (2, "ab", b)
-
-
-def test_a_sequence_of_ids_stops_at_its_last():
-    a, b, c = ids_of("abc")
-    assert outcome("aabc", stop_token_ids=[[a, b]]) == (3, "aab", (a, b))
-    assert outcome("abcabc", stop_token_ids=[[a, c], [c, a]]) == (4, "abca", (c, a))
-    assert outcome("abc", stop_token_ids=[[b, c], [a, b, c]]) == (3, "abc", (a, b, c))
-    assert outcome("abc", stop_token_ids=[[b, c], [c]]) == (3, "abc", c)
-
-
-def test_a_sequence_of_ids_is_not_read_across_the_prompts_end():
-    a, b = ids_of("ab")
-    watch = watch_for(SamplingParams(stop_token_ids=[[a, b]]), prompt=[a])
-    assert watch.push(b) is None
-
-
-def test_length_counts_tokens():
-    watch = watch_for(SamplingParams(), max_tokens=2)
-    assert watch.push(*ids_of("a")) is None
-    assert watch.push(*ids_of("b")) == (LENGTH, None)
+A, B, C = ids_of("abc")
+SMILE = toys.byte_level().hf.convert_tokens_to_ids("🙂 smile")
+EOS = 2
 
 
 @pytest.mark.parametrize(
-    ("text", "stop", "result"),
+    ("ids", "params", "count", "text", "reason"),
     [
-        ("hello world", "wor", (9, "hello ", "wor")),
-        ("aaab", "aab", (4, "a", "aab")),
-        ("ababac", "abac", (6, "ab", "abac")),
-        ("abcd", ["bc", "abc"], (3, "", "abc")),  # both end here: the earlier begins
-        ("xabcd", ["abcd", "bc"], (4, "xa", "bc")),  # the first to be complete
-        ("ab", ["b", "ab", "a"], (1, "", "a")),
-        ("a\n\nb", "\n\n", (3, "a", "\n\n")),
-        ("abc", ["z", "cd"], (3, "abc", None)),
-        ("", "a", (0, "", None)),
+        # An end of sequence stays in the ids and out of the text, unless special tokens are written.
+        ([A, EOS, B], {}, 2, "a", EOS),
+        ([A, EOS], dict(skip_special_tokens=False), 2, "a</s>", EOS),
+        ([EOS, A, B], dict(ignore_eos=True, max_tokens=3), 3, "ab", LENGTH),
+        ([A, B, C], dict(max_tokens=2), 2, "ab", LENGTH),
+        # The text of a stop id stays. A sequence of ids stops at its last one.
+        ("abc", dict(stop_token_ids=[B]), 2, "ab", B),
+        ("aabc", dict(stop_token_ids=[[A, B]]), 3, "aab", (A, B)),
+        ("abcabc", dict(stop_token_ids=[[A, C], [C, A]]), 4, "abca", (C, A)),
+        ("abc", dict(stop_token_ids=[[B, C], [A, B, C]]), 3, "abc", (A, B, C)),
+        ("abc", dict(stop_token_ids=[[B, C], [C]]), 3, "abc", C),
+        # Stop strings cut the text.
+        ("hello world", dict(stop="wor"), 9, "hello ", "wor"),
+        ("hello", dict(stop="lo", include_stop_str_in_output=True), 5, "hello", "lo"),
+        ("aaab", dict(stop="aab"), 4, "a", "aab"),
+        ("ababac", dict(stop="abac"), 6, "ab", "abac"),
+        ("abcd", dict(stop=["bc", "abc"]), 3, "", "abc"),  # both end here: the earlier begins
+        ("xabcd", dict(stop=["abcd", "bc"]), 4, "xa", "bc"),  # the first to be complete
+        ("ab", dict(stop=["b", "ab", "a"]), 1, "", "a"),
+        ("a\n\nb", dict(stop="\n\n"), 3, "a", "\n\n"),
+        ("abc", dict(stop=["z", "cd"]), 3, "abc", None),
+        ("", dict(stop="a"), 0, "", None),
+        # A stop inside one token leaves out the rest; of those that begin together the longest wins.
+        ([A, SMILE], dict(stop=["mil", "smi"]), 2, "a🙂 ", "smi"),
+        ([A, SMILE], dict(stop=["mil"], include_stop_str_in_output=True), 2, "a🙂 smil", "mil"),
+        ([SMILE], dict(stop=["🙂", "🙂 s", "🙂 "]), 1, "", "🙂 s"),
+        (toys.byte_level().encode("これは日本語です"), dict(stop="本語"), None, "これは日", "本語"),
+        # On one token, an id goes before a stop string, and a stop string before the length.
+        ("ab", dict(stop="ab", stop_token_ids=[B], max_tokens=2), 2, "ab", B),
+        ("ab", dict(stop="ab", max_tokens=2), 2, "", "ab"),
+        # Below min_tokens nothing stops but the length, and what was complete there is no stop later.
+        ([A, EOS, EOS], dict(min_tokens=3, stop="a", stop_token_ids=[A]), 3, "a", EOS),
+        ("aa", dict(min_tokens=3, stop="a", stop_token_ids=[A], max_tokens=2), 2, "aa", LENGTH),
+        ("abxabz", dict(min_tokens=4, stop=["ab", "bxy"]), 5, "abx", "ab"),
+        ("abxy", dict(min_tokens=4, stop=["ab", "bxy"]), 4, "a", "bxy"),  # begun below
+        ("abxc", dict(min_tokens=4, stop=["ab", "bxy"]), 4, "abxc", None),
+        ("abz", dict(min_tokens=3, stop=["abx", "b"]), 3, "abz", None),  # complete in held text
     ],
 )
-def test_stop_strings_cut_the_text(text, stop, result):
-    assert outcome(text, stop=stop)[::2] == result[::2]
-    watch = watch_for(SamplingParams(stop=stop))
-    taken = follow(watch, ids_of(text))
+def test_what_ends_a_completion_and_which_of_its_text_stays(ids, params, count, text, reason):
+    """`reason` is `stop_reason`, `LENGTH`, or None where nothing ends it."""
+    params = dict(params)
+    max_tokens = params.pop("max_tokens", 1000)
+    watch = watch_for(SamplingParams(**params), max_tokens=max_tokens)
+    taken = follow(watch, ids_of(ids) if isinstance(ids, str) else ids)
+    assert watch.num_tokens == (watch.num_tokens if count is None else count)
+    ended = {None: (None, None), LENGTH: (LENGTH, None)}.get(reason, (STOP, reason))
+    assert (watch.finish_reason, watch.stop_reason) == ended
+    assert watch.finished == (reason is not None)
     watch.finish(FinishReason.ABORT)
-    assert "".join(taken) + watch.take() == watch.text == result[1]
-
-
-def test_the_stop_string_stays_in_the_text_on_request():
-    assert outcome("hello world", stop="lo", include_stop_str_in_output=True) == (5, "hello", "lo")
-
-
-def test_a_stop_inside_one_token_leaves_out_the_rest():
-    tokenizer = toys.byte_level()
-    smile = tokenizer.hf.convert_tokens_to_ids("🙂 smile")
-    for keeps, text in ((False, "a🙂 "), (True, "a🙂 smi")):
-        params = SamplingParams(stop=["mil", "smi"], include_stop_str_in_output=keeps)
-        watch = watch_for(params)
-        taken = follow(watch, [*ids_of("a"), smile])
-        assert (watch.text, "".join(taken), watch.stop_reason) == (text, text, "smi")
-
-
-def test_of_stops_that_begin_together_the_longest_wins():
-    smile = toys.byte_level().hf.convert_tokens_to_ids("🙂 smile")
-    watch = watch_for(SamplingParams(stop=["🙂", "🙂 s", "🙂 "]))
-    assert watch.push(smile) == (STOP, "🙂 s")
-
-
-def test_a_stop_string_of_several_bytes_a_character():
-    tokenizer = toys.byte_level()
-    watch = watch_for(SamplingParams(stop="本語"))
-    follow(watch, tokenizer.encode("これは日本語です"))
-    assert (watch.text, watch.stop_reason) == ("これは日", "本語")
-
-
-def test_end_of_sequence_goes_before_a_stop_string_on_the_same_token():
-    (b,) = ids_of("b")
-    params = SamplingParams(stop="ab", stop_token_ids=[b])
-    watch = watch_for(params, max_tokens=2)
-    follow(watch, ids_of("ab"))
-    assert (watch.stop_reason, watch.text) == (b, "ab")
-
-
-def test_a_stop_string_goes_before_length_on_the_same_token():
-    watch = watch_for(SamplingParams(stop="ab"), max_tokens=2)
-    follow(watch, ids_of("ab"))
-    assert (watch.finish_reason, watch.stop_reason, watch.text) == (STOP, "ab", "")
-
-
-def test_below_min_tokens_only_length_ends_it():
-    (a,) = ids_of("a")
-    params = SamplingParams(min_tokens=3, stop="a", stop_token_ids=[a], max_tokens=9)
-    watch = watch_for(params)
-    assert [watch.push(i) for i in (a, 2, 2)] == [None, None, (STOP, 2)]
-    watch = watch_for(params, max_tokens=2)
-    assert [watch.push(a), watch.push(a)] == [None, (LENGTH, None)]
-
-
-def test_a_stop_string_complete_below_min_tokens_is_no_stop_later():
-    params = {"min_tokens": 4, "stop": ["ab", "bxy"]}
-    assert outcome("abxabz", **params) == (5, "abx", "ab")
-    assert outcome("abxy", **params) == (4, "a", "bxy")  # begun below, complete above
-    watch = watch_for(SamplingParams(**params))
-    assert "".join(follow(watch, ids_of("abxc"))) == "abxc"
+    assert "".join(taken) + watch.take() == watch.text == text
 
 
 def test_a_stop_string_complete_below_min_tokens_is_sent():
@@ -250,24 +180,10 @@ def test_ids_banned_until_min_tokens():
 # -- stops look at the completion only ---------------------------------------------------------------
 
 
-def stops_within_the_prompts_reach(push_prompt):
-    """Whether a stop begun by the prompt "ab" ends a completion "c"; `push_prompt` seeds a mutant."""
+def test_a_stop_begun_in_the_prompt_is_not_completed_in_the_completion():
     for params in (SamplingParams(stop="bc"), SamplingParams(stop_token_ids=[ids_of("bc")])):
         watch = watch_for(params, prompt=ids_of("ab"))
-        if push_prompt:
-            for token_id in ids_of("ab"):
-                watch.push(token_id)
-        if watch.push(*ids_of("c")):
-            return True
-    return False
-
-
-def test_a_stop_begun_in_the_prompt_is_not_completed_in_the_completion():
-    assert not stops_within_the_prompts_reach(push_prompt=False)
-
-
-def test_a_watch_that_looked_across_the_prompts_end_would_be_caught():
-    assert stops_within_the_prompts_reach(push_prompt=True)
+        assert watch.push(C) is None
 
 
 # -- against brute force -----------------------------------------------------------------------------
@@ -470,23 +386,6 @@ def test_a_fork_and_its_origin_never_meet_again(kind, data):
         for watch, way, said in zip(watches, ways, seen, strict=True):
             said += grow(watch, way[step : step + 1])
     assert [(said, end(watch)) for said, watch in zip(seen, watches, strict=True)] == expected
-
-
-def test_a_fork_within_a_character_and_a_stop_string_finishes_both():
-    watch = watch_for(SamplingParams(stop="é!"))
-    first, second = toys.byte_level().encode("\u00ea")[-2:]  # bytes c3, aa; é is c3, a9
-    watch.push(first)
-    fork = watch.fork()
-    assert fork.push(second) is None
-    assert (fork.text, watch.text) == ("\u00ea", "")
-    watch.finish(FinishReason.ABORT)
-    assert (watch.text, fork.finished) == (REPLACEMENT, False)
-    stopping = watch_for(SamplingParams(stop="abc"))
-    follow(stopping, ids_of("xab"))
-    other = stopping.fork()
-    assert other.push(ids_of("c")[0]) == (STOP, "abc")
-    assert stopping.push(ids_of("d")[0]) is None
-    assert (other.text, stopping.text) == ("x", "xabd")
 
 
 def test_a_fork_hands_out_only_what_its_origin_had_not():

@@ -262,12 +262,3 @@ def test_drafts_are_mostly_what_the_model_says_next(
         drafts = tools.network.draft_logits(mtp, hidden, batch)[0, :-1].argmax(-1)
     accepted = drafts[len(prompt) - 1 :] == row[len(prompt) + 1 :]
     assert accepted.float().mean() > 0.5
-
-
-def test_transformers_drafts_with_the_mtp_layer(model: Any, mtp: Any, tokenizer: Any) -> None:
-    prompt = torch.tensor([tokenizer("Once upon a time, there was a")["input_ids"]])
-    settings = {"do_sample": False, "temperature": None, "top_p": None, "max_new_tokens": 40}
-    mask = torch.ones_like(prompt)
-    plain = model.generate(prompt, attention_mask=mask, **settings)
-    drafted = model.generate(prompt, attention_mask=mask, use_mtp=True, **settings)
-    assert torch.equal(plain, drafted)

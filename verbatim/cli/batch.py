@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verbatim.cli.interrupts import EXIT_INTERRUPTED
-from verbatim.cli.offload import OFFLOAD, report_stats
-from verbatim.cli.options import MODEL, open_llm, take_model, takes
-from verbatim.cli.placing import CLUSTER, placement_of, report_placement
+from verbatim.cli.offload import OFFLOAD
+from verbatim.cli.options import MODEL, take_model, takes
+from verbatim.cli.placing import CLUSTER, opened, placement_of
 from verbatim.cli.terminal import EXIT_ERROR, WrongUsage, command, note
 from verbatim.errors import VerbatimError
 
@@ -67,8 +67,7 @@ def batch(
     placement = placement_of(values)
     from verbatim.serve.batch import BatchRun
 
-    with Records(target) as records, open_llm(values, placement) as llm:
-        report_placement(llm, placement)
+    with Records(target) as records, opened(values, placement) as llm:
         run = BatchRun(llm, source, records, name=name, in_flight=in_flight)
         _warn(run, records)
         resume = "the same command resumes there"
@@ -80,7 +79,6 @@ def batch(
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except VerbatimError as error:
             raise VerbatimError(f"{error}; {_count(records)} in {target}; {resume}") from error
-        report_stats(llm, values)
     note(_summary(run, records))
     if records.num_errors:
         raise typer.Exit(EXIT_ERROR)

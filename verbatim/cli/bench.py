@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from verbatim.cli.offload import OFFLOAD
-from verbatim.cli.options import MODEL, open_llm, takes
-from verbatim.cli.placing import CLUSTER, placement_of, report_placement
+from verbatim.cli.options import MODEL, Option, given, takes
+from verbatim.cli.placing import CLUSTER, opened, placement_of
 from verbatim.cli.terminal import WrongUsage, command, note
 
 if TYPE_CHECKING:
@@ -21,53 +22,58 @@ if TYPE_CHECKING:
 _WORK, _PEERS = "Workload", "Other systems"
 
 
+def _numbers(name: str, text: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(dict.fromkeys(int(part) for part in text.split(",") if part.strip()))
+    except ValueError:
+        numbers = (0,)
+    if any(n < 1 for n in numbers):
+        raise WrongUsage(f"--{name} {text!r}: must be integers of 1 or more, such as 1,8,32")
+    return numbers
+
+
+def _at_least(least: int, name: str, number: int) -> int:
+    if number < least:
+        raise WrongUsage(f"--{name} {number}: must be {least} or more")
+    return number
+
+
+def _work(name: str, text: str, default: str) -> Option:
+    """Return the option of several numbers of a `BenchPlan`."""
+    text = f"{text} Default: {default}."
+    return Option(name, str, _WORK, text, "N,N,...", partial(_numbers, name))
+
+
+def _count(name: str, text: str, default: int, least: int = 1) -> Option:
+    """Return the option of one number of a `BenchPlan`."""
+    text = f"{text} Default: {default}."
+    return Option(name, int, _WORK, text, read=partial(_at_least, least, name))
+
+
+WORKLOAD = (
+    _work("rows", "Sequences decoded at once.", "1,8,32"),
+    _work("contexts", "Context lengths in tokens.", "128,1024"),
+    _work("prefills", "Prompt lengths in tokens.", "512"),
+    _count("mixed", "Requests in the mixed workload; 0 skips it.", 32, least=0),
+    _count("rounds", "Turns per system and case.", 3),
+    _count("steps", "Decode steps per turn.", 8),
+)
+OTHERS = (
+    Option("peers", bool, _PEERS, "Measure transformers on the same model.", default=True),
+    Option("gguf", str, _PEERS, "GGUF file of the same model, to measure llama.cpp.", "FILE"),
+    Option(
+        "openvino",
+        str,
+        _PEERS,
+        "optimum export of the same model, to measure OpenVINO.",
+        "FOLDER",
+    ),
+)
+
+
 @command
-@takes(*MODEL, *OFFLOAD, *CLUSTER, positional_model=True)
+@takes(*WORKLOAD, *OTHERS, *MODEL, *OFFLOAD, *CLUSTER, positional_model=True)
 def bench(
-    rows: Annotated[
-        str,
-        typer.Option(help="Sequences decoded at once.", metavar="N,N,...", rich_help_panel=_WORK),
-    ] = "1,8,32",
-    contexts: Annotated[
-        str,
-        typer.Option(help="Context lengths in tokens.", metavar="N,N,...", rich_help_panel=_WORK),
-    ] = "128,1024",
-    prefills: Annotated[
-        str,
-        typer.Option(help="Prompt lengths in tokens.", metavar="N,N,...", rich_help_panel=_WORK),
-    ] = "512",
-    mixed: Annotated[
-        int,
-        typer.Option(
-            help="Requests in the mixed workload; 0 skips it.", min=0, rich_help_panel=_WORK
-        ),
-    ] = 32,
-    rounds: Annotated[
-        int, typer.Option(help="Turns per system and case.", min=1, rich_help_panel=_WORK)
-    ] = 3,
-    steps: Annotated[
-        int, typer.Option(help="Decode steps per turn.", min=1, rich_help_panel=_WORK)
-    ] = 8,
-    peers: Annotated[
-        bool,
-        typer.Option(help="Measure transformers on the same model.", rich_help_panel=_PEERS),
-    ] = True,
-    gguf: Annotated[
-        str | None,
-        typer.Option(
-            help="GGUF file of the same model, to measure llama.cpp.",
-            metavar="FILE",
-            rich_help_panel=_PEERS,
-        ),
-    ] = None,
-    openvino: Annotated[
-        str | None,
-        typer.Option(
-            help="optimum export of the same model, to measure OpenVINO.",
-            metavar="FOLDER",
-            rich_help_panel=_PEERS,
-        ),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     plot: Annotated[
         str | None, typer.Option(help="Also write a chart: .png, .svg or .pdf.", metavar="FILE")
@@ -79,41 +85,22 @@ def bench(
     Compare ratios rather than speeds: other work on the machine slows all systems alike. The limit is the
     time to read weights and KV cache once, or to compute the matrix products, measured in the same turns.
     """
+    numbers = given(values, WORKLOAD)
     from verbatim.bench.run import BenchPlan
 
-    plan = BenchPlan(
-        _numbers("rows", rows),
-        _numbers("contexts", contexts),
-        _numbers("prefills", prefills),
-        rounds,
-        steps,
-        mixed,
-    )
-    _check(plan, plot, gguf, openvino)
-    placement = placement_of({**values, "stats": None})
-    settings = values
-    if settings.get("max_sequences") is None:
-        settings["max_sequences"] = max(plan.rows, default=1)
-    with open_llm(settings, placement) as llm:
-        report_placement(llm, placement)
-        with_transformers = placement is None and peers
-        report = _measure(llm, plan, settings, with_transformers, gguf, openvino)
+    plan = BenchPlan(**numbers)
+    _check(plan, plot, values["gguf"], values["openvino"])
+    placement = placement_of(values)
+    if values["max_sequences"] is None:
+        values["max_sequences"] = max(plan.rows, default=1)
+    with opened(values, placement) as llm:
+        report = _measure(llm, plan, values, placement is None and values["peers"] is not False)
     if plot is not None:
         _draw(report, plot)
     if as_json:
         typer.echo(json.dumps(report.as_json()))
     else:
         _print(report)
-
-
-def _numbers(name: str, text: str) -> tuple[int, ...]:
-    try:
-        numbers = tuple(dict.fromkeys(int(part) for part in text.split(",") if part.strip()))
-    except ValueError:
-        numbers = (0,)
-    if any(n < 1 for n in numbers):
-        raise WrongUsage(f"--{name} {text!r}: must be integers of 1 or more, such as 1,8,32")
-    return numbers
 
 
 def _check(plan: BenchPlan, plot: str | None, gguf: str | None, openvino: str | None) -> None:
@@ -136,12 +123,7 @@ def _check(plan: BenchPlan, plot: str | None, gguf: str | None, openvino: str | 
 
 
 def _measure(
-    llm: LLM,
-    plan: BenchPlan,
-    settings: dict[str, Any],
-    with_transformers: bool,
-    gguf: str | None,
-    openvino: str | None,
+    llm: LLM, plan: BenchPlan, settings: dict[str, Any], with_transformers: bool
 ) -> BenchReport:
     import torch
 
@@ -153,7 +135,7 @@ def _measure(
     dtype = getattr(torch, info["dtype"])
     if settings.get("num_threads"):
         torch.set_num_threads(settings["num_threads"])
-    others, remarks = _peers(settings, dtype, with_transformers, gguf, openvino)
+    others, remarks = _peers(settings, dtype, with_transformers)
     note(f"{info['model']}: {info['architecture']}, {info['dtype']}, {info['numerics_key']}")
     report = measure(
         plan,
@@ -170,11 +152,7 @@ def _measure(
 
 
 def _peers(
-    settings: dict[str, Any],
-    dtype: Any,
-    with_transformers: bool,
-    gguf: str | None,
-    openvino: str | None,
+    settings: dict[str, Any], dtype: Any, with_transformers: bool
 ) -> tuple[list[Peer], list[str]]:
     import torch
 
@@ -196,6 +174,7 @@ def _peers(
             peers.append(Transformers(settings["model"] or str(path()), dtype, **options))
         except ModelError as error:
             remarks.append(str(error))
+    gguf, openvino = settings["gguf"], settings["openvino"]
     if gguf is not None:
         peers.append(LlamaCpp(gguf, threads))
     elif installed("llama_cpp"):

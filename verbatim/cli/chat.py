@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verbatim.cli.offload import OFFLOAD, report_stats
+from verbatim.cli.offload import OFFLOAD
 from verbatim.cli.options import (
     DEFAULT_MAX_TOKENS,
     MODEL,
     SAMPLING,
     given,
-    open_llm,
     seeded,
     takes,
 )
-from verbatim.cli.placing import CLUSTER, placement_of, report_placement
+from verbatim.cli.placing import CLUSTER, opened, placement_of
 from verbatim.cli.terminal import (
     WrongUsage,
     command,
@@ -54,15 +53,12 @@ def chat(
     """Chat with a model. Sampling defaults come from the model's generation_config.json."""
     fields = given(values, SAMPLING)
     SamplingParams(**fields)  # reject invalid options before a model is opened
-    placement = placement_of(values)
-    with open_llm(values, placement) as llm:
-        report_placement(llm, placement)
-        conversation = Conversation(llm, _params(llm, fields), system)
-        note(f"{_described(conversation.params)}\n/help lists the commands")
+    with opened(values, placement_of(values)) as llm:
+        transcript = Transcript(llm, _params(llm, fields), system)
+        note(f"{_described(transcript.params)}\n/help lists the commands")
         for line in _lines():
-            if not conversation.take(line):
+            if not transcript.take(line):
                 break
-        report_stats(llm, values)
 
 
 def _params(llm: LLM, fields: dict[str, Any]) -> SamplingParams:
@@ -86,7 +82,7 @@ def _short(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-class Conversation:
+class Transcript:
     """The turns so far. A failed turn does not change them."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verbatim.cli.interrupts import EXIT_INTERRUPTED
-from verbatim.cli.offload import OFFLOAD, report_stats
+from verbatim.cli.offload import OFFLOAD
 from verbatim.cli.options import (
     ADAPTERS,
     DEFAULT_MAX_TOKENS,
@@ -19,12 +19,11 @@ from verbatim.cli.options import (
     SAMPLING,
     adapters_of,
     given,
-    open_llm,
     seeded,
     take_model,
     takes,
 )
-from verbatim.cli.placing import CLUSTER, placement_of, report_placement
+from verbatim.cli.placing import CLUSTER, opened, placement_of
 from verbatim.cli.terminal import (
     Interrupt,
     WrongUsage,
@@ -76,13 +75,8 @@ def generate(
             raise WrongUsage(f"--{name.replace('_', '-')} requires --json")
     fields["adapter"] = next(iter(adapters_of(values)), None)
     params = seeded(SamplingParams(**fields))
-    placement = placement_of(values)
-    with open_llm(values, placement) as llm:
-        report_placement(llm, placement)
-        try:
-            _run(llm, source, params, as_json)
-        finally:
-            report_stats(llm, values)
+    with opened(values, placement_of(values)) as llm:
+        _run(llm, source, params, as_json)
 
 
 def _run(llm: LLM, source: str | list[int], params: SamplingParams, as_json: bool) -> None:
@@ -158,14 +152,19 @@ def _prompt(prompt: str | None, file: str | None, ids: str | None) -> str | list
         return prompt
     if ids is not None:
         return parse_ids(ids)
+    return read_input("prompt", file)
+
+
+def read_input(what: str, file: str | None) -> str:
+    """Return the text of a file; of stdin for "-" and None."""
     if file is not None and file != "-":
         return read_file(file, file)
     if sys.stdin is None:
         raise WrongUsage(
-            "no prompt: stdin is closed; pass it as an argument, with --file or with --ids"
+            f"no {what}: stdin is closed; pass it as an argument, with --file or with --ids"
         )
     if file is None and sys.stdin.isatty():
-        raise WrongUsage("no prompt: pass it as an argument, with --file or --ids, or pipe it in")
+        raise WrongUsage(f"no {what}: pass it as an argument, with --file or --ids, or pipe it in")
     return read_stdin()
 
 

@@ -114,12 +114,6 @@ def offload_of(values: Mapping[str, Any]) -> Offload | None:
     return Offload(**settings)
 
 
-def report_plan(llm: LLM, placement: Offload | None) -> None:
-    """Print the plan's summary on stderr."""
-    if placement is not None:
-        note(llm.info()["plan_summary"])
-
-
 def report_stats(llm: LLM, values: Mapping[str, Any]) -> None:
     """Print predicted beside actual figures on stderr, with `--stats`."""
     if values.get("stats"):

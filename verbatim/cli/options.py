@@ -12,8 +12,9 @@ import os
 import re
 import secrets
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -36,8 +37,8 @@ DEFAULT_MAX_TOKENS = 256
 class Option:
     """One option: its Python name, the type that typer parses, and its panel in the help.
 
-    `read` converts the parsed value to the Python value, if they differ. A switch that is `on` by default
-    has a flag to turn it off.
+    `read` converts the parsed value to the Python value, if they differ. A `default` is shown in the help; a
+    switch with the default True has a flag to turn it off.
     """
 
     name: str
@@ -46,21 +47,19 @@ class Option:
     help: str
     metavar: str | None = None
     read: Callable[[Any], Any] | None = None
-    on: bool = False
+    default: Any = None
 
     @property
     def flags(self) -> str:
         dashed = "--" + self.name.replace("_", "-")
-        default_true = self.type is bool and getattr(_defaults(), self.name, self.on) is True
-        return f"{dashed}/--no-{dashed[2:]}" if default_true else dashed
+        return f"{dashed}/--no-{dashed[2:]}" if self.default is True else dashed
 
-    def parameter(self, defaults: SamplingParams | None) -> inspect.Parameter:
-        """Return the keyword parameter that typer reads; `defaults` are shown in the help."""
-        shown = getattr(defaults, self.name, None)
-        plain = isinstance(shown, int | float | str) and not isinstance(shown, bool)
+    def parameter(self, show_default: bool) -> inspect.Parameter:
+        """Return the keyword parameter that typer reads."""
+        show_default &= not isinstance(self.default, bool | None)
         info = typer.Option(
             self.flags,
-            help=f"{self.help} Default: {shown}." if plain else self.help,
+            help=f"{self.help} Default: {self.default}." if show_default else self.help,
             rich_help_panel=self.panel,
             metavar=self.metavar,
             show_default=False,
@@ -74,8 +73,27 @@ class Option:
         )
 
 
-def _defaults() -> SamplingParams:
-    return SamplingParams(max_tokens=DEFAULT_MAX_TOKENS)
+def helps(kind: type) -> dict[str, str]:
+    """Return the help of options that set the fields of a class: the text of each in its docstring."""
+    _, _, fields = inspect.cleandoc(kind.__doc__ or "").partition("\nAttributes:\n")
+    entries = re.split(r"^    (?=\w)", fields.partition("\n\n")[0], flags=re.MULTILINE)[1:]
+    texts = defaultdict[str, str](str)  # empty under `python -OO`
+    for entry in entries:
+        name, _, text = " ".join(entry.split()).partition(": ")
+        text = text.replace("; None: ", ". Default: ").replace("None: ", "Default: ")
+        texts[name] = text[:1].upper() + text[1:]
+    return texts
+
+
+def fields_of(
+    settings: object, panel: str, kind: Any, names: str, metavar: str | None = None
+) -> tuple[Option, ...]:
+    """Return options for fields of a dataclass, with its documentation and the defaults of `settings`."""
+    texts = helps(type(settings))
+    return tuple(
+        Option(name, kind, panel, texts[name], metavar, default=getattr(settings, name))
+        for name in names.split()
+    )
 
 
 def _text_or_file(text: str) -> str:
@@ -106,54 +124,30 @@ def _early_stopping(text: str) -> bool | str:
 
 _DRAWING, _PENALTIES, _STOPPING, _REPORT = "Sampling", "Penalties and bans", "Stopping", "Output"
 _STRUCTURE, _BEAMS = "Structured output (one of these)", "Beam search"
+_JSON = "Output with --json"
+
+_HELP = helps(SamplingParams)
+_plain = partial(fields_of, SamplingParams())
 
 SAMPLING = (
-    Option("temperature", float, _DRAWING, "Divide the logits by this; 0 is greedy."),
-    Option("top_k", int, _DRAWING, "Keep the k likeliest tokens; 0 keeps all."),
-    Option("top_p", float, _DRAWING, "Keep the fewest tokens with this total probability."),
-    Option("min_p", float, _DRAWING, "Drop tokens below this fraction of the top probability."),
-    Option(
-        "typical_p", float, _DRAWING, "Keep the most typical tokens with this total probability."
-    ),
-    Option("seed", int, _DRAWING, "Seed of the noise. Default: random; it is reported."),
-    Option("repetition_penalty", float, _PENALTIES, "Penalize tokens in the prompt or completion."),
-    Option(
-        "presence_penalty",
-        float,
-        _PENALTIES,
-        "Subtract this once from the logits of tokens in the completion.",
-    ),
-    Option(
-        "frequency_penalty",
-        float,
-        _PENALTIES,
-        "Subtract this per occurrence of a token in the completion.",
-    ),
-    Option(
-        "logit_bias",
-        list[str],
-        _PENALTIES,
-        "Add VALUE to the logit of a token id.",
-        "ID=VALUE",
-        _biases,
-    ),
+    *_plain(_DRAWING, float, "temperature"),
+    *_plain(_DRAWING, int, "top_k"),
+    *_plain(_DRAWING, float, "top_p min_p typical_p"),
+    *_plain(_DRAWING, int, "seed"),
+    *_plain(_PENALTIES, float, "repetition_penalty presence_penalty frequency_penalty"),
+    Option("logit_bias", list[str], _PENALTIES, _HELP["logit_bias"], "ID=VALUE", _biases),
     Option("bad_words", list[str], _PENALTIES, "String that is never generated.", "TEXT"),
     Option(
-        "allowed_token_ids",
-        list[int],
-        _PENALTIES,
-        "Token id to allow; all others are banned.",
-        "ID",
+        "allowed_token_ids", list[int], _PENALTIES, "Token id to allow; others are banned.", "ID"
     ),
-    Option("max_tokens", int, _STOPPING, "Maximum number of new tokens."),
     Option(
-        "min_tokens", int, _STOPPING, "Ban end-of-sequence and stop ids before this many tokens."
+        "max_tokens", int, _STOPPING, "Maximum number of new tokens.", default=DEFAULT_MAX_TOKENS
     ),
+    *_plain(_STOPPING, int, "min_tokens"),
     Option("stop", list[str], _STOPPING, "String that ends the completion.", "TEXT"),
     Option("stop_token_ids", list[int], _STOPPING, "Token id that ends the completion.", "ID"),
-    Option("include_stop_str_in_output", bool, _STOPPING, "Keep the stop string in the text."),
-    Option("ignore_eos", bool, _STOPPING, "Continue after the end-of-sequence token."),
-    Option("timeout_s", float, _STOPPING, "End the completion after this many seconds.", "SECONDS"),
+    *_plain(_STOPPING, bool, "include_stop_str_in_output ignore_eos"),
+    *_plain(_STOPPING, float, "timeout_s", "SECONDS"),
     Option(
         "json_schema",
         str,
@@ -162,30 +156,18 @@ SAMPLING = (
         "JSON|@FILE",
         _text_or_file,
     ),
-    Option("any_whitespace", bool, _STRUCTURE, "Allow the JSON document to be indented."),
-    Option("regex", str, _STRUCTURE, "Generate text that matches as a whole.", "PATTERN"),
-    Option(
-        "grammar",
-        str,
-        _STRUCTURE,
-        "Generate text of this Lark grammar.",
-        "GRAMMAR|@FILE",
-        _text_or_file,
-    ),
+    *_plain(_STRUCTURE, bool, "any_whitespace"),
+    *_plain(_STRUCTURE, str, "regex", "PATTERN"),
+    Option("grammar", str, _STRUCTURE, _HELP["grammar"], "GRAMMAR|@FILE", _text_or_file),
     Option("choice", list[str], _STRUCTURE, "Generate one of these texts.", "TEXT"),
-    Option("skip_special_tokens", bool, _REPORT, "Leave special tokens out of the text."),
+    *_plain(_REPORT, bool, "skip_special_tokens"),
 )
 
 # The options of `verbatim generate` only; a chat streams one answer.
 GENERATE_ONLY = (
-    Option("n", int, _DRAWING, "Number of completions."),
-    Option(
-        "num_beams",
-        int,
-        _BEAMS,
-        "Search with this many beams instead of sampling; print the n best.",
-    ),
-    Option("length_penalty", float, _BEAMS, "Divide a beam's score by its length to this power."),
+    *_plain(_DRAWING, int, "n"),
+    *_plain(_BEAMS, int, "num_beams"),
+    *_plain(_BEAMS, float, "length_penalty"),
     Option(
         "early_stopping",
         str,
@@ -195,11 +177,8 @@ GENERATE_ONLY = (
         "true|false|never",
         _early_stopping,
     ),
-    Option("logprobs", int, _REPORT, "With --json: log-probs of the top N tokens of each step."),
-    Option("prompt_logprobs", int, _REPORT, "With --json: log-probs of the prompt and its top N."),
-    Option("record_routing", bool, _REPORT, "With --json: the experts of each token."),
-    Option("record_indices", bool, _REPORT, "With --json: the keys that indexers choose."),
-    Option("support", bool, _REPORT, "With --json: the ids left to draw each token from."),
+    *_plain(_JSON, int, "logprobs prompt_logprobs"),
+    *_plain(_JSON, bool, "record_routing record_indices support"),
 )
 
 _MODEL, _ENGINE = "Model", "Engine"
@@ -231,7 +210,11 @@ MODEL = (
         "Weight quantization: int8 or int4; w8a8 or w4a8 (activations too).",
     ),
     Option(
-        "fused", bool, _ENGINE, "Use fused layer kernels. Outputs do not depend on it.", on=True
+        "fused",
+        bool,
+        _ENGINE,
+        "Use fused layer kernels. Outputs do not depend on it.",
+        default=True,
     ),
     Option("block_size", int, _ENGINE, "Token positions per KV block."),
     Option("max_batch_tokens", int, _ENGINE, "Maximum token rows per forward."),
@@ -269,6 +252,14 @@ ADAPTERS = Option(
 )
 
 
+_MODEL_ARGUMENT = inspect.Parameter(
+    "model_argument",
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    default=None,
+    annotation=Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL_HELP)],
+)
+
+
 def takes(
     *options: Option, show_defaults: bool = True, positional_model: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -279,45 +270,26 @@ def takes(
     """
 
     def add(command: Callable[..., None]) -> Callable[..., None]:
-        if positional_model:
-            command = _with_positional_model(command)
-        signature = inspect.signature(command)
+        @wraps(command)
+        def taking(model_argument: str | None = None, **values: Any) -> None:
+            take_model([] if model_argument is None else [model_argument], 0, values)
+            command(**values)
+
         hints = get_type_hints(command, include_extras=True)
-        declared = [
+        parameters = [
             parameter.replace(annotation=hints[name])
-            for name, parameter in signature.parameters.items()
+            for name, parameter in inspect.signature(command).parameters.items()
             if parameter.kind is not inspect.Parameter.VAR_KEYWORD
         ]
-        shared = [option.parameter(_defaults() if show_defaults else None) for option in options]
-        parameters = declared + shared
-        typed: Any = command  # typer reads both attributes
-        typed.__signature__ = signature.replace(parameters=parameters)
+        if positional_model:
+            parameters.insert(0, _MODEL_ARGUMENT)
+        parameters += [option.parameter(show_defaults) for option in options]
+        typed: Any = taking if positional_model else command  # typer reads both attributes
+        typed.__signature__ = inspect.Signature(parameters, return_annotation=None)
         typed.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
-        return command
+        return typed  # type: ignore[no-any-return]
 
     return add
-
-
-def _with_positional_model(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that takes MODEL as its argument, and finds it in `values["model"]`."""
-    signature = inspect.signature(command)
-
-    @wraps(command)
-    def taking(model_argument: str | None = None, **values: Any) -> None:
-        take_model([] if model_argument is None else [model_argument], 0, values)
-        command(**values)
-
-    argument = inspect.Parameter(
-        "model_argument",
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        default=None,
-        annotation=Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL_HELP)],
-    )
-    typed: Any = taking
-    typed.__signature__ = signature.replace(parameters=[argument, *signature.parameters.values()])
-    hints = get_type_hints(command, include_extras=True)
-    typed.__annotations__ = hints | {"model_argument": argument.annotation}
-    return taking
 
 
 def take_model(arguments: list[str], num_others: int, values: dict[str, Any]) -> list[str]:

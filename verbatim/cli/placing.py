@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from verbatim.cli.offload import offload_of, report_plan
-from verbatim.cli.options import Option, given
+from verbatim.cli.offload import offload_of, report_stats
+from verbatim.cli.options import Option, given, open_llm
 from verbatim.cli.terminal import WrongUsage, note
 
 if TYPE_CHECKING:
@@ -65,18 +66,26 @@ def placement_of(values: Mapping[str, Any]) -> Offload | Cluster | None:
     return Cluster(address=settings.pop("cluster", None), offload=offload, **settings)
 
 
-def report_placement(llm: LLM, placement: Offload | Cluster | None) -> None:
-    """Print one line on stderr about an offloaded model or one in stages."""
-    from verbatim.placement.distributed.choice import Cluster
+@contextmanager
+def opened(values: Mapping[str, Any], placement: Offload | Cluster | None) -> Iterator[LLM]:
+    """Open the model that the options name; report its placement and, with `--stats`, how it ran."""
+    with open_llm(values, placement) as llm:
+        if placement is not None:
+            note(_described(llm.info()))
+        try:
+            yield llm
+        finally:
+            report_stats(llm, values)
 
-    if isinstance(placement, Cluster):
-        stages = llm.info()["stages"]
-        places = ", ".join(
-            f"layers {first} to {end - 1} on {stage['machine']}"
-            + (f" ({stage['plan']})" if "plan" in stage else "")
-            for stage in stages
-            for first, end in [stage["layers"]]
-        )
-        note(f"{len(stages)} stage{'' if len(stages) == 1 else 's'}: {places}")
-    else:
-        report_plan(llm, placement)
+
+def _described(info: Mapping[str, Any]) -> str:
+    if "stages" not in info:
+        return str(info["plan_summary"])
+    stages = info["stages"]
+    places = ", ".join(
+        f"layers {first} to {end - 1} on {stage['machine']}"
+        + (f" ({stage['plan']})" if "plan" in stage else "")
+        for stage in stages
+        for first, end in [stage["layers"]]
+    )
+    return f"{len(stages)} stage{'' if len(stages) == 1 else 's'}: {places}"

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verbatim.cli.generate import parse_ids
-from verbatim.cli.offload import OFFLOAD, report_stats
-from verbatim.cli.options import MODEL, open_llm, takes
-from verbatim.cli.placing import CLUSTER, placement_of, report_placement
+from verbatim.cli.generate import parse_ids, read_input
+from verbatim.cli.offload import OFFLOAD
+from verbatim.cli.options import MODEL, takes
+from verbatim.cli.placing import CLUSTER, opened, placement_of
 from verbatim.cli.terminal import WrongUsage, command
-from verbatim.files import read_file, read_stdin
 from verbatim.params import SamplingParams
 from verbatim.plain import to_json
 
@@ -55,13 +54,10 @@ def score(
     if summary and as_json:
         raise WrongUsage("--summary and --json: use only one of them")
     sources = _sources(prompts or [], file or [], ids or [])
-    placement = placement_of(values)
-    with open_llm(values, placement) as llm:
-        report_placement(llm, placement)
+    with opened(values, placement_of(values)) as llm:
         # The request of LLM.score, whose results have the token ids as well.
         results = llm.generate(sources, SamplingParams(max_tokens=0, prompt_logprobs=0))
         scores = [_score(llm, result) for result in results]
-        report_stats(llm, values)
     for number, score in enumerate(scores, start=1):
         if as_json:
             sys.stdout.write(to_json(score) + "\n")
@@ -79,21 +75,9 @@ def _sources(prompts: list[str], files: list[str], ids: list[str]) -> list[str |
     if files.count("-") > 1:
         raise WrongUsage("--file -: stdin can only be read once")
     sources: list[str | list[int]] = list(prompts)
-    sources += [_read(path) for path in files]
+    sources += [read_input("text", path) for path in files]
     sources += [parse_ids(text) for text in ids]
-    if sources:
-        return sources
-    if sys.stdin is None or sys.stdin.isatty():
-        raise WrongUsage("no text: pass it as an argument, with --file or --ids, or pipe it in")
-    return [_read("-")]
-
-
-def _read(path: str) -> str:
-    if path != "-":
-        return read_file(path, path)
-    if sys.stdin is None:
-        raise WrongUsage("--file -: stdin is closed")
-    return read_stdin()
+    return sources or [read_input("text", None)]
 
 
 def _score(llm: LLM, result: Result) -> dict[str, Any]:

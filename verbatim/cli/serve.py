@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from verbatim.cli.offload import OFFLOAD
-from verbatim.cli.options import ADAPTERS, MODEL, Option, given, open_llm, takes
-from verbatim.cli.placing import CLUSTER, placement_of, report_placement
+from verbatim.cli.options import ADAPTERS, MODEL, Option, fields_of, given, helps, takes
+from verbatim.cli.placing import CLUSTER, opened, placement_of
 from verbatim.cli.terminal import WrongUsage, command, note
 from verbatim.files import read_file
-
-if TYPE_CHECKING:
-    from verbatim.serve.settings import ServeSettings
+from verbatim.serve.settings import LOCAL_HOSTS, ServeSettings, is_local
 
 KEYS = "VERBATIM_API_KEY"
 LEVELS = ("critical", "error", "warning", "info", "debug")
 _SERVER, _LIMITS = "Server", "Limits"
 
+_field = partial(fields_of, ServeSettings())
+
 # Those with the name of a field of ServeSettings set it.
 SERVER = (
     Option("host", str, _SERVER, "Address to listen on. Default: 127.0.0.1."),
     Option("port", int, _SERVER, "Port to listen on; 0 picks a free one. Default: 8000."),
-    Option("name", str, _SERVER, "Model name in the API."),
+    *_field(_SERVER, str, "name"),
     Option(
         "api_key_file",
         str,
@@ -39,81 +40,17 @@ SERVER = (
         "Origin of web pages that may call the API (CORS). Repeatable.",
         "URL",
     ),
-    Option(
-        "adapter_root",
-        str,
-        _SERVER,
-        "Folder from which clients with the API key may load LoRA adapters. Default: none.",
-        "FOLDER",
-    ),
-    Option("playground", bool, _SERVER, "Serve the playground at /.", on=True),
-    Option("docs", bool, _SERVER, "Serve /docs and /openapi.json.", on=True),
-    Option(
-        "chat_defaults",
-        bool,
-        _SERVER,
-        "Sample chats with the defaults of the model's generation_config.json.",
-        on=True,
-    ),
-    Option(
-        "logprobs_mode",
-        str,
-        _SERVER,
-        "Log-probs of drawn tokens: raw_logprobs (of the model, the default) or processed_logprobs (of the "
-        "distribution drawn from, which TRL needs).",
-    ),
-    Option("training", bool, _SERVER, "Let clients pause the engine and replace its weights."),
+    *_field(_SERVER, str, "adapter_root", "FOLDER"),
+    *_field(_SERVER, bool, "playground docs chat_defaults"),
+    *_field(_SERVER, str, "logprobs_mode"),
+    *_field(_SERVER, bool, "training"),
     Option("log_level", str, _SERVER, f"Log level: {', '.join(LEVELS)}. Default: info."),
-    Option(
-        "max_requests",
-        int,
-        _LIMITS,
-        "Maximum requests in progress or queued; more get status 429. Default: 512.",
-    ),
-    Option("max_choices", int, _LIMITS, "Maximum completions per request. Default: 128."),
-    Option("max_body_bytes", int, _LIMITS, "Maximum size of a request body. Default: 4194304."),
-    Option(
-        "max_response_bytes",
-        int,
-        _LIMITS,
-        "Maximum estimated size of a response. Default: 33554432.",
-    ),
-    Option(
-        "max_connections",
-        int,
-        _LIMITS,
-        "Maximum connections. Default: as many as `ulimit -n` allows, at most 4096.",
-    ),
-    Option(
-        "max_connections_per_address",
-        int,
-        _LIMITS,
-        "Maximum connections from one address. Default: half of --max-connections.",
-    ),
-    Option(
-        "negative_priorities",
-        bool,
-        _LIMITS,
-        "Accept priorities below 0, which run before other clients' requests.",
-    ),
-    Option(
-        "max_update_bytes",
-        int,
-        _LIMITS,
-        "With --training: maximum bytes of new weights. Default: 8 for each parameter.",
-    ),
-    Option(
-        "update_timeout_s",
-        float,
-        _LIMITS,
-        "With --training: seconds after which a silent trainer loses its update. Default: 120.",
-    ),
-    Option(
-        "request_timeout_s",
-        float,
-        _LIMITS,
-        "End a generation after this many seconds. Default: no limit.",
-    ),
+    *_field(_LIMITS, int, "max_requests max_choices max_body_bytes max_response_bytes"),
+    *_field(_LIMITS, int, "max_connections max_connections_per_address"),
+    *_field(_LIMITS, bool, "negative_priorities"),
+    *_field(_LIMITS, int, "max_update_bytes"),
+    *_field(_LIMITS, float, "update_timeout_s"),
+    Option("request_timeout_s", float, _LIMITS, helps(ServeSettings)["timeout_s"]),
     Option(
         "drain_timeout_s",
         int,
@@ -146,19 +83,16 @@ def serve(**values: Any) -> None:
     if drain_s < 0:
         raise WrongUsage(f"--drain-timeout-s {drain_s}: must be 0 or more")
     settings = _settings(host, fields)
-    placement = placement_of({**values, "stats": None})
+    placement = placement_of(values)
     # A log that can't be written, on a full disk or a closed pipe, must not end the server.
     logging.raiseExceptions = False
-    with open_llm(values, placement) as llm:
+    with opened(values, placement) as llm:
         from verbatim.serve.server import run  # imports what opening a model imports with care
 
-        report_placement(llm, placement)
         run(llm, settings, host, port, log_level=log_level, drain_s=drain_s, say=note)
 
 
 def _settings(host: str, fields: dict[str, Any]) -> ServeSettings:
-    from verbatim.serve.settings import LOCAL_HOSTS, ServeSettings, is_local
-
     keys = _keys(fields.pop("api_key_file", None))
     no_api_key = fields.pop("no_api_key", False)
     if no_api_key and keys:

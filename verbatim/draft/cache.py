@@ -17,7 +17,7 @@ class CacheEntry:
     Attributes:
         num_valid: leading positions that hold K and V of the sequence's own ids.
         draft_ids: ids of the positions behind them, of the last draft.
-        states: of a drafter with recurrent layers: a number of tokens to the slot of the state after them.
+        states: for recurrent layers: number of tokens to the slot of the state after them.
     """
 
     blocks: list[int] = field(default_factory=list)

@@ -15,7 +15,7 @@ class LayersProposer(Chain):
     """Drafts with layers of the model, wherever its runner has them, in the sequences' own blocks.
 
     Args:
-        runner: of the model.
+        runner: the model's runner.
         max_rows: maximum number of rows of one forward.
     """
 

@@ -19,7 +19,7 @@ class DraftModelProposer(Chain):
 
     Args:
         runner: the draft model, used by this proposer only.
-        vocab_size: of the target model. Ids that it lacks are never drafted; ids that the draft model
+        vocab_size: the target model's. Ids that it lacks are never drafted; ids that the draft model
             lacks are replaced by id 0.
         num_embeddings: number of ids in the draft model's embedding.
         max_length: maximum context of the draft model; None sets no limit.

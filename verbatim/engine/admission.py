@@ -38,7 +38,7 @@ class Admission:
     Args:
         tokenizer: None if prompts and outputs are ids only.
         runner: provides the model's vocabulary and capabilities.
-        max_length: of prompt and completion together, in tokens.
+        max_length: maximum tokens of prompt and completion together.
         limit_source: where `max_length` comes from, for error messages.
         eos_ids: the model's end-of-sequence ids.
         drafts: the engine uses speculative decoding.

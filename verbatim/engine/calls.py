@@ -1,4 +1,4 @@
-"""How callers wait for an engine: waiters, the requests of a call, and work between two steps."""
+"""Calls of an engine: waiters, the requests of a call, and work between two steps."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from verbatim.core import Request, Result
 from verbatim.engine.handle import Collective, EngineHandle
 from verbatim.engine.lockstep import run_together
 from verbatim.errors import InvalidRequest, RequestFailed, TierFailed
-from verbatim.placement.distributed.experts import Group
-from verbatim.placement.distributed.rank_group import Follower, Followers
+from verbatim.placement.distributed.experts import ExpertGroup
+from verbatim.placement.distributed.following import Follower, Followers
 
 _T = TypeVar("_T")
 
@@ -80,7 +80,7 @@ class Lockstep:
 
     may_be_empty = True
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ExpertGroup) -> None:
         self._group = group
 
     def run(self, handle: EngineHandle, requests: list[Request]) -> list[Result]:

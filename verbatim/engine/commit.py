@@ -134,16 +134,25 @@ def delta(sequence: Sequence, num_accepted: int = 0) -> Delta:
         num_accepted: the number of leading new tokens that are accepted draft tokens.
     """
     request = sequence.request
-    first, sequence.num_sent = sequence.num_sent, len(sequence.output_ids)
+    new = slice(sequence.num_sent, None)
+    sequence.num_sent = len(sequence.output_ids)
     request.num_ended += sequence.finished
     if request.num_ended == len(request.sequences):
         request.result = _result(request)
     return Delta(
         request_id=request.request_id,
+        index=sequence.index,
         text=sequence.watch.take(),
+        token_ids=sequence.output_ids[new],
+        logprobs=sequence.logprobs[new],
+        sampled_logprobs=sequence.sampled_logprobs[new] if request.search is None else None,
+        top_logprobs=sequence.top_logprobs[new] if request.params.logprobs is not None else None,
+        finish_reason=sequence.finish_reason,
+        stop_reason=sequence.stop_reason,
         result=request.result,
         num_accepted=num_accepted,
-        **_output(sequence, first),
+        weight_versions=sequence.weight_versions[new],
+        **_supports(sequence, new),
     )
 
 
@@ -170,11 +179,21 @@ def _result(request: Request) -> Result:
 
 def _completion(sequence: Sequence) -> Completion:
     request = sequence.request
+    assert sequence.finish_reason is not None
+    new = slice(len(request.resumed_ids), None)
     return Completion(
+        index=sequence.index,
         sample_index=sequence.sample_index,
         text=sequence.watch.text,
+        token_ids=sequence.output_ids[new],
+        logprobs=sequence.logprobs[new],
+        sampled_logprobs=sequence.sampled_logprobs[new] if request.search is None else None,
+        top_logprobs=sequence.top_logprobs[new] if request.params.logprobs is not None else None,
+        finish_reason=sequence.finish_reason,
+        stop_reason=sequence.stop_reason,
         seed=request.seed,
-        **_output(sequence, len(request.resumed_ids)),
+        weight_versions=sequence.weight_versions[new],
+        **_supports(sequence, new),
         score=None if request.search is None else sequence.score,
         hidden_states=_stack(request, sequence.hidden),
         routing=sequence.routing,
@@ -182,22 +201,12 @@ def _completion(sequence: Sequence) -> Completion:
     )
 
 
-def _output(sequence: Sequence, first: int) -> dict[str, Any]:
-    """Return the fields that `Completion` and `Delta` share, for the tokens from `first` on."""
-    request, params, new = sequence.request, sequence.request.params, slice(first, None)
-    supports = sequence.supports[new]
-    return {
-        "index": sequence.index,
-        "token_ids": sequence.output_ids[new],
-        "logprobs": sequence.logprobs[new],
-        "sampled_logprobs": sequence.sampled_logprobs[new] if request.search is None else None,
-        "top_logprobs": sequence.top_logprobs[new] if params.logprobs is not None else None,
-        "finish_reason": sequence.finish_reason,
-        "stop_reason": sequence.stop_reason,
-        "weight_versions": sequence.weight_versions[new],
-        "supports": [s.ids for s in supports] if params.support else None,
-        "log_masses": [s.log_mass for s in supports] if params.support else None,
-    }
+def _supports(sequence: Sequence, new: slice) -> dict[str, Any]:
+    """Return the fields of a completion or a delta for the supports of its tokens."""
+    if not sequence.request.params.support:
+        return {}
+    found = sequence.supports[new]
+    return {"supports": [s.ids for s in found], "log_masses": [s.log_mass for s in found]}
 
 
 def _stack(request: Request, rows: list[Tensor]) -> Tensor | None:

@@ -22,7 +22,7 @@ from verbatim.kv.prefix_folder import PrefixFolder
 from verbatim.protocols import Forward, Runner
 from verbatim.shield import Shield
 
-# Between two looks at deadlines and messages, where all sequences wait for masks.
+# Longest wait before deadlines and messages are checked, if all sequences wait for masks.
 _MASK_WAIT_S = 5e-3
 
 
@@ -52,7 +52,7 @@ class Engine:
         self.scheduler = scheduler
         self.max_waiting = max_waiting
         self.live = live
-        self.num_tokens = 0  # generated since it was opened
+        self.num_tokens = 0  # generated since the engine was opened
         self.weight_version = 0  # raised by each update of the weights
         # Called when a request has a result or an error.
         self.on_end: Callable[[Request], object] = lambda request: None
@@ -270,7 +270,7 @@ class Engine:
         """Change the model's weights with `write`, and discard all KV of the old ones.
 
         Args:
-            version: of the new weights; None adds one to the present version.
+            version: the new version; None adds one to the present version.
             restart: running requests start over, unless they are streamed and a delta was sent; else they
                 continue after the tokens they have.
         """

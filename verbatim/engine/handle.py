@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Protocol, TypeVar, cast
 
+from torch import Tensor
+
 from verbatim.batch import LowRank, dummy_batch
 from verbatim.core import Delta, Request, Result
 from verbatim.engine.admission import Admission
@@ -41,7 +43,7 @@ from verbatim.model.patching import holds_exclusive
 from verbatim.model.products import probe_report
 from verbatim.numerics import numerics_key
 from verbatim.options import dtype_name
-from verbatim.placement.actor import run_alone
+from verbatim.placement.actor import run_alone, run_layers
 from verbatim.protocols import Runner
 from verbatim.shield import Shield
 
@@ -49,7 +51,7 @@ _T = TypeVar("_T")
 PAUSE_MODES = ("keep", "drain", "abort")
 IDLE_S = 10.0  # after which an idle thread ends; the next request of a coroutine starts another
 _POLL_S = 0.05  # between two attempts of an engine that has work but can't run any
-_LOOK_S = 1.0  # longest sleep of a waiting caller between two checks
+_CHECK_S = 1.0  # longest sleep of a waiting caller between two checks
 _NESTED = (
     "a call from inside another engine's forward can't wait for an engine that is in use: no other forward "
     "runs meanwhile"
@@ -57,7 +59,7 @@ _NESTED = (
 
 
 class Mode(Enum):
-    """Whether steps are run."""
+    """The engine's state between two steps."""
 
     RUNNING = "running"
     DRAINING = "draining"  # steps run, new requests wait
@@ -235,7 +237,7 @@ class EngineHandle:
 
     def stream(self, request: Request) -> Iterator[Delta]:
         """Yield the deltas of a request. Leaving the loop aborts it."""
-        self._refuse_collective("stream")
+        self.refuse_collective("stream")
         waiter, unread = ThreadWaiter(), Unread([request], self._max_unread)
         call = Call([request], waiter, deliver=unread.put, driven=False)
         with self._submitted(call):
@@ -250,7 +252,7 @@ class EngineHandle:
 
         Leaving the loop aborts them. An error of a request is raised after the last yield.
         """
-        self._refuse_collective("a loop over steps")
+        self.refuse_collective("a loop over steps")
         waiter, news = ThreadWaiter(), list[Delta]()
         call = Call(requests, waiter, deliver=news.append, driven=False)
         with self._submitted(call):
@@ -376,13 +378,13 @@ class EngineHandle:
             self._jobs[job] = None
             self._inbox.put(job.run)
             # A caller that waits to run a step goes first; else a series of calls could starve it.
-            patience = _POLL_S if self._steps_wait else 0.0
-            while not job.wait(patience):
+            wait_s = _POLL_S if self._steps_wait else 0.0
+            while not job.wait(wait_s):
                 if job.returned():
                     self._inbox.put(job.run)
-                if self._take_over(_nothing) is None and holds_exclusive() and job.cancel():
+                if self._take_over(_no_work) is None and holds_exclusive() and job.cancel():
                     raise VerbatimError(_NESTED)
-                patience = _LOOK_S
+                wait_s = _CHECK_S
         except KeyboardInterrupt:
             if not job.cancel():
                 job.finish()
@@ -390,7 +392,7 @@ class EngineHandle:
         finally:
             self._jobs.pop(job, None)
             if not self._inbox.empty():
-                self._take_over(_nothing)
+                self._take_over(_no_work)
         return cast("_T", job.result())
 
     def call_module(self, method: str, *args: Any, seed: int | None = None, **kwargs: Any) -> Any:
@@ -403,22 +405,37 @@ class EngineHandle:
         Raises:
             NotSupported: the module is not whole in this process.
         """
-        if self.module is None:
-            raise NotSupported(f"{method}: the model is not whole and unquantized in this process")
-        return run_alone(self.module, method, *args, seed=seed, **kwargs)
+        module = self._whole_module(method)
+        call = module if method == "forward" else getattr(module, method)
+        return run_alone(module, call, *args, seed=seed, **kwargs)
 
-    def pause(self, mode: str = "keep") -> None:
-        """Stop steps until `resume`; return once they have stopped. The latest call counts.
+    def run_layers(self, hidden: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+        """Run hidden states `[B, T, H]` through all layers of `module`, by transformers' own code.
 
-        `timeout_s` keeps counting, and callers keep waiting: a single-threaded program that pauses and then
-        generates waits until Ctrl-C.
+        They are no requests: nothing is cached, evicted or computed again by the engine.
 
         Args:
-            mode: "keep": running requests keep their KV and continue later. "drain": running and waiting
-                requests finish first; new ones wait. "abort": they end as "abort".
+            cache: what the call for the positions before returned; None at first.
+
+        Returns:
+            The output of the last layer, in front of the final norm, and the cache.
 
         Raises:
-            InvalidRequest: an unknown mode.
+            NotSupported, UnsupportedModel: the module is not whole in this process, or has other layers.
+        """
+        module = self._whole_module("hidden states")
+        hidden, cache = run_alone(module, run_layers, module, hidden, cache)
+        return hidden, cache
+
+    def _whole_module(self, what: str) -> Any:
+        if self.module is None:
+            raise NotSupported(f"{what}: the model is not whole and unquantized in this process")
+        return self.module
+
+    def pause(self, mode: str = "keep") -> None:
+        """Stop steps, as `LLM.pause`. Of several calls, the latest counts.
+
+        Raises:
             VerbatimError: draining while asleep.
         """
         if mode not in PAUSE_MODES:
@@ -448,7 +465,7 @@ class EngineHandle:
                 self._set_mode(before)
 
     def resume(self) -> None:
-        """Resume steps after `pause`; no effect if the engine is not paused.
+        """Resume steps, as `LLM.resume`.
 
         Raises:
             VerbatimError: the engine is asleep.
@@ -462,14 +479,7 @@ class EngineHandle:
         self.call(resume)
 
     def sleep(self, weights: bool = False) -> None:
-        """Pause, and free the KV memory. Running requests keep their tokens; their KV is recomputed later.
-
-        Args:
-            weights: also free the model's weights.
-
-        Raises:
-            NotSupported, ModelChanged: the weights can't be read again; nothing has changed then.
-        """
+        """Pause and free memory, as `LLM.sleep`; nothing has changed after an error."""
 
         def sleep() -> None:
             self._engine.sleep(weights)
@@ -480,11 +490,7 @@ class EngineHandle:
         self._together(sleep)
 
     def wake(self) -> None:
-        """Allocate memory, read freed weights again, and resume; no effect if the engine is not asleep.
-
-        Raises:
-            ModelChanged: the checkpoint has changed; the engine stays asleep.
-        """
+        """Allocate memory and resume, as `LLM.wake`."""
 
         def wake() -> None:
             if self._asleep:
@@ -525,11 +531,7 @@ class EngineHandle:
         self._together(lambda: self._engine.load_adapter(name, layers, replace=replace))
 
     def unload_adapter(self, name: str) -> None:
-        """Unload an adapter between two steps; requests that use it run to their end.
-
-        Raises:
-            InvalidRequest: no adapter has this name.
-        """
+        """Unload an adapter between two steps, as `LLM.unload_adapter`."""
         self._together(lambda: self._engine.unload_adapter(name))
 
     def evict_all(self) -> None:
@@ -597,7 +599,7 @@ class EngineHandle:
         try:
             if not self.closed:
                 try:
-                    self._shut("this LLM has been closed")
+                    self._shut_down("this LLM has been closed")
                 finally:
                     self._engine.close()
         finally:
@@ -618,7 +620,7 @@ class EngineHandle:
                 # First of all, as Ctrl-C must not lose it.
                 self._inbox.put(lambda: self._abort(call.requests, call))
                 if not self._owner._is_owned():
-                    self._take_over(_nothing)
+                    self._take_over(_no_work)
 
     def _submit(self, call: Call) -> None:
         requests = call.requests
@@ -637,35 +639,35 @@ class EngineHandle:
                 self._num_driven += len(requests)
                 self._wake_next()
         if self._mode is Mode.PAUSED:  # otherwise the next step adds them
-            self._send(_nothing)
+            self._send(_no_work)
 
     def _send(self, message: Callable[[], object]) -> None:
         """Have the owner call `message` soon; from any thread, and from finalizers."""
         self._inbox.put(message)
         if not self._owner._is_owned():
-            self._take_over(_nothing)
+            self._take_over(_no_work)
 
     def _take_over(self, work: Callable[[], _T], waiter: ThreadWaiter | None = None) -> _T | None:
         """Become the owner, process the inbox and call `work`; return None if another thread is the owner.
 
         Args:
-            waiter: of a caller or thread that runs steps.
+            waiter: the waiter of a caller or thread that runs steps.
         """
         owned = True  # also after an exception
         try:
-            found = self._own(work)
+            found = self._run_as_owner(work)
             owned = found is not None
             return found
         finally:
             if waiter is not None:
                 self._steps_wait = not owned
             elif owned:
-                self._pass_on()
+                self._wake_next_owner()
             if self._num_driven and (thread := self._thread) is not None:
                 if thread.waiter is not waiter:  # a caller has run a step meanwhile
                     thread.waiter.wake()
 
-    def _pass_on(self) -> None:
+    def _wake_next_owner(self) -> None:
         """Wake the next owner: a caller that runs steps, or one whose message came too late."""
         self._wake_next()
         while not self._inbox.empty():
@@ -674,7 +676,7 @@ class EngineHandle:
             if job := next(iter(self._jobs), None):
                 job.wake()
                 return
-            if self._own(_nothing) is None:
+            if self._run_as_owner(_no_work) is None:
                 return
 
     def _wake_next(self) -> None:
@@ -684,7 +686,7 @@ class EngineHandle:
         elif waiter := next(iter(self._waiting.copy()), None):
             waiter.wake()
 
-    def _own(self, work: Callable[[], _T]) -> _T | None:
+    def _run_as_owner(self, work: Callable[[], _T]) -> _T | None:
         shield = Shield()
         with shield.up():  # a step lowers it where Ctrl-C breaks nothing
             if self._owner._is_owned() or not self._owner.acquire(blocking=False):
@@ -693,7 +695,7 @@ class EngineHandle:
             woken: dict[Waiter, None] = {}
             try:
                 try:
-                    self._take_in()
+                    self._process_inbox()
                 except Exception as error:  # a bug: no caller may wait for ever
                     self._step_failed(error)
                 return work()
@@ -710,61 +712,62 @@ class EngineHandle:
         self._waiting[waiter] = None
         try:
             while not done():
-                patience: float | None = None
+                wait_s: float | None = None
                 if not self._num_driven or self._thread is None or holds_exclusive():
-                    patience = self._take_over(self._turn, waiter)
-                    if patience is None and holds_exclusive():
+                    wait_s = self._take_over(self._step_if_due, waiter)
+                    if wait_s is None and holds_exclusive():
                         raise VerbatimError(_NESTED)
-                if patience is None:  # another thread runs the steps
-                    waiter.wait(_LOOK_S)
-                elif patience and self._inbox.empty():
-                    waiter.wait(min(patience, _LOOK_S))
+                if wait_s is None:  # another thread runs the steps
+                    waiter.wait(_CHECK_S)
+                elif wait_s and self._inbox.empty():
+                    waiter.wait(min(wait_s, _CHECK_S))
         finally:
             self._waiting.pop(waiter, None)
             self._steps_wait = False
             if not self._inbox.empty():
-                self._take_over(_nothing)
+                self._take_over(_no_work)
             self._wake_next()
 
     def _refuse_inside(self) -> None:
         if self._owner._is_owned():
             raise VerbatimError("an engine can't be called from inside its own forward")
 
-    def _refuse_collective(self, what: str) -> None:
+    def refuse_collective(self, what: str) -> None:
+        """Raise NotSupported if all processes must make the same calls, which excludes `what`."""
         if self.collective is not None:
             raise NotSupported(
-                f"{what}: where each rank is a process of the user's, they make their calls together, and "
-                "generate, score and chat are what they can make"
+                f"{what}: not supported where each rank is a process of yours; ranks make all calls "
+                "together, and only generate, score and chat are available"
             )
 
     def _refuse_async(self, what: str) -> None:
-        self._refuse_collective(what)
+        self.refuse_collective(what)
         self._refuse_inside()
         if holds_exclusive():
             raise VerbatimError(_NESTED)
 
     # ---- called by the owner
 
-    def _turn(self) -> float:
+    def _step_if_due(self) -> float:
         """Run a step if there is work; return the seconds until the next attempt."""
         if self._step():
             return 0.0
         if self._mode is not Mode.PAUSED:
-            return _POLL_S if self._engine.has_work else _LOOK_S
+            return _POLL_S if self._engine.has_work else _CHECK_S
         deadline = self._engine.next_deadline()
-        return _LOOK_S if deadline is None else max(1e-3, deadline - time.monotonic())
+        return _CHECK_S if deadline is None else max(1e-3, deadline - time.monotonic())
 
-    def _take_in(self) -> None:
+    def _process_inbox(self) -> None:
         """Process the messages in the inbox, and add new requests to the engine."""
         self._engine.sessions.reclaim()
         if self._entering:
-            self._enter()
+            self._add_entering()
         for _ in range(self._inbox.qsize()):
             self._inbox.get_nowait()()
             if self._entering:
-                self._enter()
+                self._add_entering()
 
-    def _enter(self) -> None:
+    def _add_entering(self) -> None:
         draining, now = self._mode is Mode.DRAINING, time.monotonic()
         with self._lock:
             entering = list(self._entering.items())
@@ -818,7 +821,7 @@ class EngineHandle:
             if request not in self._entering:
                 self._fail(request, as_exception(error))
         if isinstance(error, TierFailed):
-            self._shut(f"this LLM was closed when this happened: {error}")
+            self._shut_down(f"this LLM was closed when this happened: {error}")
             self._engine.close()
 
     def _peek(self) -> list[tuple[Request, int, float]]:
@@ -878,13 +881,13 @@ class EngineHandle:
         self._mode = mode
         self._woken.update(dict.fromkeys(self._waiting))
 
-    def _shut(self, why: str) -> None:
+    def _shut_down(self, why: str) -> None:
         """Refuse new requests, and end the present ones as "abort"."""
         with self._lock:
             self._why_closed = why
         self._set_mode(Mode.RUNNING)
         try:
-            self._enter()
+            self._add_entering()
             self._engine.abort_all()
         finally:
             for request in list(self._calls):
@@ -947,22 +950,22 @@ class _Thread:
 
     def _run(self) -> None:
         while not self._stopped and (handle := self._handle()) is not None:
-            patience: float | None = IDLE_S
+            wait_s: float | None = IDLE_S
             if handle._num_driven:
-                patience = handle._take_over(handle._turn, self.waiter)
+                wait_s = handle._take_over(handle._step_if_due, self.waiter)
             else:
                 handle._steps_wait = False
-            if patience is not None and not handle._inbox.empty():
-                handle._take_over(_nothing)
+            if wait_s is not None and not handle._inbox.empty():
+                handle._take_over(_no_work)
             del handle
-            if patience == 0 or self.waiter.wait(_LOOK_S if patience is None else patience):
+            if wait_s == 0 or self.waiter.wait(_CHECK_S if wait_s is None else wait_s):
                 continue
             handle = self._handle()
-            if patience == IDLE_S and (handle is None or handle._retire()):
+            if wait_s == IDLE_S and (handle is None or handle._retire()):
                 return
 
 
-def _nothing() -> bool:
+def _no_work() -> bool:
     return True
 
 

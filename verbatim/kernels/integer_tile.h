@@ -5,7 +5,7 @@
 // upper halves of the bytes.
 #pragma once
 
-#include "columns.h"
+#include "step.h"
 #include "integer_rows.h"
 
 namespace {

@@ -3,18 +3,21 @@
 // Every element of the output is one fixed sequence of arithmetic along K. How many rows there are,
 // which tile an element falls in and which thread computes it decide only when that sequence runs.
 //
-//   w[N, K], as nn.Linear stores it: sixteen float accumulators along K, summed by vb::sum's tree.
-//   w[K, N], as GPT-2 stores it: one float accumulator, k ascending (columns.h).
+// It is sixteen float accumulators along K, summed by vb::sum's tree, whether w is [N, K], as nn.Linear
+// stores it, or [K, N], as GPT-2 does.
 //
 // Weights are read where they are and never packed. Quantized ones become the bf16 or float
-// that they are read back as, a strip at a time or in registers, and then go the same way. The
+// that they are read back as, a strip at a time or in registers, and then go the same way. w[K, N] is read as
+// it lies for few rows (columns.h), and becomes w[N, K] for more, a strip at a time (transpose.h). The
 // bias is added in float and the result rounded once.
 
+#include "columns.h"
 #include "integer.h"
 #include "matrix.h"
 #include "packed_tile.h"
 #include "scratch.h"
 #include "threads.h"
+#include "transpose.h"
 
 #include <vector>
 
@@ -51,8 +54,10 @@ template <typename T> constexpr bool IN_REGISTERS = sizeof(T) == 2;
 template <typename T> constexpr int64_t FEW_ROWS = PANEL_ROWS;
 template <typename T> constexpr bool IN_REGISTERS = false;
 #endif
+constexpr int64_t FEW_OF_COLUMNS = PANEL_ROWS == 6 ? 8 : PANEL_ROWS;  // of w[K, N]
 
 template <typename T> static bool in_streams(const Matrix &m, int64_t rows) {
+    if (m.transposed) return rows <= FEW_OF_COLUMNS;
     return rows <= FEW_ROWS<T> && (IN_REGISTERS<T> || !is_packed(m));
 }
 
@@ -80,7 +85,8 @@ template <typename T> struct Work {
         const bool streams = in_streams<T>(m, rows);
         const int64_t bytes = std::clamp<int64_t>(m.depth * sizeof(T), 1, SEGMENT_BYTES);
         const int64_t most = streams ? WIDEST_IN_STREAMS : std::min(WIDEST, STRIP_BYTES / bytes);
-        return std::max(LEAST_COLS, std::min(share, most) / LEAST_COLS * LEAST_COLS);
+        const int64_t least = m.transposed ? GROUP_COLS : LEAST_COLS;  // whole tiles of columns.h
+        return std::max(least, std::min(share, most) / least * least);
     }
     int64_t strips(const Matrix &m) const { return (m.cols + width(m) - 1) / width(m); }
 };
@@ -95,7 +101,8 @@ struct Strip {
         return is_packed(*matrix) ? layout().bytes : matrix->stride * (int64_t)sizeof(T);
     }
     template <typename T> const char *begin() const {
-        return (const char *)matrix->data + col * stride_bytes<T>();
+        const int64_t apart = matrix->transposed ? sizeof(T) : stride_bytes<T>();
+        return (const char *)matrix->data + col * apart;
     }
 };
 
@@ -147,9 +154,11 @@ static Place<T> place(const Work<T> &work, const Strip &strip, int64_t row, int6
 template <typename T>
 static void few_rows(const Work<T> &work, const Strip &strip, const char *after) {
     const Place<T> p = place(work, strip, 0, work.rows);
+    const T *begin = (const T *)strip.begin<T>();
+    const int64_t stride = strip.matrix->stride;
     of_height(work.rows, [&](auto r, auto cols) {
-        lone_strip<r.value, cols.value>(p, (const T *)strip.begin<T>(), strip.matrix->stride,
-                                        strip.width, after);
+        if (strip.matrix->transposed) column_strip<r.value>(p, begin, stride, strip.width, after);
+        else lone_strip<r.value, cols.value>(p, begin, stride, strip.width, after);
     });
 }
 
@@ -213,7 +222,7 @@ static void panels(const Work<T> &work, const Strip &strip, int64_t row, int64_t
     }
 }
 
-// ---- a quantized strip ----
+// ---- a strip that is quantized, or whose rows are its columns ----
 
 // From one column to the next in such a strip, in elements: an odd number of lines, so that they don't
 // evict one another from the first cache.
@@ -222,16 +231,22 @@ template <typename T> static int64_t spaced(int64_t depth) {
     return ((depth + LINE - 1) / LINE | 1) * LINE;
 }
 
-// The strip's numbers, its columns `spaced` apart.
-template <typename T> struct Unpacked : Scratch<T> {
-    explicit Unpacked(const Strip &strip) : Scratch<T>(strip.width * spaced<T>(strip.matrix->depth)) {
+// The strip's numbers, its columns `spaced` apart. `after`: what the thread reads next, or null.
+template <typename T> struct Copied : Scratch<T> {
+    Copied(const Strip &strip, const char *after) : Scratch<T>(strip.width * spaced<T>(strip.matrix->depth)) {
         const Matrix &m = *strip.matrix;
+        const int64_t apart = spaced<T>(m.depth);
+        if (m.transposed) {
+            const T *from = (const T *)strip.begin<T>();
+            transpose(this->data, apart, from, m.stride, m.depth, strip.width, after);
+            return;
+        }
         const RowLayout row = strip.layout();
         const auto *at = (const uint8_t *)strip.begin<T>();
         of_kind(m.format, m.group, [&](auto code, auto group) {
             for (int64_t c = 0; c < strip.width; c++)
-                unpack_row<code.value, group.value>(this->data + c * spaced<T>(m.depth), at + c * row.bytes,
-                                                    row, [](int64_t) {});
+                unpack_row<code.value, group.value>(this->data + c * apart, at + c * row.bytes, row,
+                                                    [](int64_t) {});
         });
     }
 };
@@ -253,7 +268,7 @@ static void few_rows_packed(const Work<bf16> &work, const Strip &strip, const ch
         });
     });
     if (quick) return;
-    const Unpacked<bf16> numbers(strip);
+    const Copied<bf16> numbers(strip, nullptr);
     of_height(work.rows, [&](auto r, auto cols) {
         constexpr int R = r.value, C = cols.value;
         tiles<R, places(C)>(p, numbers.data, spaced<bf16>(m.depth), 0, strip.width, 0, m.depth, nullptr,
@@ -276,11 +291,12 @@ static void run(const Work<T> &work, const Strip &strip, const Strip *after, int
     if (in_streams<T>(*strip.matrix, work.rows))
         return is_packed(*strip.matrix) ? few_rows_packed(work, strip, ahead)
                                         : few_rows(work, strip, ahead);
-    const int64_t stride = strip.stride_bytes<T>(), depth = strip.matrix->depth;
-    if (!is_packed(*strip.matrix))
-        return panels(work, strip, row, row_end, (const T *)strip.begin<T>(), strip.matrix->stride,
-                      cold, ahead, stride);
-    panels(work, strip, row, row_end, Unpacked<T>(strip).data, spaced<T>(depth), false, ahead, stride);
+    const Matrix &m = *strip.matrix;
+    const int64_t stride = strip.stride_bytes<T>();
+    if (m.transposed || is_packed(m))
+        return panels(work, strip, row, row_end, Copied<T>(strip, ahead).data, spaced<T>(m.depth), false,
+                      m.transposed ? nullptr : ahead, stride);
+    panels(work, strip, row, row_end, (const T *)strip.begin<T>(), m.stride, cold, ahead, stride);
 }
 
 // Rows that lie a power of two apart evict one another from the first cache.
@@ -450,31 +466,12 @@ static void multiply_numbers(const Groups<T> &all, Output<T> out, int64_t out_st
     flush();
 }
 
-template <typename T>
-static void multiply_columns(const Groups<T> &all, Output<T> out, int64_t out_stride, int threads) {
-    std::vector<Product<T>> products;
-    for (int64_t g = 0; g < all.num_groups; g++) {
-        const RowGroup &group = all.groups[g];
-        int64_t col = 0;
-        for (int i = 0; i < all.count; i++) {
-            const Matrix &m = all.matrices(g)[i];
-            products.push_back({out + group.begin * out_stride + col,
-                                all.x + group.begin * all.x_stride, (const T *)m.data,
-                                (const T *)m.bias, group.end - group.begin, m.cols, m.depth,
-                                all.x_stride, m.stride, out_stride,
-                                is_packed(m) ? (int)m.format : 0, m.group});
-            col += m.cols;
-        }
-    }
-    by_columns(products, all.threads(threads));
-}
-
 // Neighbours of one kind go together: those whose activations become codes, of one size of groups, and
 // those whose activations stay numbers.
 template <typename T>
 static void multiply_all(Groups<T> all, Output<T> out, int64_t out_stride, int threads) {
     const auto kind = [](const Matrix &m) {
-        return of_integers(m) ? m.format + 64 * m.group : m.transposed != 0;
+        return of_integers(m) ? m.format + 64 * m.group : 0;
     };
     if (!all.num_groups) return;
     const int count = all.count;
@@ -487,13 +484,10 @@ static void multiply_all(Groups<T> all, Output<T> out, int64_t out_stride, int t
                 multiply_integers(all.x, all.x_stride, all.groups, all.num_groups, begin, end, to,
                                   out_stride, threads);
             });
-        else if (matrices[begin].transposed) multiply_columns(all, out, out_stride, threads);
         else multiply_numbers(all, out, out_stride, threads);
         out = out + all.cols();
     }
 }
-
-template <typename T> constexpr int32_t PLAIN = sizeof(T) == 4 ? FLOAT : BF16;
 
 }  // namespace
 
@@ -530,28 +524,3 @@ INSTANCES(bf16)
 
 EXPORT_MANY(vb_multiply_f32, float)
 EXPORT_MANY(vb_multiply_bf16, bf16)
-
-// out[rows, cols] = x[rows, depth] @ w + bias, with w[cols, depth] (vb_linear) or w[depth, cols]
-// (vb_linear_t). Strides are of rows, in elements. `bias` may be null. `out_f32` keeps the
-// result of bf16 operands in float32. `threads` 0 takes OpenMP's number.
-#define EXPORT(name, transposed, T)                                                                \
-    extern "C" void name(void *out, const T *x, const T *w, const T *bias, int64_t rows,           \
-                         int64_t cols, int64_t depth, int64_t x_stride, int64_t w_stride,          \
-                         int64_t out_stride, int out_f32, int threads) {                           \
-        const Matrix m{w, bias, cols, depth, w_stride, PLAIN<T>, 0, transposed};                   \
-        vb_multiply(out, x, rows, x_stride, &m, out_stride, out_f32, threads);                     \
-    }
-
-static void vb_multiply(void *out, const float *x, int64_t rows, int64_t x_stride, const Matrix *m,
-                        int64_t out_stride, int out_f32, int threads) {
-    vb_multiply_f32(out, x, rows, x_stride, m, 1, out_stride, out_f32, threads);
-}
-static void vb_multiply(void *out, const bf16 *x, int64_t rows, int64_t x_stride, const Matrix *m,
-                        int64_t out_stride, int out_f32, int threads) {
-    vb_multiply_bf16(out, x, rows, x_stride, m, 1, out_stride, out_f32, threads);
-}
-
-EXPORT(vb_linear_f32, 0, float)
-EXPORT(vb_linear_bf16, 0, bf16)
-EXPORT(vb_linear_t_f32, 1, float)
-EXPORT(vb_linear_t_bf16, 1, bf16)

@@ -8,7 +8,7 @@ namespace vb {
 // INT4 and INT8: of the codes; the encoding of weight_packing.py is added 256 times.
 enum Format : int32_t { FLOAT = 0, BF16 = 1, INT4 = 4, INT8 = 8, INT4_A8 = 20, INT8_A8 = 24 };
 
-// w[cols, depth], as nn.Linear stores it; or w[depth, cols].
+// w[cols, depth], as nn.Linear stores it; a plain one may be w[depth, cols].
 struct Matrix {
     const void *data;  // FLOAT, BF16: rows of `stride` elements. INT8, INT4: rows as
                        // verbatim/model/quantize.py packs them, one after another. INT8_A8, INT4_A8:
@@ -16,7 +16,7 @@ struct Matrix {
     const void *bias;  // [cols] in the activations' dtype, or null
     int64_t cols, depth, stride;
     int32_t format, group;  // group: of few bits: 32, 64 or 128
-    int32_t transposed;     // w[depth, cols]: rows of `stride` elements, or groups of quantized columns
+    int32_t transposed;     // w[depth, cols]
 };
 
 // Rows `begin` to `end` of x and out, and the matrices they are multiplied with.

@@ -432,51 +432,6 @@ static inline void unpack_row(T *out, const uint8_t *codes, const RowLayout &row
     else unpack_groups<CODE, GROUP>(out, codes, row, fetch);
 }
 
-constexpr int64_t STRIP = 512;  // columns whose heads stay in the first cache
-
-// Columns `begin` to `end`, at most STRIP of them, of a group of `size` rows of w[depth, cols]: its
-// heads (scales, then lows, where those are apart), then codes. `out_stride` is from row to row.
-template <int CODE, typename T>
-static void unpack_columns(T *out, int64_t out_stride, const uint8_t *group, const RowLayout &layout,
-                           int size, int64_t cols, int64_t begin, int64_t end) {
-    const uint8_t *codes = group + cols * layout.head_bytes;
-    const float *table = layout.numbers();
-    const int half = (size + 1) / 2;
-    const int64_t width = end - begin;
-    const int64_t next = cols * (layout.head_bytes + (bits_of(CODE) == 4 ? half : size));  // the next group
-    float s[STRIP], l[STRIP];
-    for (int64_t c = 0; c < width; c += 16) {
-        const int count = (int)std::min<int64_t>(16, width - c);
-        if (layout.encoding == AFFINE) {
-            const bf16 *at = (const bf16 *)group + begin + c;
-            store(s + c, count == 16 ? load(at) : load_first(at, count));
-            store(l + c, count == 16 ? load(at + cols) : load_first(at + cols, count));
-        } else {
-            Heads heads;
-            heads.read(layout, group + (begin + c) * layout.head_bytes, count);
-            store(s + c, load(heads.scale));
-            store(l + c, load(heads.low));
-        }
-    }
-    for (int i = 0; i < size; i++) {
-        const bool upper = bits_of(CODE) == 4 && i >= half;
-        const uint8_t *from = codes + (upper ? i - half : i) * cols + begin;
-        T *to = out + i * out_stride;
-        if (!upper)
-            for (int64_t c = 0; c < width; c += 64) __builtin_prefetch(from + next + c);
-        int64_t c = 0;
-        for (; c + 16 <= width; c += 16) {
-            u8x16 code = load_codes(from + c);
-            if (bits_of(CODE) == 4) code = upper ? code >> 4 : code & 15;
-            put_all(to + c, weights_of(load(s + c), numbers_of<CODE>(code, table), load(l + c)));
-        }
-        for (; c < width; c++) {
-            const int code = bits_of(CODE) == 8 ? from[c] : upper ? from[c] >> 4 : from[c] & 15;
-            put(to + c, weight_of<CODE>(Head{s[c], l[c]}, code, table));
-        }
-    }
-}
-
 // f(code), a constant, of what is in no blocks.
 template <typename F> static inline void of_code(int format, F f) {
     const int encoding = format >> 8;

@@ -6,7 +6,7 @@
 // bits.
 #pragma once
 
-#include "columns.h"
+#include "step.h"
 
 namespace {
 

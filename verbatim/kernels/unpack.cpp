@@ -9,8 +9,6 @@
 
 namespace {
 
-// ---- w[rows, depth], groups along a row ----
-
 template <int CODE, int GROUP, typename T>
 static void rows_of(T *out, const uint8_t *packed, const RowLayout &row, int64_t rows, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads_at_once(threads))
@@ -20,25 +18,6 @@ static void rows_of(T *out, const uint8_t *packed, const RowLayout &row, int64_t
             __builtin_prefetch(codes + row.bytes + g * bytes_of(CODE, GROUP));
         });
     }
-}
-
-// ---- w[depth, cols] ----
-
-template <int CODE, typename T>
-static void columns_of(T *out, const uint8_t *packed, const RowLayout &layout, int64_t batch,
-                       int64_t cols, int group, int threads) {
-    const int64_t depth = layout.depth;
-    const int64_t groups = (depth + group - 1) / group, strips = (cols + STRIP - 1) / STRIP;
-    const int64_t group_bytes = cols * (layout.head_bytes + group * layout.bits / 8);
-    const int64_t matrix_bytes = cols * layout.bytes;
-#pragma omp parallel for schedule(static) collapse(3) num_threads(threads_at_once(threads))
-    for (int64_t b = 0; b < batch; b++)
-        for (int64_t g = 0; g < groups; g++)
-            for (int64_t n = 0; n < strips; n++)
-                unpack_columns<CODE>(out + (b * depth + g * group) * cols + n * STRIP, cols,
-                                     packed + b * matrix_bytes + g * group_bytes, layout,
-                                     (int)std::min<int64_t>(group, depth - g * group), cols,
-                                     n * STRIP, std::min(cols, (n + 1) * STRIP));
 }
 
 // Waking the other threads takes longer than this many numbers.
@@ -57,19 +36,5 @@ extern "C" void vb_unpack_rows(void *out, const uint8_t *packed, int64_t rows, i
     of_kind(format, group, [&](auto code, auto g) {
         if (out_bf16) rows_of<code.value, g.value>((bf16 *)out, packed, row, rows, threads);
         else rows_of<code.value, g.value>((float *)out, packed, row, rows, threads);
-    });
-}
-
-// out[batch, depth, cols], as above.
-extern "C" void vb_unpack_columns(void *out, const uint8_t *packed, int64_t batch, int64_t depth,
-                                  int64_t cols, int format, int group, int out_bf16, int threads) {
-    threads = threads_for(batch * depth * cols, threads);
-    const RowLayout layout(depth, format, group);
-    of_code(format, [&](auto code) {
-        const auto run = [&](auto *to) {
-            columns_of<code.value>(to, packed, layout, batch, cols, group, threads);
-        };
-        if (out_bf16) run((bf16 *)out);
-        else run((float *)out);
     });
 }

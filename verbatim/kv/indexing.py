@@ -180,8 +180,8 @@ def attend_to_records(
     """Run `attention` on the keys in each row's window, which are also the values, and on `options.records`.
 
     Args:
-        k_store: of keys, `[blocks, 1, block_size, D]`.
-        v_store: of records, of the same shape.
+        k_store: keys, `[blocks, 1, block_size, D]`.
+        v_store: records, of the same shape.
     """
     records, window = options.records, options.window
     assert records is not None and window

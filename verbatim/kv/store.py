@@ -52,7 +52,7 @@ class KVStore(BlockStore):
         dtype_name: "float32", "bfloat16", "int8" or "int4".
         device: device of the tensors.
         batch_invariant: as for `paged_attention`.
-        states: of the model's recurrent layers; None: it has none.
+        states: states of recurrent layers; None without such layers.
     """
 
     token_axis = 2

@@ -91,6 +91,15 @@ def activate(context: ForwardContext) -> Iterator[None]:
         _thread.active = before
 
 
+def in_forwards(ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `ours` within the engine's forwards, and `original` outside of them."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (original if active_context() is None else ours)(*args, **kwargs)
+
+    return call
+
+
 def replace_function(owner: Any, name: str, ours: Callable[..., Any]) -> None:
     """Replace a function of a module or a class within the engine's forwards; do nothing the second time.
 
@@ -102,10 +111,7 @@ def replace_function(owner: Any, name: str, ours: Callable[..., Any]) -> None:
     if hasattr(original, "verbatim_original"):
         return
 
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (original if active_context() is None else ours)(*args, **kwargs)
-
+    call = functools.wraps(original)(in_forwards(ours, original))
     call.verbatim_original = original  # type: ignore[attr-defined]
     setattr(owner, name, staticmethod(call) if isinstance(kept, staticmethod) else call)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.store import KVStore
 from verbatim.model.context import IMPLEMENTATION, ForwardContext, activate, flat_attention
 from verbatim.model.experts import flat_experts, how_run
-from verbatim.model.flat import BLOCK_SIZE, FlatContext, Sandbox, logits_of
+from verbatim.model.flat import BLOCK_SIZE, FlatContext, logits_of, noise_store, span_batch
 from verbatim.model.fused import FusedLayers
 from verbatim.model.hidden import body_outputs, head_inputs, head_of, hidden_rows
 from verbatim.model.invariant import InvariantMode
@@ -31,11 +31,11 @@ from verbatim.model.patching import (
     plain_numbers,
     replaced_forwards,
 )
-from verbatim.model.routing import Records, RoutedLayers, Routing
+from verbatim.model.routing import Records, Routing
 from verbatim.model.spec import ModelSpec, inner_model
 from verbatim.model.tree import Tree, hooked_everywhere
 from verbatim.model.trial import inspect_model
-from verbatim.model.whole import ModelPart
+from verbatim.model.whole import ModelPart, Output
 
 _TRIAL_TOKENS = 8  # tokens of a trial forward
 
@@ -52,29 +52,6 @@ class Order(Protocol):
     ) -> list[Tensor]:
         """Run `forwards`, each with its context active; return their results."""
         ...
-
-
-class InOnePiece:
-    """The default order, without micro-batches."""
-
-    def cut(self, batch: Batch) -> list[Batch]:
-        return [batch]
-
-    def run(
-        self, contexts: Sequence[ForwardContext], forwards: Sequence[Callable[[], Tensor]]
-    ) -> list[Tensor]:
-        outputs = []
-        for context, forward in zip(contexts, forwards, strict=True):
-            with activate(context):
-                outputs.append(forward())
-        return outputs
-
-
-class Output(NamedTuple):
-    """The output of one forward."""
-
-    logits: Tensor  # [R, V], in the model's dtype
-    hidden: Tensor | None  # [R, H], the head's input; if the batch wants it
 
 
 def register() -> None:
@@ -95,7 +72,7 @@ class Decoder:
     Args:
         module: a transformers causal language model, possibly wrapped; used in place.
         weak: hold only a weak reference to the module.
-        order: order of the work of one forward.
+        order: cuts a forward into micro-batches; None: there is one.
         fused: run supported layers by one or two kernel calls each, or all by one call,
             with the same bits.
         unseen: the module has no other users, so it is not edited until `module` is read.
@@ -125,16 +102,14 @@ class Decoder:
         self._part = part
         self._batch_invariant = batch_invariant
         self._fuse = fused
-        self.fused: dict[str, Any] | None = None
-        self._order: Order = InOnePiece() if order is None else order
-        self._in_one_piece = order is None
+        self._order = order
         self._watched = not unseen
         self._module: Callable[[], nn.Module | None] = (
             weakref.ref(module) if weak else lambda: module
         )
-        self.adapters: Adapters | None = None  # once one was loaded
         with exclusive:
             self.spec: ModelSpec = inspect_model(module)
+            self.adapters = Adapters(self.spec.dtype)
             self._prepare(module)
         self._watched |= self._tree.has_hooks()  # hooks of the model's own code
 
@@ -143,19 +118,15 @@ class Decoder:
         self._forwards = replaced_forwards(module, batch_invariant=self._batch_invariant)
         self._unfused = list(self._forwards)
         self._configs = configs_of(module)
-        self._layers: FusedLayers | None = None
-        if self._fuse:
-            self._layers = FusedLayers(module, self.spec, self._forwards, self._configs, self._part)
-            self._forwards += self._layers.forwards
-            self.fused = self._layers.report
-        if self.adapters is not None:
-            self._attach(self.adapters, module)
+        self._layers = FusedLayers(
+            module, self.spec, self._forwards, self._configs, self._part, enabled=self._fuse
+        )
+        self._forwards += self._layers.forwards
+        self.fused = self._layers.report
+        if self.adapters.numbers:
+            self.adapters.attach(module, self._unfused, self._layers.layers)
         self._body: nn.Module | None = None
         self._head_reads_body = False  # what the head is given is what the body returns
-
-    def _attach(self, adapters: Adapters, module: nn.Module) -> None:
-        layers = () if self._layers is None else self._layers.layers
-        adapters.attach(module, self._unfused, layers)
 
     def load_adapter(self, adapter: Adapter, *, partial: bool = False) -> list[str]:
         """Hold an adapter for batches that name its number, as `Adapters.load`.
@@ -165,15 +136,12 @@ class Decoder:
         """
         with exclusive:
             self.refresh()
-            if self.adapters is None:
-                self.adapters = Adapters(self.spec.dtype)
-                self._attach(self.adapters, self.held)
+            self.adapters.attach(self.held, self._unfused, self._layers.layers)
             return self.adapters.load(adapter, partial=partial)
 
     def unload_adapter(self, number: int) -> None:
         """Drop an adapter; do nothing if it is not held."""
-        if self.adapters is not None:
-            self.adapters.unload(number)
+        self.adapters.unload(number)
 
     def refresh(self) -> None:
         """Inspect the module again if it was edited since the last forward.
@@ -217,7 +185,7 @@ class Decoder:
 
     def how_experts_run(self) -> dict[str, int]:
         """Return the number of layers by the way their experts run, in words; empty without experts."""
-        fused = set() if self._layers is None else self._layers.fused_experts()
+        fused = self._layers.fused_experts()
         found: collections.Counter[str] = collections.Counter()
         for module in self.held.modules():
             way = how_run(module, self.spec.dtype)
@@ -227,16 +195,14 @@ class Decoder:
 
     def weights_moved(self) -> None:
         """Update after the module's tensors moved in memory."""
-        if self._layers is not None:
-            self._layers.forget()
+        self._layers.forget()
 
     def close(self) -> None:
         """Drop the references to the module."""
         self._module = lambda: None
-        self._body = None
-        self.__dict__.pop("_tree", None)  # it holds the layers
-        self._forwards, self._configs, self._layers = [], [], None
-        self._unfused, self.adapters = [], None
+        self.adapters = Adapters(self.spec.dtype)
+        for name in ("_tree", "_body", "_forwards", "_unfused", "_configs", "_layers"):
+            vars(self).pop(name, None)
 
     def forward(self, batch: Batch, store: KVStore) -> Tensor:
         """Return logits `[R, V]` of `batch.logit_rows`, in the model's dtype; write K and V to `store`."""
@@ -263,27 +229,26 @@ class Decoder:
         with exclusive:
             if self._watched:
                 self.refresh()
-            layers = self.spec.routed
-            if batch.forced_experts is not None and self.spec.replay_reason is not None:
-                raise NotSupported(f"its routing can't be replayed: {self.spec.replay_reason}")
-            if batch.wants_hidden and self.spec.hidden_reason is not None:
-                raise NotSupported(f"no hidden states: {self.spec.hidden_reason}")
+            if batch.forced_experts is not None:
+                self.spec.check("replay", "its routing can't be replayed")
+            if batch.wants_hidden:
+                self.spec.check("hidden", "no hidden states")
             if batch.forced_keys is not None:
-                self.spec.indexed.check("its indices can't be replayed")
+                self.spec.check("indices", "its indices can't be replayed")
             routing = records.get("routing")
             indices = records.get("indices") if batch.records_keys else None
             for record in (routing, indices):
                 if record is not None:
                     record.copy_blocks(batch.block_copies)
             store.copy_blocks(batch.block_copies)
-            batches = self._order.cut(batch)
+            batches = [batch] if self._order is None else self._order.cut(batch)
             with store.stores_for(batches) as stores:
                 contexts = [
                     FlatContext(
                         self.spec.slots,
                         part,
                         own,
-                        None if layers is None else _routing(layers, part, own.device),
+                        _routing(self.spec, part, own.device),
                         indices=indices,
                     )
                     for part, own in zip(batches, stores, strict=True)
@@ -299,7 +264,7 @@ class Decoder:
         """Return whether every forward runs the same operations, without hooks."""
         with exclusive:
             self.refresh()
-            plain = self.spec.routed is None and not self.spec.is_sparse
+            plain = not self.spec.routed.layers and not self.spec.is_sparse
             return plain and not self._tree.has_hooks()
 
     def forward_in_place(self, batch: Batch, rows: Tensor, store: KVStore) -> Tensor:
@@ -319,10 +284,8 @@ class Decoder:
         """
         with exclusive:
             self.refresh()
-            spec = self.spec
-            reason = spec.replay_reason if name == "routing" else spec.indexed.reason
-            if reason is not None:
-                raise NotSupported(f"{type(inner_model(self.held)).__name__}: {reason}")
+            name = "replay" if name == "routing" else name
+            self.spec.check(name, type(inner_model(self.held)).__name__)
 
     def check_body(self, hidden_size: int) -> None:
         """Check by a trial that `run` can store the body's output, `hidden_size` numbers per row.
@@ -336,8 +299,9 @@ class Decoder:
             ids = torch.arange(_TRIAL_TOKENS) * 7 % max(1, spec.vocab_size - 3) + 1
             try:
                 for self._head_reads_body in (False, True):
-                    sandbox = Sandbox(spec, device)
-                    context = sandbox.context({0: (0, _TRIAL_TOKENS)}, ids)
+                    store = noise_store(spec.layers, spec.states, spec.dtype, device, count=1)
+                    batch = span_batch({0: (0, _TRIAL_TOKENS)}, ids)
+                    context = FlatContext(spec.slots, batch, store)
                     body = HiddenStore(hidden_size, 2, BLOCK_SIZE, spec.dtype, device)
                     self._forward(self.held, [context], body=body, hooks=False)
                     bodies.append(body.read(context.rows))
@@ -363,49 +327,48 @@ class Decoder:
         hooks: bool = True,
     ) -> Output:
         """Run the forwards of all micro-batches; join their outputs."""
-        spec, wants_hidden = self.spec, contexts[0].batch.wants_hidden
-        forwards_of_layers, adapters = self._forwards, self.adapters
+        spec, layers, adapters = self.spec, self._layers, self.adapters
+        wants_hidden = contexts[0].batch.wants_hidden
+        forwards_of_layers, fused = self._forwards, True
         groups = [group for context in contexts for group in context.adapted]
-        fused = not groups
         if groups:
-            if adapters is None:
-                raise NotSupported("the batch names an adapter, and none is loaded here")
             forwards_of_layers = [*self._unfused, *adapters.forwards(groups)]
-            fused = self._layers is not None and adapters.serves(groups, whole=False)
-            if fused and self._layers is not None:
-                forwards_of_layers += self._layers.forwards
+            fused = adapters.serves(groups, whole=False)
+            if fused:
+                forwards_of_layers += layers.forwards
                 for context in contexts:
                     if context.direct is not None and context.adapted:
                         context.direct.adapt(adapters.structs(context.adapted))
-        if self._layers is not None:
-            watched = self._watched
-            hooked = hooks and (self._tree.has_hooks() if watched else hooked_everywhere())
-            # A hook may keep references to modules, and edit them later.
-            self._watched |= hooked
-            self._layers.check(hooks=hooked, watched=watched)
-            context = contexts[0]
-            serves = body is None or (self._head_reads_body and _needs_all_logits(context.batch))
-            if groups and (adapters is None or not adapters.serves(groups, whole=True)):
-                serves = False
-            whole = self._layers.whole_now() if serves and self._in_one_piece else None
-            if whole is not None:
-                with plain_numbers():
-                    found = whole.run(context, watched=watched)
-                if found is not None:
-                    if body is not None:
-                        body.write(context.rows, found.hidden)
-                    return Output(found.logits, found.hidden if wants_hidden else None)
+        watched = self._watched
+        hooked = hooks and (self._tree.has_hooks() if watched else hooked_everywhere())
+        # A hook may keep references to modules, and edit them later.
+        self._watched |= hooked
+        layers.check(hooks=hooked, watched=watched)
+        context = contexts[0]
+        serves = body is None or (self._head_reads_body and _needs_all_logits(context.batch))
+        serves = serves and self._order is None and adapters.serves(groups, whole=True)
+        whole = layers.whole_now() if serves else None
+        if whole is not None:
+            with plain_numbers():
+                found = whole.run(context, watched=watched)
+            if found is not None:
+                if body is not None and found.hidden is not None:
+                    body.write(context.rows, found.hidden)
+                return found if wants_hidden else Output(found.logits, None)
         with (
             patched(self._tree, forwards_of_layers, self._configs, hooks=hooks),
             _mode(self._tree, spec, self._batch_invariant),
             head_inputs(head_of(inner_model(module)) if wants_hidden else None, contexts) as seen,
             body_outputs(None if body is None else self._body_of(module), contexts) as made,
         ):
-            forwards = [partial(logits_of, module, spec, context.batch) for context in contexts]
-            logits = self._order.run(contexts, forwards)
-            if adapters is not None:
-                for context in contexts:
-                    adapters.check(context.adapted, context.changed, fused=fused)
+            if self._order is None:
+                with activate(context):
+                    logits = [logits_of(module, spec, context.batch)]
+            else:
+                forwards = [partial(logits_of, module, spec, c.batch) for c in contexts]
+                logits = self._order.run(contexts, forwards)
+            for context in contexts:
+                adapters.check(context.adapted, context.changed, fused=fused)
             hidden = [
                 hidden_rows(inputs, context.batch.logit_rows)
                 for inputs, context in zip(seen, contexts, strict=True)
@@ -434,5 +397,8 @@ def _mode(tree: Tree, spec: ModelSpec, batch_invariant: bool) -> AbstractContext
     return InvariantMode() if override else nullcontext()
 
 
-def _routing(layers: RoutedLayers, batch: Batch, device: torch.device) -> Routing:
-    return Routing(layers, batch.num_tokens, batch.forced_experts, device)
+def _routing(spec: ModelSpec, batch: Batch, device: torch.device) -> Routing | None:
+    if not spec.routed.layers:
+        return None
+    rows, forced = batch.num_tokens, batch.forced_experts
+    return Routing(spec.routed, spec.routed_modules, rows, forced, device)

@@ -11,7 +11,7 @@ from torch import Tensor
 Case = TypeVar("Case")
 
 
-class Difference(NamedTuple):
+class Mismatch(NamedTuple):
     """The first tensors that differ."""
 
     case: Any
@@ -25,7 +25,7 @@ def differential_check(
     theirs: Callable[[Case], Sequence[Tensor]],
     cases: Iterable[Case],
     same: Callable[[Tensor, Tensor], bool] | None = None,
-) -> Difference | None:
+) -> Mismatch | None:
     """Compare what two functions compute for each case; return the first difference, or None.
 
     Args:
@@ -36,7 +36,7 @@ def differential_check(
         pairs = zip(ours(case), theirs(case), strict=True)
         for place, (a, b) in enumerate(pairs):
             if not same(a, b):
-                return Difference(case, place, a, b)
+                return Mismatch(case, place, a, b)
     return None
 
 

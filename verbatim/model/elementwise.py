@@ -17,7 +17,7 @@ from verbatim import kernels
 from verbatim.kernels.options import Activation, NormKind
 
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
-_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_TYPES = {"P": ctypes.c_void_p, "L": ctypes.c_int64, "I": ctypes.c_int, "F": ctypes.c_float}
 
 
 def activation_of(module: nn.Module) -> Activation | None:
@@ -30,22 +30,21 @@ def activation_of(module: nn.Module) -> Activation | None:
 
 
 def declared(
-    library: ctypes.CDLL | None, name: str, dtype: torch.dtype, arguments: list[Any]
+    library: ctypes.CDLL | None, name: str, dtype: torch.dtype | None, arguments: list[Any]
 ) -> Callable[..., None]:
-    """Return the kernel of this name for a dtype, with the types of its arguments."""
+    """Return a kernel with the types of its arguments, for a dtype if it has several."""
     assert library is not None
-    function = getattr(library, f"{name}_{SUFFIX[dtype]}")
+    function: Any = getattr(library, name if dtype is None else f"{name}_{SUFFIX[dtype]}")
     function.restype, function.argtypes = None, arguments
     return function  # type: ignore[no-any-return]
 
 
 @functools.cache
-def _function(library: ctypes.CDLL | None, name: str, dtype: torch.dtype) -> Callable[..., None]:
-    arguments = {
-        "vb_rms_norm": [*[_POINTER] * 3, _LONG, _LONG, ctypes.c_float, _INT, _INT],
-        "vb_activate": [*[_POINTER] * 3, _LONG, _INT, _INT],
-    }[name]
-    return declared(library, name, dtype, arguments)
+def kernel(
+    library: ctypes.CDLL | None, name: str, signature: str, dtype: torch.dtype | None = None
+) -> Callable[..., None]:
+    """Return a kernel by a letter for each argument: pointer, long, int or float."""
+    return declared(library, name, dtype, [_TYPES[letter] for letter in signature])
 
 
 def served(x: Tensor) -> bool:
@@ -64,7 +63,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, kind: NormKind) -> Te
 
     `served(x)` must hold. 1 / sqrt(mean + eps) is computed in float32, the sum of squares in sixteen lanes.
     """
-    function = _function(kernels.library(), "vb_rms_norm", x.dtype)
+    function = kernel(kernels.library(), "vb_rms_norm", "PPPLLFII", x.dtype)
     x = x.contiguous()
     out, width = torch.empty_like(x), x.shape[-1]
     if x.numel():
@@ -88,7 +87,7 @@ def activate(gate: Tensor, activation: Activation, up: Tensor | None = None) -> 
 
     `served(gate)` must hold.
     """
-    function = _function(kernels.library(), "vb_activate", gate.dtype)
+    function = kernel(kernels.library(), "vb_activate", "PPPLII", gate.dtype)
     assert up is None or up.shape == gate.shape
     gate = gate.contiguous()
     up = None if up is None else up.contiguous()

@@ -14,7 +14,6 @@ import itertools
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from verbatim.model.context import route
 from verbatim.model.elementwise import activation_of
 from verbatim.model.fingerprint import Fingerprint, Place
 from verbatim.model.norms import Norm, norm_parts
-from verbatim.model.products import Matrix, Packed, linear, packed_linear
+from verbatim.model.products import Matrix, Packed, linear
 from verbatim.model.structs import NormStruct, NotFusable, matrix_at, norm_of
 from verbatim.model.weight_packing import WeightPacking
 
@@ -73,22 +72,14 @@ class Stack(NamedTuple):
     transposed: bool
     packing: WeightPacking | None
 
-    def packed(self, expert: int) -> Packed | None:
-        """Return one quantized matrix; None if they are not quantized."""
-        if self.packing is None:
-            return None
-        one = replace(self.packing, shape=self.packing.shape[1:])
-        data: Tensor = self.weight[0][self.weight[1]]
-        return Packed(data[expert * one.nbytes : (expert + 1) * one.nbytes], one)
-
     def project(self, expert: int, rows: Tensor) -> Tensor:
         """Multiply `rows` `[n, depth]` with one matrix: `[n, cols]`."""
         biases = self.bias[0].get(self.bias[1])
         bias = None if biases is None else biases[expert]
-        packed = self.packed(expert)
-        if packed is not None:
-            return packed_linear(rows, packed.data, packed.packing, bias)
         tensor: Tensor = self.weight[0][self.weight[1]]
+        if self.packing is not None:
+            one = self.packing.one
+            return linear(rows, Packed(tensor.view(-1, one.nbytes)[expert], one), bias)
         shape = (self.depth, self.cols) if self.transposed else (self.cols, self.depth)
         matrix = tensor.view(-1, *shape)[expert]
         return linear(rows, matrix.t() if self.transposed else matrix, bias)
@@ -98,12 +89,12 @@ class Stack(NamedTuple):
         tensor: Any = self.weight[0][self.weight[1]]
         biases = self.bias[0].get(self.bias[1])
         first = matrix_at(tensor, biases, dtype, self.cols, self.depth, self.packing)
-        first.transposed = self.transposed and not (self.packing and self.packing.interleaved)
-        first.stride = self.cols if self.transposed else self.depth
-        if self.packing is None:
-            step = self.cols * self.depth * tensor.element_size()
+        if self.packing is not None:
+            step = self.packing.one.nbytes
         else:
-            step = replace(self.packing, shape=self.packing.shape[1:]).nbytes
+            step = self.cols * self.depth * tensor.element_size()
+            first.transposed = self.transposed
+            first.stride = self.cols if self.transposed else self.depth
         return StackStruct(first, step, 0 if biases is None else self.cols * biases.element_size())
 
 
@@ -135,12 +126,11 @@ class ExpertsParts:
 
     def __init__(self, experts: Any) -> None:
         self._module = weakref.ref(experts)  # weak, as this may be stored by module
-        stacks = _OWN_STACKS.get(type(experts).__name__)
-        gated = stacks is not None or bool(getattr(experts, "has_gate", False))
-        if stacks is not None:
-            self.inputs, self.down = stacks(experts)
+        gated = _is_own(experts) or bool(getattr(experts, "has_gate", False))
+        if type(experts).__name__ == "DbrxExperts":
+            self.inputs, self.down = _dbrx_stacks(experts)
         else:
-            transposed = bool(experts.is_transposed)
+            transposed = is_transposed(experts)
             self.inputs = [_stack(experts, "gate_up_proj" if gated else "up_proj", transposed)]
             self.down = _stack(experts, "down_proj", transposed)
         self.norm = None
@@ -288,7 +278,7 @@ def is_stacked(module: nn.Module) -> bool:
 
 def runs_flat(module: nn.Module) -> bool:
     """Return whether `flat_experts` runs this module."""
-    return is_stacked(module) or type(module).__name__ in _OWN_STACKS
+    return is_stacked(module) or _is_own(module)
 
 
 def how_run(experts: Any, dtype: torch.dtype) -> str | None:
@@ -454,8 +444,7 @@ def _clamped(x: Tensor, glu: int, alpha: float, limit: float) -> Tensor:
 def _glu_of(experts: Any) -> tuple[int, float, float]:
     """Return the kind of the gate, determined by experiment, and alpha and limit of clamped ones."""
     apply: Any = getattr(type(experts), "_apply_gate", None)
-    own = type(experts).__name__ in _OWN_STACKS or apply is None
-    if own or apply.__name__ == "_default_apply_gate":
+    if _is_own(experts) or apply is None or apply.__name__ == "_default_apply_gate":
         return SPLIT, 0.0, 0.0
     numbers: list[Any] = [
         getattr(experts, f"swiglu_{name}", getattr(experts, name, None))
@@ -489,6 +478,12 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 # ---- experts that do not go through transformers' interface ----
 
+_OWN = {"DbrxExperts", "Llama4TextExperts", "LongcatFlashExperts"}
+
+
+def _is_own(module: nn.Module) -> bool:
+    return type(module).__name__ in _OWN
+
 
 def _dbrx_stacks(experts: Any) -> tuple[list[Stack], Stack]:
     """Return the stacks of DBRX: matrices stacked along rows, the last ones transposed."""
@@ -502,26 +497,13 @@ def _dbrx_stacks(experts: Any) -> tuple[list[Stack], Stack]:
     return inputs, stack("w2", hidden, inner, True)
 
 
-def _usual_stacks(experts: Any) -> tuple[list[Stack], Stack]:
-    """Return the usual stacks, which in LongCat are followed by experts without weights."""
-    transposed = is_transposed(experts)
-    return [_stack(experts, "gate_up_proj", transposed)], _stack(experts, "down_proj", transposed)
-
-
-_OWN_STACKS: dict[str, Callable[[Any], tuple[list[Stack], Stack]]] = {
-    "DbrxExperts": _dbrx_stacks,
-    "Llama4TextExperts": _usual_stacks,
-    "LongcatFlashExperts": _usual_stacks,
-}
-
-
 def experts_forward(module: nn.Module) -> Callable[..., Any] | None:
     """Return a replacement by `flat_experts` for experts with their own forward, else None."""
     if is_stacked(module):
         # Run experiments now, not during a forward.
         with suppress(NotFusable):
             parts_of(module)
-    if type(module).__name__ not in _OWN_STACKS or "forward" in module.__dict__:
+    if not _is_own(module) or "forward" in module.__dict__:
         return None
     if not type(module).__module__.startswith("transformers.models."):
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from verbatim.batch import ZERO_STATE, Batch
 from verbatim.kernels.options import AnyOptions, AttentionOptions, IndexOptions
 from verbatim.kv.states import StateRows, StateShape, open_states
-from verbatim.kv.store import KVStore
+from verbatim.kv.store import KVStore, LayerShape
 from verbatim.model.context import Update
 from verbatim.model.differential import noise
 from verbatim.model.direct import direct_rows
@@ -19,7 +20,7 @@ from verbatim.model.lora import groups_of
 from verbatim.model.routing import ChoiceStore, Routing
 from verbatim.model.spec import ModelSpec
 
-BLOCK_SIZE = 16  # of a `Sandbox`
+BLOCK_SIZE = 16  # of a `noise_store`
 
 
 class FlatContext:
@@ -135,71 +136,55 @@ class FlatContext:
         return self._store.attend(layer, q, self.batch.attention, options)
 
 
-class Sandbox:
-    """K, V and states of a few short sequences, filled with noise.
+_kept_noise = functools.lru_cache(maxsize=8)(noise)  # most layers have the same shapes
+
+
+def noise_store(
+    layers: list[LayerShape],
+    states: list[StateShape],
+    dtype: torch.dtype,
+    device: torch.device,
+    count: int = 2,
+) -> KVStore:
+    """Return a store of noise for the sequences of a `span_batch`; `count` of them at most."""
+    store = KVStore(layers, 1 + count, BLOCK_SIZE, dtype, device)
+    store.states = open_states(states, 1 + 2 * count, device)
+    for tensor in contents_of(store):
+        tensor[:] = _kept_noise(tuple(tensor.shape[1:]), tensor.dtype)
+    if store.states is not None:
+        for tensor in store.states.tensors:
+            tensor[ZERO_STATE] = 0
+    return store
+
+
+def contents_of(store: KVStore) -> list[Tensor]:
+    """Return all K, V and states of a store."""
+    kept = [tensor for pair in store.layers for tensor in pair]
+    return kept if store.states is None else [*kept, *store.states.tensors]
+
+
+def span_batch(spans: Mapping[int, tuple[int, int]], ids: Tensor) -> Batch:
+    """Return a batch of tokens `ids` `[T]`, with logits of all.
+
+    A sequence's state is read from the slot that a forward from 0 writes.
 
     Args:
-        spec: of a model, or with the layers, states and slots of one layer.
-        count: sequences, each of at most `BLOCK_SIZE` tokens.
-        context: class of the forward contexts.
+        spans: the first and last position, exclusive, by the number of a sequence; at most `BLOCK_SIZE`.
     """
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        device: torch.device,
-        count: int = 2,
-        context: type[FlatContext] = FlatContext,
-    ) -> None:
-        self._slots, self._context = spec.slots, context
-        self.store = KVStore(spec.layers, 1 + count, BLOCK_SIZE, spec.dtype, device)
-        self.store.states = open_states(spec.states, 1 + 2 * count, device)
-        for tensor in self.contents():
-            tensor[:] = noise(tuple(tensor.shape[1:]), tensor.dtype)
-        if self.store.states is not None:
-            for tensor in self.store.states.tensors:
-                tensor[ZERO_STATE] = 0
-
-    def contents(self) -> list[Tensor]:
-        """Return all K, V and states."""
-        states = self.store.states
-        kept = [tensor for pair in self.store.layers for tensor in pair]
-        return kept if states is None else [*kept, *states.tensors]
-
-    def context(
-        self, spans: Mapping[int, tuple[int, int]], ids: Tensor, positions: Tensor | None = None
-    ) -> Any:
-        """Return a forward context for tokens `ids` `[T]`, with logits of all.
-
-        A sequence's state is read from the slot that its forward from 0 wrote, and noise otherwise.
-
-        Args:
-            spans: the first and last position, exclusive, by the number of a sequence.
-            positions: those that the model is told; None: the same.
-        """
-        starts, stops = (list(ends) for ends in zip(*spans.values(), strict=True))
-        own = torch.cat([torch.arange(*span) for span in spans.values()])
-        bounds = torch.tensor([0, *(b - a for a, b in spans.values())]).cumsum(0)
-        begun = [start > 0 for start in starts]
-        sources = [
-            1 + 2 * s if later else ZERO_STATE for s, later in zip(spans, begun, strict=True)
-        ]
-        targets = [1 + 2 * s + later for s, later in zip(spans, begun, strict=True)]
-        batch = Batch(
-            token_ids=ids.cpu(),
-            positions=own,
-            query_starts=bounds.int(),
-            context_lens=torch.tensor(stops, dtype=torch.int32),
-            block_tables=torch.tensor([[1 + s] for s in spans], dtype=torch.int32),
-            logit_rows=torch.arange(len(own)),
-            state_sources=torch.tensor(sources, dtype=torch.int32),
-            state_rows=bounds[1:].int() - 1,
-            state_targets=torch.tensor(targets, dtype=torch.int32),
-        )
-        rows = batch.slots(BLOCK_SIZE).to(self.store.device)
-        if positions is not None:
-            batch.positions = positions
-        return self._context(self._slots, batch.to(self.store.device), self.store, rows=rows)
+    bounds = torch.tensor([0, *(stop - start for start, stop in spans.values())]).cumsum(0)
+    slots = [(1 + 2 * s if a else ZERO_STATE, 1 + 2 * s + (a > 0)) for s, (a, _) in spans.items()]
+    sources, targets = torch.tensor(slots, dtype=torch.int32).t().contiguous()
+    return Batch(
+        token_ids=ids,
+        positions=torch.cat([torch.arange(*span) for span in spans.values()]),
+        query_starts=bounds.int(),
+        context_lens=torch.tensor([stop for _, stop in spans.values()], dtype=torch.int32),
+        block_tables=torch.tensor([[1 + s] for s in spans], dtype=torch.int32),
+        logit_rows=torch.arange(len(ids)),
+        state_sources=sources,
+        state_rows=bounds[1:].int() - 1,
+        state_targets=targets,
+    )
 
 
 def logits_of(module: nn.Module, spec: ModelSpec, batch: Batch) -> Tensor:

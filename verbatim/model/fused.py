@@ -18,51 +18,19 @@ from torch import Tensor, nn
 from verbatim import kernels
 from verbatim.batch import Batch
 from verbatim.errors import first_line
-from verbatim.kernels.options import Activation
 from verbatim.model.context import activate
-from verbatim.model.elementwise import activation_of
 from verbatim.model.fingerprint import Fingerprint
-from verbatim.model.flat import Sandbox, logits_of
+from verbatim.model.flat import BLOCK_SIZE, logits_of, noise_store, span_batch
 from verbatim.model.gpu_layer import GpuTrial
 from verbatim.model.invariant import InvariantMode
 from verbatim.model.layer import FusedLayer, Trust
-from verbatim.model.layer_parts import LayerParts
-from verbatim.model.layer_trial import SPANS, FusionTrial, LayerTrial
-from verbatim.model.mixers import mixer_of, recurs
-from verbatim.model.norms import Norm, norm_parts
+from verbatim.model.layer_parts import MLP_NAMES, take_apart
+from verbatim.model.layer_trial import SPANS, AroundLayers, FusionTrial, LayerTrial
+from verbatim.model.mixers import recurs
 from verbatim.model.patching import Forwards, patched
 from verbatim.model.spec import ModelSpec, inner_model
 from verbatim.model.structs import NotFusable
 from verbatim.model.whole import ModelPart, WholeModel
-
-_MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward", "moe", "shared_mlp")
-_GATE_NAMES = ("gate_proj", "up_proj"), ("gate_up_proj",), ("w1", "w3"), ("input_linear",)
-_DOWN_NAMES = ("down_proj", "w2", "output_linear")
-_ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation")
-_HEAD_NORMS = {"of_queries": ("q_norm", "q_layernorm"), "of_keys": ("k_norm", "k_layernorm")}
-# What norms stand where, by the names that tell: the first line that fits whole is taken.
-_NORM_NAMES: tuple[dict[str, str], ...] = (
-    dict(  # Gemma
-        before_attention="input_layernorm",
-        after_attention="post_attention_layernorm",
-        before_mlp="pre_feedforward_layernorm",
-        after_mlp="post_feedforward_layernorm",
-    ),
-    dict(  # GLM 4
-        before_attention="input_layernorm",
-        after_attention="post_self_attn_layernorm",
-        before_mlp="post_attention_layernorm",
-        after_mlp="post_mlp_layernorm",
-    ),
-    dict(  # Olmo 2
-        after_attention="post_attention_layernorm",
-        after_mlp="post_feedforward_layernorm",
-    ),
-    dict(before_attention="input_layernorm", before_mlp="post_attention_layernorm"),
-    dict(before_attention="input_layernorm", before_mlp="pre_mlp_layernorm"),
-    dict(before_attention="operator_norm", before_mlp="ffn_norm"),
-    dict(before_attention="input_layernorm", before_mlp="pre_ff_layernorm"),
-)
 
 
 class FusedLayers:
@@ -73,12 +41,13 @@ class FusedLayers:
         spec: of it.
         forwards, configs: of it, as for `patched`.
         part: the module has only some layers of a model.
+        enabled: False fuses none.
 
     Attributes:
         forwards: as for `patched`, to be put in after the plain ones, which they fall back to.
         whole: the model in one call for all layers; None: it runs layer by layer.
         report: how many layers are fused, how many are not, and for what reasons (the number of each);
-            and "whole": "yes" where they run in one call, else why not.
+            and "whole": "yes" where they run in one call, else why not; None if not enabled.
     """
 
     def __init__(
@@ -88,8 +57,10 @@ class FusedLayers:
         forwards: Forwards,
         configs: list[Any],
         part: ModelPart | None = None,
+        *,
+        enabled: bool = True,
     ) -> None:
-        self._part = part
+        self._part, self._enabled = part, enabled
         self.forwards: Forwards = []
         self.whole: WholeModel | None = None
         self._whole_fits = False  # after the last check
@@ -98,6 +69,8 @@ class FusedLayers:
         self._trust = Trust()
         self._layers: list[FusedLayer] = []
         self._snapshot: Fingerprint | None = None
+        if not enabled:
+            return
         on_gpu = kernels.triton_serves(next(module.parameters()).device)
         if not on_gpu and kernels.library() is None:
             self._plain["there are no compiled kernels"] = len({i for i, _ in spec.slots})
@@ -206,7 +179,9 @@ class FusedLayers:
         return self.whole if self._whole_fits and self._trust.given else None
 
     @property
-    def report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any] | None:
+        if not self._enabled:
+            return None
         return {
             "layers": len(self.forwards),
             "plain": sum(self._plain.values()),
@@ -225,77 +200,9 @@ def _layers_of(module: nn.Module, spec: ModelSpec) -> list[tuple[nn.Module | Non
             parents.setdefault(id(parent), (None, parent))
         for child in parent._modules.values():
             if child is not None and id(child) in attending:
-                has_mlp = any(isinstance(parent._modules.get(n), nn.Module) for n in _MLP_NAMES)
+                has_mlp = any(isinstance(parent._modules.get(n), nn.Module) for n in MLP_NAMES)
                 parents[id(child)] = (parent if has_mlp else None, child)
     return list(parents.values())
-
-
-def take_apart(layer: nn.Module, attention: nn.Module) -> LayerParts:
-    """Return the parts of a layer, found by their names.
-
-    Raises:
-        NotFusable: it is of another shape.
-    """
-    for part in (layer, *layer.modules()):
-        if "forward" in part.__dict__:
-            raise NotFusable("the forward of a part of it was replaced by its owner")
-    inputs = _named(attention, ("q_proj", "k_proj", "v_proj")) or _named(attention, ("qkv_proj",))
-    output = _named(attention, ("o_proj",)) or _named(attention, ("out_proj",))
-    mixer = mixer_of(attention) if recurs(attention) else None
-    if mixer is not None:
-        inputs = _named(attention, tuple(mixer.inputs))
-    if not inputs or not output:
-        raise NotFusable(f"{type(attention).__name__} has no q_proj, k_proj, v_proj and o_proj")
-    norms = _norms_of(layer, attention)
-    mlp = next(m for n in _MLP_NAMES if (m := layer._modules.get(n)) is not None)
-    gates = next((found for names in _GATE_NAMES if (found := _named(mlp, names))), [])
-    down = _named(mlp, _DOWN_NAMES, any_of=True)
-    functions = _named(mlp, _ACTIVATION_NAMES, any_of=True)
-    # Without a module for it, it is silu, or the trial finds out.
-    activation = activation_of(functions[0]) if functions else Activation.SILU
-    others = len(gates) + len(functions[:1]) + 1
-    if not gates or len(mlp._modules) != others or not down or activation is None:
-        gates, down = [], []  # experts, or a gate more: it runs as it is
-    scale = layer.__dict__.get("residual_multiplier", 1.0)
-    return LayerParts(
-        layer=layer,
-        attention=attention,
-        mlp=mlp,
-        inputs=inputs,
-        output=output[0],
-        gates=gates,
-        down=down[0] if down else None,
-        activation=activation or Activation.SILU,
-        norms=norms,
-        residual_scale=float(scale) if isinstance(scale, int | float) else 1.0,
-        mixer=mixer,
-    )
-
-
-def _named(module: nn.Module, names: tuple[str, ...], *, any_of: bool = False) -> list[nn.Module]:
-    """The children of these names if all are there, or those that are."""
-    found = [child for name in names if (child := module._modules.get(name)) is not None]
-    return found if any_of or len(found) == len(names) else []
-
-
-def _norms_of(layer: nn.Module, attention: nn.Module) -> dict[str, Norm]:
-    for names in _NORM_NAMES:
-        modules = {role: m for role, n in names.items() if (m := layer._modules.get(n)) is not None}
-        if len(modules) == len(names):
-            break
-    else:
-        raise NotFusable("its norms have other names")
-    for role, own in _HEAD_NORMS.items():
-        for module in _named(attention, own, any_of=True):
-            modules[role] = module
-    norms = {}
-    for role, module in modules.items():
-        parts = norm_parts(module)
-        if parts is None and not isinstance(module, nn.Identity):
-            raise NotFusable(f"{type(module).__name__} is no RMS norm of a known family")
-        if parts is not None:
-            norms[role] = Norm(module, parts)
-    return norms
 
 
 def _run(
@@ -312,10 +219,12 @@ def _run(
     last = max(rows, limit if isinstance(limit, int) else 4096) - 1
     device = next(module.parameters()).device
     ids = torch.arange(rows) * 7 % max(1, spec.vocab_size - 3) + 1
-    positions = torch.tensor([0, 1, last // 3, 2 * last // 3, last], device=device)
-    sandbox = Sandbox(spec, device)
-    context = sandbox.context(SPANS, ids, positions)
-    context.batch.logit_rows = torch.tensor([0, rows - 1], device=device)
+    positions = torch.tensor([0, 1, last // 3, 2 * last // 3, last])
+    batch = span_batch(SPANS, ids)
+    slots = batch.slots(BLOCK_SIZE).to(device)
+    batch.positions, batch.logit_rows = positions, torch.tensor([0, rows - 1])
+    store = noise_store(spec.layers, [], spec.dtype, device)
+    context = AroundLayers(spec.slots, batch.to(device), store, rows=slots)
     with (
         patched(module, forwards, configs, hooks=False),
         activate(context),

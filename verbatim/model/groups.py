@@ -30,7 +30,7 @@ def _encode(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Quantize groups to codes in bytes (two per byte with 4 bits), and the parts of their heads.
 
-    The parts are int16 or int32, and follow one another in a row, but lie apart in columns.
+    The parts are int16 or int32, and follow one another in a row.
     """
     bits, encoding = packing.quantization.bits, packing.encoding
     levels = 2**bits - 1
@@ -165,9 +165,6 @@ def _as_heads(data: Tensor, packing: WeightPacking) -> Tensor:
     return whole.view(torch.int32 if wide else torch.int16)
 
 
-# ---- [..., N, K] ----
-
-
 def pack_rows(weight: Tensor, packing: WeightPacking, name: str, out: Tensor) -> None:
     """Quantize `weight` `[..., N, K]` into `out`, `[packing.nbytes]` uint8."""
     depth = packing.depth
@@ -215,47 +212,3 @@ def unpack_rows(packed: Tensor, packing: WeightPacking, out: Tensor) -> None:
             target[begin : begin + step, at : at + count * size] = groups.flatten(1)
             at, code_at = at + count * size, code_at + count * nbytes
             head_at += each * count
-
-
-# ---- [..., K, N] ----
-
-
-def pack_columns(weight: Tensor, packing: WeightPacking, name: str, out: Tensor) -> None:
-    """Quantize `weight` `[..., K, N]` into `out`, `[packing.nbytes]` uint8."""
-    width, at = packing.shape[-1], 0
-    for matrix in weight.reshape(-1, packing.depth, width):
-        row = 0
-        for count, size in _pieces(packing):
-            groups = matrix[row : row + count * size].float().reshape(count, size, width)
-            code, head = _encode(groups, -2, packing, name)
-            heads = torch.cat(head, -2).view(torch.uint8)
-            made = torch.cat([heads.flatten(1), code.flatten(1)], 1).flatten()
-            out[at : at + len(made)] = made
-            at, row = at + len(made), row + count * size
-    assert at == len(out)
-
-
-def unpack_columns(packed: Tensor, packing: WeightPacking, out: Tensor) -> None:
-    """Dequantize the output of `pack_columns` into the contiguous `out`."""
-    bits, width = packing.quantization.bits, packing.shape[-1]
-    at = 0
-    for matrix in out.view(-1, packing.depth, width):
-        row = 0
-        for count, size in _pieces(packing):
-            head_bytes = width * packing.head_bytes
-            nbytes = head_bytes + width * ((size * bits + 7) // 8)
-            groups = packed[at : at + count * nbytes].view(count, nbytes)
-            heads = _as_heads(groups[:, :head_bytes], packing).view(count, -1, width)
-            code = groups[:, head_bytes:].reshape(count, -1, width)
-            made = _decode(code, heads, -2, size, packing)
-            matrix[row : row + count * size] = made.view(-1, width)
-            at, row = at + count * nbytes, row + count * size
-
-
-def _pieces(packing: WeightPacking) -> list[tuple[int, int]]:
-    """Return `stretches` in pieces that are processed at once."""
-    found = []
-    for count, size in stretches(packing.depth, packing.quantization.group_size):
-        step = max(1, PIECE // (size * packing.shape[-1]))
-        found += [(min(step, count - done), size) for done in range(0, count, step)]
-    return found

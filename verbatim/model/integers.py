@@ -48,7 +48,7 @@ def interleave(
     laid = replace(packing, interleaved=True)
     assert packed.shape == (packing.nbytes,) and packed.is_contiguous()
     out = torch.empty(laid.nbytes, dtype=torch.uint8, device=packed.device)
-    one = replace(packing, shape=packing.shape[-2:])
+    one = packing.one
     sources = packed.view(-1, one.nbytes)
     for source, target in zip(sources, out.view(len(sources), -1), strict=True):
         _interleave_one(source, one, target, backend)
@@ -70,7 +70,7 @@ def pack_as_held(
 
 def _interleave_one(packed: Tensor, packing: WeightPacking, out: Tensor, backend: str) -> None:
     """Convert one matrix."""
-    rows = packed.view(packing.width, -1) if not packing.columns else _turned(packed, packing)
+    rows = packed.view(packing.width, -1)
     function = _interleave(backend)
     if function is not None and packed.is_cpu:
         kind = packing.quantization
@@ -89,21 +89,6 @@ def _interleave_one(packed: Tensor, packing: WeightPacking, out: Tensor, backend
     words = torch.cat([words, words.new_zeros(missing, words.shape[1])])
     blocks = words.view(-1, BLOCK, words.shape[1]).transpose(1, 2).contiguous()
     out.copy_(blocks.view(torch.uint8).flatten())
-
-
-def _turned(packed: Tensor, packing: WeightPacking) -> Tensor:
-    """Return quantized columns of `[K, N]` as rows of `[N, K]`: `[N, vector_bytes]`."""
-    bits, width = packing.quantization.bits, packing.width
-    codes, heads, at = [], [], 0
-    for count, size in stretches(packing.depth, packing.quantization.group_size):
-        lines = (size * bits + 7) // 8
-        groups = packed[at : at + count * width * (4 + lines)].view(count, -1)
-        head = groups[:, : 4 * width].reshape(count, 2, width, 2)
-        heads.append(head.permute(2, 0, 1, 3).reshape(width, -1))
-        code = groups[:, 4 * width :].reshape(count, lines, width)
-        codes.append(code.permute(2, 0, 1).reshape(width, -1))
-        at += count * width * (4 + lines)
-    return torch.cat(codes + heads, 1).contiguous()
 
 
 def interleaved_rows(
@@ -126,7 +111,7 @@ def unpack_any(packed: Tensor, packing: WeightPacking) -> Tensor:
     packed = packed.contiguous()
     if not packing.interleaved:
         return unpack(packed, packing)
-    one = replace(packing, shape=packing.shape[-2:])
+    one = packing.one
     matrices = [unpack(*interleaved_rows(part, one)) for part in packed.split(one.nbytes)]
     if packing.columns:
         matrices = [matrix.t() for matrix in matrices]

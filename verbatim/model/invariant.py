@@ -150,43 +150,39 @@ def _refused(name: str) -> Callable[..., Any]:
     return refuse
 
 
+def functions(names: str) -> set[Any]:
+    """Return all functions of these names in torch, its functional module and its tensors."""
+    found = [vars(space).get(name) for name in names.split() for space in (torch, F)]
+    found += [getattr(Tensor, name, None) for name in names.split()]
+    return {function for function in found if callable(function)}
+
+
 REPLACEMENTS: dict[Any, Callable[..., Any]] = {
-    F.linear: products.linear,
-    torch.addmm: _addmm,
-    Tensor.addmm: _addmm,
-    torch.mm: _matmul,
-    Tensor.mm: _matmul,
-    torch.bmm: _matmul,
-    Tensor.bmm: _matmul,
-    torch.matmul: _matmul,
-    Tensor.matmul: _matmul,
-    Tensor.__matmul__: _matmul,
-    torch.sigmoid: sigmoid,
-    Tensor.sigmoid: sigmoid,
-    F.sigmoid: sigmoid,
-    F.silu: silu,
-    F.gelu: gelu,
-    F.softplus: softplus,
-    F.logsigmoid: logsigmoid,
-    F.elu: elu,
-    F.selu: selu,
-    F.mish: mish,
-    F.glu: glu,
-    torch.exp: exp,
-    Tensor.exp: exp,
-    torch.exp2: exp2,
-    Tensor.exp2: exp2,
-    torch.einsum: _refused("torch.einsum"),
-    F.scaled_dot_product_attention: _refused("scaled_dot_product_attention"),
-    F.conv1d: _refused("conv1d"),
-    torch.conv1d: _refused("conv1d"),
+    function: ours
+    for names, ours in (
+        ("linear", products.linear),
+        ("addmm", _addmm),
+        ("mm bmm matmul __matmul__", _matmul),
+        ("sigmoid", sigmoid),
+        ("silu", silu),
+        ("gelu", gelu),
+        ("softplus", softplus),
+        ("logsigmoid", logsigmoid),
+        ("elu", elu),
+        ("selu", selu),
+        ("mish", mish),
+        ("glu", glu),
+        ("exp", exp),
+        ("exp2", exp2),
+        ("einsum", _refused("torch.einsum")),
+        ("scaled_dot_product_attention", _refused("scaled_dot_product_attention")),
+        ("conv1d", _refused("conv1d")),
+    )
+    for function in functions(names)
 }
 
 # For half precision only: in float32 torch rounds correctly everywhere.
-_HALF_ONLY: dict[Any, Callable[..., Any]] = {
-    torch.rsqrt: rsqrt,
-    Tensor.rsqrt: rsqrt,
-}
+_HALF_ONLY: dict[Any, Callable[..., Any]] = dict.fromkeys(functions("rsqrt"), rsqrt)
 _POWERS = frozenset({torch.pow, Tensor.pow, Tensor.__pow__})
 
 
@@ -257,7 +253,7 @@ def gate_forward(linear: Any) -> Callable[..., Tensor]:
     return lambda x: forward(x).as_subclass(GateTensor)
 
 
-class Recorder(TorchFunctionMode):
+class Recorder(InvariantMode):
     """Records the functions to replace, to determine whether a model needs `InvariantMode`."""
 
     def __init__(self) -> None:
@@ -267,10 +263,9 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        found = replacement(func, args)
-        if found is not None and not isinstance(args[0], GateTensor):
+        if replacement(func, args) is not None and not isinstance(args[0], GateTensor):
             self.swapped.add(getattr(func, "__name__", repr(func)))
-        return (found or func)(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _linear_forward(module: nn.Linear) -> Callable[..., Tensor]:

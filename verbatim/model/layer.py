@@ -22,39 +22,37 @@ from torch import Tensor, nn
 from verbatim import kernels
 from verbatim.kernels.options import AttentionOptions
 from verbatim.model.context import active_context
+from verbatim.model.elementwise import kernel
 from verbatim.model.fingerprint import Fingerprint, Place, numbers_of, places_of
 from verbatim.model.layer_parts import LayerParts, Rotation, Shape
 from verbatim.model.mixers import MIXER_STRUCTS
 from verbatim.model.mixture import MixtureStruct
 from verbatim.model.norms import Norm
 from verbatim.model.packed import PackedLinear
-from verbatim.model.structs import ROLES, LayerStruct, NotFusable, address_of, matrix_of, norm_of
+from verbatim.model.structs import (
+    ROLES,
+    LayerStruct,
+    NotFusable,
+    address_of,
+    check_sizes,
+    matrix_of,
+    norm_of,
+)
 from verbatim.model.tree import hooked_everywhere
 
-_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _hooks, _pre_hooks = itemgetter("_forward_hooks"), itemgetter("_forward_pre_hooks")
 
 
 @functools.cache
 def _functions(library: ctypes.CDLL | None) -> tuple[Callable[..., None], ...]:
+    """Return the kernels of what is before attention, of what is after it, and of both with it."""
     assert library is not None
-    structs = dict(layer=LayerStruct, mixture=MixtureStruct) | MIXER_STRUCTS
-    for name, struct in structs.items():
-        size = getattr(library, f"vb_{name}_size")
-        size.restype = _LONG
-        assert size() == ctypes.sizeof(struct)
-    angles = [*[_POINTER] * 2, _LONG, _INT]
-    arguments = {
-        "before": [*[_POINTER] * 2, _LONG, *angles, _POINTER, _INT],
-        "after": [*[_POINTER] * 4, _LONG, *[_POINTER] * 2, _LONG, *[_POINTER] * 2, _INT],
-        "": [*[_POINTER] * 5, *angles, *[_POINTER] * 2, _LONG, *[_POINTER] * 2, _INT],
-    }
-    found = []
-    for name, types in arguments.items():
-        function = getattr(library, f"vb_layer_{name}".rstrip("_"))
-        function.restype, function.argtypes = None, types
-        found.append(function)
-    return tuple(found)
+    check_sizes(library, dict(layer=LayerStruct, mixture=MixtureStruct) | MIXER_STRUCTS)
+    return (
+        kernel(library, "vb_layer_before", "PPLPPLIPI"),
+        kernel(library, "vb_layer_after", "PPPPLPPLPPI"),
+        kernel(library, "vb_layer", "PPPPPPPLIPPLPPI"),
+    )
 
 
 class Trust:
@@ -112,24 +110,9 @@ class FusedLayer:
         self._prepare()
 
     @property
-    def attention(self) -> nn.Module:
-        """The module that attends or recurs in it."""
-        return self.parts.attention
-
-    @property
     def turns(self) -> bool:
         """Return whether it takes rotary cos and sin."""
         return self._shape.rotation is not Rotation.UNTURNED
-
-    @property
-    def num_states(self) -> int:
-        """Number of states that it keeps; 0: it keeps K and V."""
-        return 0 if self.parts.mixer is None else self.parts.mixer.num_states
-
-    @property
-    def is_complete(self) -> bool:
-        """Return whether one kernel call runs all of it."""
-        return self.parts.has_mlp
 
     @property
     def experts(self) -> Any:
@@ -241,7 +224,7 @@ class FusedLayer:
         )
         widths = [heads * head_dim, kv_heads * head_dim, kv_heads * value_dim]
         widths += [heads * head_dim] * shape.gated
-        width, num_states = sum(widths), self.num_states
+        width, num_states = sum(widths), parts.num_states
         turns, hidden_size = shape.rotation is not Rotation.UNTURNED, struct.hidden
         get_num_threads, empty, empty_like = torch.get_num_threads, torch.empty, torch.empty_like
         with_sinks = attention if shape.sinks else None

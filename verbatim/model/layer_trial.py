@@ -21,12 +21,10 @@ from verbatim.kv.states import StateShape
 from verbatim.kv.store import LayerShape
 from verbatim.model.context import Update, activate, active_context
 from verbatim.model.differential import differential_check, noise
-from verbatim.model.flat import FlatContext, Sandbox
+from verbatim.model.flat import FlatContext, contents_of, noise_store
 from verbatim.model.layer import FusedLayer, Trust, add_sinks
-from verbatim.model.layer_parts import LayerParts, Rotation, Shape
-from verbatim.model.mixers import mixer_of
+from verbatim.model.layer_parts import LayerParts, Rotation, Shape, take_apart
 from verbatim.model.mixture import MixtureParts, mixtures_of
-from verbatim.model.norms import Norm
 from verbatim.model.patching import replaced_forwards
 from verbatim.model.spec import ModelSpec
 from verbatim.model.structs import NotFusable
@@ -36,8 +34,21 @@ _MODEST = 64  # rows of a matrix that are looked at
 _ROTATIONS = (Rotation.HALVES, Rotation.ONCE, Rotation.NEIGHBOURS, Rotation.UNTURNED)
 
 
+class AroundLayers(FlatContext):
+    """The forward context of a model with trials in its layers, in which no states are kept.
+
+    Those of all layers would take much memory; the trial of a layer has its own.
+    """
+
+    def update_state(
+        self, shape: StateShape, update: Update, rowwise: Callable[[], Tensor]
+    ) -> Tensor:
+        self.next_states(1)
+        return rowwise()
+
+
 class TrialContext(FlatContext):
-    """A forward context that also records a layer's calls of attention."""
+    """The forward context of one layer, which also records its calls of attention."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -82,7 +93,7 @@ class FusionTrial:
         self.attended: list[tuple[Tensor, Tensor, Tensor, AttentionOptions]] = []
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        layer, mixer = self.parts.layer, self.parts.mixer
+        layer = self.parts.layer
         context: Any = active_context()
         self._called.append(self)
         if self.fused is None and self.reason is None:
@@ -95,7 +106,7 @@ class FusionTrial:
             except Exception as error:  # of its own forward on random rows, say
                 self.reason = f"in the trial: {type(error).__name__}: {first_line(error)}"
         if self.fused is not None:
-            context.next_states(0 if mixer is None else mixer.num_states)
+            context.next_states(self.parts.num_states)
             return hidden_states  # the next layer's trial has rows of its own
         return type(layer).forward(layer, hidden_states, *args, **kwargs)
 
@@ -114,24 +125,21 @@ class FusionTrial:
         Returns:
             What is in memory then, followed by what it returned. `attended` has its calls of attention.
         """
-        spec, outer, mixer = self._spec, active_context(), self.parts.mixer
+        spec, outer = self._spec, active_context()
         assert isinstance(outer, FlatContext)
         place = spec.slots.get((id(self.parts.attention), 0))
         first = outer.next_states(0)
-        own = replace(
-            spec,
-            slots={(id(attention), 0): 0},
-            layers=[LayerShape(1, 1, 1) if place is None else spec.layers[place]],
-            states=[] if mixer is None else spec.states[first : first + mixer.num_states],
-        )
-        sandbox = Sandbox(own, x.device, context=TrialContext)
-        context = sandbox.context(SPANS, outer.batch.token_ids, outer.batch.positions)
+        # A store without K and V has no rows that kernels write to themselves.
+        layers = [LayerShape(1, 1, 1) if place is None else spec.layers[place]]
+        states = spec.states[first : first + self.parts.num_states]
+        store = noise_store(layers, states, spec.dtype, x.device)
+        context = TrialContext({(id(attention), 0): 0}, outer.batch, store, rows=outer.rows)
         with activate(context):
             made = forward(x, **kwargs)
         if not isinstance(made, Tensor):
             raise NotFusable("it returns more than hidden states")
         self.attended = context.attended
-        return [*sandbox.contents(), made]
+        return [*contents_of(store), made]
 
 
 class LayerTrial(FusionTrial):
@@ -164,7 +172,7 @@ class LayerTrial(FusionTrial):
     def _layer(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> FusedLayer:
         arguments = frozenset(kwargs)
         twin, twins = _twin_of(self.parts.layer)
-        own = _in_twin(self.parts, twins)
+        own = take_apart(twin, twins[id(self.parts.attention)])
         mixtures = self._mixtures_of(own)
         for fields, forward in replaced_forwards(twin):
             fields["forward"] = forward
@@ -287,23 +295,3 @@ def _telling(parameter: Any, seed: int) -> Any:
         return parameter
     filled = noise(tuple(parameter.shape), parameter.dtype, seed)
     return nn.Parameter(filled / math.sqrt(max(1, parameter.shape[1])), False)
-
-
-def _in_twin(parts: LayerParts, twins: dict[int, nn.Module]) -> LayerParts:
-    """Return the same parts of the twin."""
-
-    def of(module: Any) -> Any:
-        return None if module is None else twins[id(module)]
-
-    return replace(
-        parts,
-        layer=of(parts.layer),
-        attention=of(parts.attention),
-        mlp=of(parts.mlp),
-        inputs=[*map(of, parts.inputs)],
-        output=of(parts.output),
-        gates=[*map(of, parts.gates)],
-        down=of(parts.down),
-        norms={role: Norm(of(n.module), n.parts) for role, n in parts.norms.items()},
-        mixer=None if parts.mixer is None else mixer_of(of(parts.attention)),
-    )

@@ -24,17 +24,16 @@ from torch.nn import functional as F
 from verbatim import kernels
 from verbatim.batch import Adapter, Batch
 from verbatim.errors import InvalidRequest, ModelError, NotSupported
-from verbatim.model import products
+from verbatim.model import elementwise, products
 from verbatim.model.context import active_context
-from verbatim.model.elementwise import SUFFIX, declared
 from verbatim.model.layer import FusedLayer
-from verbatim.model.packed import PackedConv1D, PackedLinear
+from verbatim.model.packed import PackedLinear
 from verbatim.model.shard import Columns
 from verbatim.model.spec import inner_model
 
 _PANEL = 64  # LOW_RANK_PANEL of kernels/lora.h
 _PLACES = 10  # of kernels/layer.cpp
-_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 Forwards = list[tuple[dict[str, Any], Callable[..., Any]]]
 
 
@@ -179,6 +178,11 @@ class Adapters:
             )
         return module
 
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the adapters that are held."""
+        return [*self._loaded]
+
     # ---- forwards
 
     def forwards(self, groups: Iterable[AdaptedRows]) -> Forwards:
@@ -224,11 +228,10 @@ class Adapters:
             for group in context.adapted
             if (matrices := self._of(group).matrices.get(name)) is not None
         ]
-        function = _function(kernels.library(), out.dtype) if out.is_cpu else None
-        if function is not None and rows.dtype is out.dtype is self._dtype:
+        if elementwise.served(out) and rows.dtype is out.dtype is self._dtype:
             groups = _structs((g, ctypes.addressof(m.struct)) for g, m in found)
             rows = rows if rows.stride(1) == 1 else rows.contiguous()
-            function(
+            elementwise.kernel(kernels.library(), "vb_add_low_rank", "PLPLLLPLI", out.dtype)(
                 rows.data_ptr(),
                 rows.stride(0),
                 ctypes.addressof(groups),
@@ -321,9 +324,7 @@ def shape_of(module: nn.Module) -> tuple[int, int] | None:
     if type(module) is nn.Linear:
         return module.weight.shape[0], module.weight.shape[1]
     if type(module) is PackedLinear:
-        return module.packing.shape[0], module.packing.shape[1]
-    if type(module) is PackedConv1D:
-        return module.packing.shape[1], module.packing.shape[0]
+        return module.out_features, module.in_features
     from transformers.pytorch_utils import Conv1D
 
     if type(module) is Conv1D:
@@ -348,11 +349,3 @@ def _linears_of(module: nn.Module) -> dict[str, nn.Module]:
 def _parents(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(1, len(parts))]
-
-
-@functools.cache
-def _function(library: ctypes.CDLL | None, dtype: torch.dtype) -> Callable[..., None] | None:
-    if library is None or dtype not in SUFFIX:
-        return None
-    arguments = [_POINTER, _LONG, _POINTER, *[_LONG] * 3, _POINTER, _LONG, _INT]
-    return declared(library, "vb_add_low_rank", dtype, arguments)

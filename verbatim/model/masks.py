@@ -105,20 +105,15 @@ def window_of(
         0 if every query sees all keys up to itself, w if it sees the last w of them (itself included),
         LATER if it sees the next one, None for another rule or one that can't be evaluated.
     """
-    window = 0
     # Adjacent queries distinguish windows from chunks: a window is equally wide at both.
     queries = {length - 1, length - 2, length // 2, length // 3, 1}
-    for query in sorted((q for q in queries if q > 0), reverse=True):
-        wide = _width_at(mask_function, query, device)
-        if wide is None or wide == LATER:
-            return wide
-        if not window and wide <= query:
-            window = wide
-            if query < length - 1:  # all was visible farther on
-                return None
-        if wide != (min(window, query + 1) if window else query + 1):
-            return None
-    return window
+    widths = {q: _width_at(mask_function, q, device) for q in queries if q > 0}
+    if None not in widths.values() and LATER in widths.values():
+        return LATER
+    far = widths.get(length - 1)
+    window = 0 if far is None or far == length else far
+    fits = all(wide == min(window or q + 1, q + 1) for q, wide in widths.items())
+    return window if fits else None
 
 
 def chunk_of(

@@ -105,7 +105,7 @@ class DeltaRule(Mixer):
 
     @property
     def roles(self) -> dict[str, str]:
-        """What the products of the inputs have."""
+        """The roles that the product of each input has."""
         return next(names for names in _DELTA_INPUTS if [*names] == self.inputs)
 
     @property

@@ -154,7 +154,7 @@ def _described(inner: Any, folder: Path, beside: Path | None) -> Iterator[tuple[
     if beside is not None:
         told, folder = _config_beside(config, beside), beside
     number: Any = mtp_number(told)
-    if not _is_number(number):
+    if type(number) is not int or number < 1:
         raise NotSupported(
             f"draft='mtp': {name} has no MTP layers; num_mtp_layers is {number!r} "
             f"in the config of {folder}, and must be 1 or more; where they lie in another folder, name it: "
@@ -168,10 +168,6 @@ def _described(inner: Any, folder: Path, beside: Path | None) -> Iterator[tuple[
                 f"draft='mtp': {folder} does not say what {name}'s MTP layers are: {first_line(error)}"
             ) from error
         yield folder, number
-
-
-def _is_number(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number > 0
 
 
 _IGNORED = "_keys_to_ignore_on_load_unexpected"

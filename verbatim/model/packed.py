@@ -1,9 +1,9 @@
 """Layers with quantized weights in memory.
 
 A packed weight is a weight of the model's dtype that happens to be stored in fewer bits (`quantize.py`):
-whatever is computed with it has, bit for bit, what the unpacked matrix gives. A linear layer becomes a
-`PackedLinear` or `PackedConv1D`, an embedding looks up and unpacks the rows that are asked for, and any other
-layer (experts above all) keeps its class and its attributes: reading the parameter unpacks it.
+whatever is computed with it has, bit for bit, what the unpacked matrix gives. A linear layer (transformers'
+Conv1D, too) becomes a `PackedLinear`, an embedding looks up and unpacks the rows that are asked for, and any
+other layer (experts above all) keeps its class and its attributes: reading the parameter unpacks it.
 
 Where the matrix is interleaved (`integers.py`), a linear layer rounds its activations, too; all else reads
 the same weights back.
@@ -42,11 +42,12 @@ class _OneWeight:
 
 
 class PackedLinear(_OneWeight, nn.Module):
-    """A linear layer with its matrix `[N, K]` quantized; where it is interleaved, activations become codes.
+    """A linear layer with its matrix quantized: `[N, K]`, or `[K, N]` of transformers' Conv1D. Where it is
+    interleaved, activations become codes.
 
     Args:
         packed: uint8 `[packing.nbytes]`.
-        packing: of the matrix, by rows.
+        packing: of the matrix.
         bias: `[N]`, or None.
     """
 
@@ -56,9 +57,9 @@ class PackedLinear(_OneWeight, nn.Module):
         self, packed: Tensor, packing: WeightPacking, bias: nn.Parameter | None = None
     ) -> None:
         super().__init__()
-        assert not packing.columns and len(packing.shape) == 2
+        assert len(packing.shape) == 2
         self.packing = packing
-        self.out_features, self.in_features = packing.shape
+        self.out_features, self.in_features = packing.width, packing.depth
         self.register_buffer("packed", packed, persistent=False)
         self.register_parameter("bias", bias)
 
@@ -67,34 +68,6 @@ class PackedLinear(_OneWeight, nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.packing.name}"
-
-
-class PackedConv1D(_OneWeight, nn.Module):
-    """transformers' Conv1D, a linear layer with a quantized matrix `[K, N]`.
-
-    Args:
-        packed: uint8 `[packing.nbytes]`.
-        packing: of the matrix, by columns.
-        bias: `[N]`.
-    """
-
-    bias: nn.Parameter | None
-
-    def __init__(
-        self, packed: Tensor, packing: WeightPacking, bias: nn.Parameter | None = None
-    ) -> None:
-        super().__init__()
-        assert packing.columns and len(packing.shape) == 2
-        self.packing = packing
-        self.nx, self.nf = packing.shape
-        self.register_buffer("packed", packed, persistent=False)
-        self.register_parameter("bias", bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return products.linear(x, self.weight.t(), self.bias)
-
-    def extra_repr(self) -> str:
-        return f"nf={self.nf}, nx={self.nx}, {self.packing.name}"
 
 
 class PackedEmbedding(_OneWeight, nn.Embedding):  # type: ignore[override]
@@ -120,10 +93,8 @@ def hold_packed(layer: nn.Module, name: str, packed: Tensor, packing: WeightPack
     """
     kind: Any = type(layer)
     bias: Any = layer._parameters.get("bias")
-    if name == "weight" and kind is nn.Linear:
+    if name == "weight" and is_linear(layer):
         return PackedLinear(packed, packing, bias).train(layer.training)
-    if name == "weight" and kind is _conv1d():
-        return PackedConv1D(packed, packing, bias).train(layer.training)
     del layer._parameters[name]
     if isinstance(layer, nn.Embedding) and name == "weight":
         layer.register_buffer("packed", packed, persistent=False)
@@ -137,11 +108,11 @@ def hold_packed(layer: nn.Module, name: str, packed: Tensor, packing: WeightPack
     return layer
 
 
-@functools.cache
-def _conv1d() -> type:
+def is_linear(layer: nn.Module) -> bool:
+    """Return whether a layer becomes a `PackedLinear` when its weight is quantized."""
     from transformers.pytorch_utils import Conv1D
 
-    return Conv1D
+    return type(layer) in (nn.Linear, Conv1D)
 
 
 @functools.cache

@@ -15,13 +15,14 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from verbatim.model.adapters import adapter_for
-from verbatim.model.context import IMPLEMENTATION, active_context
+from verbatim.model.context import IMPLEMENTATION, in_forwards
 from verbatim.model.invariant import forward_for, gate_forward, is_gate
 from verbatim.model.tree import Tree
 
@@ -76,17 +77,9 @@ def replaced_forwards(module: nn.Module, *, batch_invariant: bool = True) -> For
         if id(layer) in gates and forward is not None:
             forward = gate_forward(layer)
         if forward is not None:
-            found.append((layer.__dict__, _aside(forward, type(layer).forward, layer)))
+            own = partial(type(layer).forward, layer)
+            found.append((layer.__dict__, in_forwards(forward, own)))
     return found
-
-
-def _aside(ours: Callable[..., Any], original: Any, layer: nn.Module) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if active_context() is None:
-            return original(layer, *args, **kwargs)
-        return ours(*args, **kwargs)
-
-    return forward
 
 
 def configs_of(module: nn.Module) -> list[Any]:
@@ -113,32 +106,27 @@ def patched(
         hooks: False silences the module's forward hooks, for a forward that the user did not ask for.
     """
     tree = module if isinstance(module, Tree) else Tree(module)
-    with exclusive:
-        yield from _borrowed(tree, forwards, configs, hooks)
-
-
-def _borrowed(tree: Tree, forwards: Forwards, configs: list[Any], hooks: bool) -> Iterator[None]:
-    training = tree.in_training()
-    settings = [(c, {f: c.__dict__.get(f) for f in _CONFIG_FIELDS}) for c in configs]
     silenced: Silenced = []
-    try:
-        if not hooks:
-            _silence(tree, silenced)
-        for layer in training:
-            layer.training = False
-        for config in configs:
-            for field in _CONFIG_FIELDS:
-                config.__dict__[field] = IMPLEMENTATION
-        for attributes, forward in forwards:
-            attributes["forward"] = forward
-        with plain_numbers():
-            yield
-    finally:
+    with exclusive:
+        training = tree.in_training()
+        settings = [(c, {f: c.__dict__.get(f) for f in _CONFIG_FIELDS}) for c in configs]
         try:
-            _give_back(forwards, settings, training, silenced)
-        except KeyboardInterrupt:  # Ctrl-C in its middle: once more from the start
-            _give_back(forwards, settings, training, silenced)
-            raise
+            if not hooks:
+                _silence(tree, silenced)
+            for layer in training:
+                layer.training = False
+            for config in configs:
+                config.__dict__.update(dict.fromkeys(_CONFIG_FIELDS, IMPLEMENTATION))
+            for attributes, forward in forwards:
+                attributes["forward"] = forward
+            with plain_numbers():
+                yield
+        finally:
+            try:
+                _give_back(forwards, settings, training, silenced)
+            except KeyboardInterrupt:  # Ctrl-C in its middle: once more from the start
+                _give_back(forwards, settings, training, silenced)
+                raise
 
 
 @contextmanager

@@ -14,7 +14,6 @@ They round differently, so the backend is part of the numerics key. No gradients
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ from torch.nn import functional as F
 
 from verbatim import kernels
 from verbatim.model.differential import differential_check
-from verbatim.model.elementwise import SUFFIX, declared
+from verbatim.model.elementwise import SUFFIX, kernel
 from verbatim.model.integers import integer_linear
 from verbatim.model.quantize import unpack
 from verbatim.model.weight_packing import WeightPacking
@@ -64,26 +63,21 @@ class Matrix(ctypes.Structure):
 def kernel_of(backend: str, dtype: torch.dtype) -> Callable[..., None] | None:
     """Return the kernel of a backend, which takes packed matrices, too; None without one."""
     name = _name(backend)
-    return None if name is None or dtype not in SUFFIX else _kernel(name, dtype)
-
-
-@functools.cache
-def _kernel(name: str, dtype: torch.dtype) -> Callable[..., None]:
-    pointer, length, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    arguments = [*[pointer] * 2, *[length] * 2, pointer, number, length, *[number] * 2]
-    return declared(kernels.load(name), "vb_multiply", dtype, arguments)
+    if name is None or dtype not in SUFFIX:
+        return None
+    return kernel(kernels.load(name), "vb_multiply", "PPLLPILII", dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight [N, K] quantized, as `quantize.pack` makes it: rows, one matrix; or interleaved."""
+    """A quantized weight, one matrix, as `quantize.pack` makes it; or interleaved."""
 
     data: Tensor
     packing: WeightPacking
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[N, K], also of one that is stored by columns."""
+        """[N, K], also of a parameter [K, N]."""
         return self.packing.shape[::-1] if self.packing.columns else self.packing.shape
 
 
@@ -142,9 +136,9 @@ def packed_linear(
 ) -> Tensor:
     """Compute `linear(x, unpack(packed, packing), bias)`, bit for bit, without that matrix in memory.
 
-    packed is `[packing.nbytes]` uint8 at any address, so an expert's slice of a stack of rows serves;
-    `packing.shape` is [N, K], or [K, N] with `packing.columns`, which is unpacked first. The rest is
-    as in `linear`. With `packing.interleaved` activations become codes, too (`integers.py`).
+    packed is `[packing.nbytes]` uint8 at any address, so an expert's slice of a stack serves;
+    `packing.shape` is [N, K], or [K, N] with `packing.columns`. The rest is as in `linear`. With
+    `packing.interleaved` activations become codes, too (`integers.py`).
     """
     return linear(x, Packed(packed, packing), bias, backend=backend, float32=float32)
 
@@ -155,9 +149,7 @@ def _reads(weight: Tensor | Packed, bias: Tensor | None, dtype: torch.dtype) -> 
         return False
     if isinstance(weight, Tensor):
         return weight.dtype is dtype and weight.is_cpu
-    packing = weight.packing
-    by_rows = packing.interleaved or not packing.columns
-    return by_rows and weight.data.is_cpu and packing.dtype is dtype
+    return weight.data.is_cpu and weight.packing.dtype is dtype
 
 
 def pointers_of(weight: Tensor | Packed, bias: Tensor | None) -> tuple[Matrix, tuple[Any, ...]]:

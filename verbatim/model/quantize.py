@@ -19,7 +19,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -41,8 +41,7 @@ def pack(
 
     Args:
         name: name of the weight, for errors.
-        backend: as in `unpack`; columns and encodings of checkpoints are packed by torch. All give the
-            same bits.
+        backend: as in `unpack`; encodings of checkpoints are packed by torch. All give the same bits.
 
     Raises:
         ModelError: a NaN, an infinity, or a number too large.
@@ -65,7 +64,15 @@ def _pack(
     out = torch.empty(packing.nbytes, dtype=torch.uint8)
     if not weight.numel():
         return out, (0.0, 0.0)
-    by_torch = packing.columns or packing.encoding is not Encoding.AFFINE
+    if packing.columns:
+        sums = []
+        for rows, part, one in _by_rows(weight, out, packing):
+            made, own = _pack(rows, one, name, backend)
+            part.copy_(made)
+            sums.append(own)
+        measured = [own for own in sums if own is not None]
+        return out, _total(measured) if len(measured) == len(sums) else None
+    by_torch = packing.encoding is not Encoding.AFFINE
     function = None if by_torch else _pack_function(backend)
     with torch.no_grad():
         if function is not None and weight.is_cpu and weight.dtype in _SUFFIX:
@@ -84,11 +91,23 @@ def _pack(
             ):
                 raise unfit(name)
             return out, (squares[0], squares[1])
-        if packing.columns:
-            groups.pack_columns(weight, packing, name, out)
-        else:
-            groups.pack_rows(weight, packing, name, out)
+        groups.pack_rows(weight, packing, name, out)
     return out, None
+
+
+def _by_rows(
+    weight: Tensor, packed: Tensor, packing: WeightPacking
+) -> Iterator[tuple[Tensor, Tensor, WeightPacking]]:
+    """Yield each matrix `[K, N]` as a view `[N, K]`, its bytes, and the layout of such rows."""
+    one = replace(packing, shape=(packing.width, packing.depth), columns=False)
+    count = math.prod(packing.shape[:-2])
+    matrices = weight.reshape(count, packing.depth, packing.width)
+    for matrix, part in zip(matrices, packed.view(count, one.nbytes), strict=True):
+        yield matrix.t(), part, one
+
+
+def _total(squares: list[tuple[float, float]]) -> tuple[float, float]:
+    return sum(wrong for wrong, _ in squares), sum(every for _, every in squares)
 
 
 def unpack(
@@ -108,21 +127,20 @@ def unpack(
     assert out.is_contiguous() and tuple(out.shape) == packing.shape and out.dtype == packing.dtype
     if not out.numel():
         return out
-    functions = _functions(backend) if packing.dtype in _SUFFIX else None
-    if functions is None:
-        by_torch = groups.unpack_columns if packing.columns else groups.unpack_rows
-        by_torch(packed, packing, out)
+    if packing.columns:
+        for rows, part, one in _by_rows(out, packed, packing):
+            rows.copy_(unpack(part, one, backend=backend))
+        return out
+    function = _unpack_function(backend) if packing.dtype in _SUFFIX else None
+    if function is None:
+        groups.unpack_rows(packed, packing, out)
         return out
     assert packed.is_contiguous() and packed.is_cpu and out.is_cpu
-    shape = (
-        (math.prod(packing.shape[:-2]), packing.depth, packing.shape[-1])
-        if packing.columns
-        else (packing.vectors, packing.depth)
-    )
-    functions[packing.columns](
+    function(
         out.data_ptr(),
         packed.data_ptr(),
-        *shape,
+        packing.vectors,
+        packing.depth,
         packing.format,
         packing.quantization.group_size,
         _SUFFIX[packing.dtype],
@@ -146,22 +164,16 @@ def rounded(weight: Tensor, packing: WeightPacking, name: str = "a weight") -> T
 
 def squared_error(weight: Tensor, packed: Tensor, packing: WeightPacking) -> tuple[float, float]:
     """Return the sums of (unpacked - weight)^2 and of weight^2, computed in pieces."""
-    group, width = packing.quantization.group_size, packing.shape[-1]
-    lines = weight.numel() // max(1, width)
-    step = max(1, groups.PIECE // max(1, width))
     if packing.columns:
-        step = -(-step // group) * group  # whole groups, and of one matrix
-    rows = weight.reshape(lines, width)
+        return _total([squared_error(*matrix) for matrix in _by_rows(weight, packed, packing)])
+    rows = weight.reshape(packing.vectors, packing.depth)
+    step = max(1, groups.PIECE // max(1, packing.depth))
     wrong = all_of_it = 0.0
-    line = byte = 0
-    while line < lines:
-        left = packing.depth - line % packing.depth if packing.columns else lines - line
-        piece = replace(packing, shape=(min(step, left), width))
-        true = rows[line : line + piece.shape[0]].float()
-        off = unpack(packed[byte : byte + piece.nbytes], piece).float().sub_(true)
+    for true, part in zip(rows.split(step), packed.split(step * packing.vector_bytes), strict=True):
+        piece = replace(packing, shape=tuple(true.shape))
+        off = unpack(part, piece).float().sub_(true.float())
         wrong += float(torch.linalg.vector_norm(off, dtype=torch.float64)) ** 2
-        all_of_it += float(torch.linalg.vector_norm(true, dtype=torch.float64)) ** 2
-        line, byte = line + piece.shape[0], byte + piece.nbytes
+        all_of_it += float(torch.linalg.vector_norm(true.float(), dtype=torch.float64)) ** 2
     return wrong, all_of_it
 
 
@@ -194,15 +206,12 @@ def find_library(backend: str) -> ctypes.CDLL | None:
 
 
 @functools.cache
-def _functions(backend: str) -> dict[bool, Callable[..., None]] | None:
-    """Return the kernels that unpack rows and columns, by `WeightPacking.columns`; None for torch."""
+def _unpack_function(backend: str) -> Callable[..., None] | None:
+    """Return the kernel that unpacks rows; None for torch."""
     library = find_library(backend)
     if library is None:
         return None
-    found: dict[bool, Callable[..., None]] = {}
-    for columns, lengths in ((False, 2), (True, 3)):
-        function = getattr(library, "vb_unpack_columns" if columns else "vb_unpack_rows")
-        function.restype = None
-        function.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * lengths + [ctypes.c_int] * 4
-        found[columns] = function
-    return found
+    function = library.vb_unpack_rows
+    function.restype = None
+    function.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 2 + [ctypes.c_int] * 4
+    return function

@@ -96,6 +96,11 @@ def _delta_rule(
     return out.to(query.dtype).view(value.shape), None
 
 
+def _step(step: Tensor, bias: Tensor | None, positive: bool) -> Tensor:
+    step = step if bias is None else step + bias.float()
+    return softplus(step) if positive else step
+
+
 def _mamba2_scan(
     hidden_states: Tensor,
     dt: Tensor,
@@ -111,11 +116,7 @@ def _mamba2_scan(
 ) -> Tensor:
     """Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): keys are B, queries are C, values are dt * x."""
     x, step, b, c = (t.flatten(0, 1).float() for t in (hidden_states, dt, B, C))
-    if dt_bias is not None:
-        step = step + dt_bias.float()
-    if dt_softplus:
-        step = softplus(step)
-    step = step.clamp(*dt_limit)
+    step = _step(step, dt_bias, dt_softplus).clamp(*dt_limit)
     v = x * step[..., None]
     shape = StateShape((x.shape[1], b.shape[2], x.shape[2]), torch.float32)
     update = partial(linear_recurrence, c, b, v, exp(step * A.float()), None)
@@ -139,10 +140,7 @@ def _mamba_scan(
 ) -> Tensor:
     """Mamba (Gu and Dao 2023, arXiv:2312.00752): a head of one value for each channel."""
     x, step, b, c = (t.transpose(1, 2).flatten(0, 1).float() for t in (hidden_states, dt, B, C))
-    if delta_bias is not None:
-        step = step + delta_bias.float()
-    if delta_softplus:
-        step = softplus(step)
+    step = _step(step, delta_bias, delta_softplus)
     v = (x * step)[..., None]
     decay = exp(step[..., None] * A.float())  # [T, C, N]
     shape = StateShape((x.shape[1], b.shape[1], 1), torch.float32)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -25,84 +24,55 @@ from verbatim.errors import NotSupported, OutOfBlocks
 from verbatim.kv.flat import BlockStore
 
 
-@dataclass(frozen=True, slots=True)
-class RoutedLayers:
-    """The routed layers of a model, which are alike.
-
-    Attributes:
-        modules: the id of each layer's experts module, in the order of the calls.
-    """
-
-    modules: tuple[int, ...] = field(compare=False)
-    count: int
-    experts_per_token: int
-    num_experts: int
-
-    @property
-    def choices(self) -> Choices:
-        return Choices(self.count, self.experts_per_token, self.num_experts)
-
-
 class RouterCall(NamedTuple):
     """One call of a routed layer."""
 
-    module: int
+    module: int  # id of the experts module
     num_rows: int
-    experts_per_token: int
-    num_experts: int
+    kind: tuple[int, int]  # experts of a token, and of the layer
 
 
 UNKNOWN_ROUTER = "its router is of no form that is known here, so its choice can't be replaced"
-NOT_ROUTED = "no layer of it sends its tokens to experts through transformers' experts interface"
+_NONE = {
+    "routing": "no layer of it sends its tokens to experts through transformers' experts interface",
+    "indices": "no layer of it chooses its keys by an indexer",
+}
 
 
-def different_kinds(kinds: set[tuple[int, int]]) -> str:
-    """Return why layers that choose different numbers of experts or keys can't be recorded together."""
-    listed = ", ".join(f"{k} of {count}" if count else str(k) for k, count in sorted(kinds))
-    if all(count for _, count in kinds):
-        return f"its layers send a token to different numbers of experts ({listed})"
-    return f"its layers choose different numbers of keys ({listed})"
+def choices_of(name: str, kinds: Sequence[tuple[int, int]]) -> Choices:
+    """Return the choices of layers of these kinds: `k` and `count` of `Choices`."""
+    if not kinds:
+        return Choices(reason=_NONE[name])
+    if len(set(kinds)) == 1:
+        return Choices(len(kinds), *kinds[0])
+    if name == "routing":
+        listed = ", ".join(f"{k} of {count}" for k, count in sorted(set(kinds)))
+        return Choices(reason=f"its layers send a token to different numbers of experts ({listed})")
+    listed = ", ".join(str(k) for k, _ in sorted(set(kinds)))
+    return Choices(reason=f"its layers choose different numbers of keys ({listed})")
 
 
 def indexed_layers_of(widths: list[int]) -> Choices:
     """Return the choices of indexers that each choose so many keys; 0 for one that chooses records."""
-    if not widths:
-        return Choices(reason=NO_INDEXER)
     if 0 in widths:
         return Choices(reason="its indexers choose records of windows, not keys")
-    if len(set(widths)) > 1:
-        return Choices(reason=different_kinds({(width, 0) for width in widths}))
-    return Choices(len(widths), widths[0])
+    return choices_of("indices", [(width, 0) for width in widths])
+
+
+def routed_layers_of(calls: list[RouterCall], num_rows: int) -> Choices:
+    """Return the choices of the routed layers of a forward of `num_rows` tokens."""
+    if any(call.num_rows != num_rows for call in calls):
+        return Choices(reason="a layer of it sends only some of its tokens to experts")
+    return choices_of("routing", [call.kind for call in calls])
 
 
 def joined(name: str, parts: Sequence[Choices]) -> Choices:
     """Return the choices of a model in parts."""
-    none = NOT_ROUTED if name == "routing" else NO_INDEXER
-    kinds = {(part.k, part.count) for part in parts if part.layers}
-    if len(kinds) > 1:
-        return Choices(reason=different_kinds(kinds))
-    reasons = {part.reason for part in parts} - {None, none}
-    if not kinds or reasons:
-        return Choices(reason=next(iter(reasons), none))
-    return Choices(sum(part.layers for part in parts), *kinds.pop())
-
-
-NO_INDEXER = "no layer of it chooses its keys by an indexer"
-
-
-def routed_layers_of(
-    calls: list[RouterCall], num_rows: int
-) -> tuple[RoutedLayers | None, str | None]:
-    """Return the routed layers of a forward of `num_rows` tokens; or None, and why nothing is recorded."""
-    if not calls:
-        return None, NOT_ROUTED
-    if any(call.num_rows != num_rows for call in calls):
-        return None, "a layer of it sends only some of its tokens to experts"
-    kinds = {(call.experts_per_token, call.num_experts) for call in calls}
-    if len(kinds) > 1:
-        return None, different_kinds(kinds)
-    ((k, experts),) = kinds
-    return RoutedLayers(tuple(call.module for call in calls), len(calls), k, experts), None
+    kinds = [(part.k, part.count) for part in parts for _ in range(part.layers)]
+    reasons = {part.reason for part in parts} - {None, _NONE[name]}
+    if reasons and len(set(kinds)) <= 1:
+        return Choices(reason=next(iter(reasons)))
+    return choices_of(name, kinds)
 
 
 class ChoiceStore(BlockStore):
@@ -188,7 +158,8 @@ class Routing:
     """The routing of one forward: what each layer chose, and what it is made to choose.
 
     Args:
-        layers: of this model.
+        layers: the routed layers of this model.
+        modules: the id of each layer's experts module, in the order of the calls.
         num_rows: of the forward.
         forced: `[T, layers, k]`, the experts of each token in the order of its slots, -1 where the
             router is free; None leaves all of them free.
@@ -201,25 +172,26 @@ class Routing:
 
     def __init__(
         self,
-        layers: RoutedLayers,
+        layers: Choices,
+        modules: Sequence[int],
         num_rows: int,
         forced: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.layers = layers
-        shape = (num_rows, layers.count, layers.experts_per_token)
+        self.layers, self._modules = layers, modules
+        shape = (num_rows, layers.layers, layers.k)
         with torch.inference_mode(False):  # whatever the caller has on: it is written to in place
             self.chosen = torch.empty(shape, dtype=torch.int16, device=device)
         self.forced = None
         if forced is not None:
             assert forced.shape == shape, (forced.shape, shape)
-            assert int(forced.max()) < layers.num_experts, int(forced.max())
+            assert int(forced.max()) < layers.count, int(forced.max())
             self.forced = forced.to(device, torch.int16).contiguous()
         self._done = 0  # layers
 
     @property
     def is_complete(self) -> bool:
-        return self._done == self.layers.count
+        return self._done == self.layers.layers
 
     def forced_experts(self) -> Tensor | None:
         """Return the forced experts of the next layer, `[T, k]`."""
@@ -245,14 +217,14 @@ class Routing:
         """Return the addresses of the next layer's record and of its forced experts, and the row stride."""
         if not self._is_next(experts):
             return None, None, 0
-        offset = 2 * self._done * self.layers.experts_per_token
+        offset = 2 * self._done * self.layers.k
         self._done += 1
         forced = None if self.forced is None else self.forced.data_ptr() + offset
         return self.chosen.data_ptr() + offset, forced, self.chosen.stride(0)
 
     def all_addresses(self) -> tuple[int, int | None]:
         """Return `addresses` of all layers at once."""
-        self._done = self.layers.count
+        self._done = self.layers.layers
         return self.chosen.data_ptr(), None if self.forced is None else self.forced.data_ptr()
 
     def record(self) -> Tensor:
@@ -260,9 +232,9 @@ class Routing:
         if not self.is_complete:
             raise NotSupported(
                 f"{self._done} layers sent their tokens to experts in this forward, and "
-                f"{self.layers.count} when the model was opened, so the routing can't be recorded"
+                f"{self.layers.layers} when the model was opened, so the routing can't be recorded"
             )
         return self.chosen
 
     def _is_next(self, experts: nn.Module) -> bool:
-        return not self.is_complete and id(experts) == self.layers.modules[self._done]
+        return not self.is_complete and id(experts) == self._modules[self._done]

@@ -28,7 +28,7 @@ from verbatim.batch import AttentionBatch
 from verbatim.errors import UnsupportedModel
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.attention import paged_attention
-from verbatim.model.invariant import replacement
+from verbatim.model.invariant import functions, replacement
 
 _MAX_WIDTH = 32_768  # torch splits longer sums over its threads when there is a single row
 
@@ -50,23 +50,16 @@ class NotRowwise(Exception):
     """A module called something that is not known to treat each row by itself."""
 
 
-def _functions(names: str) -> set[Any]:
-    """Return all functions of these names in torch, its functional module and its tensors."""
-    found = [vars(space).get(name) for name in names.split() for space in (torch, F)]
-    found += [getattr(Tensor, name, None) for name in names.split()]
-    return {function for function in found if callable(function)}
-
-
-_SIZED = _functions(  # of which shapes are told, that differ with the number of rows
+_SIZED = functions(  # of which shapes are told, that differ with the number of rows
     """view view_as reshape reshape_as expand expand_as broadcast_to unflatten repeat tile zeros ones
     new_zeros new_ones"""
 )
-_MOVES = _SIZED | _functions(
+_MOVES = _SIZED | functions(
     """transpose permute movedim swapaxes unsqueeze squeeze flatten chunk split tensor_split unbind narrow
     select t __getitem__ repeat_interleave cat concat stack to type type_as float double bfloat16 half
     copy_ fill_ zero_ embedding arange zeros_like ones_like full_like"""
 )
-_LOOKS = _functions(  # which change nothing; hooks like to call them, too
+_LOOKS = functions(  # which change nothing; hooks like to call them, too
     """size dim numel nelement stride is_contiguous is_floating_point element_size get_device __len__
     detach clone contiguous cpu"""
 ) | {
@@ -74,9 +67,9 @@ _LOOKS = _functions(  # which change nothing; hooks like to call them, too
     for name in "shape dtype device layout ndim data requires_grad is_cuda itemsize".split()
 }
 _MOVES |= {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
-_BY_INDEX = _functions("__getitem__ repeat_interleave")
-_RANGE = _functions("arange")
-_ELEMENTWISE = _functions(
+_BY_INDEX = functions("__getitem__ repeat_interleave")
+_RANGE = functions("arange")
+_ELEMENTWISE = functions(
     """add add_ __add__ __radd__ __iadd__ sub sub_ __sub__ __rsub__ __isub__ rsub mul mul_ __mul__ __rmul__
     __imul__ multiply subtract div div_ __truediv__ __rtruediv__ __itruediv__ __div__ __rdiv__ __idiv__
     true_divide divide neg __neg__ negative abs __abs__ square sqrt rsqrt reciprocal pow __pow__ exp expm1
@@ -84,19 +77,19 @@ _ELEMENTWISE = _functions(
     minimum eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ logical_and logical_or logical_not
     bitwise_and bitwise_or bitwise_not __and__ __or__ __invert__ leaky_relu"""
 )
-_OVER_LAST = _functions("mean sum amax amin")  # of which dimension must be looked at
-_NORMS = _functions("layer_norm rms_norm")
-_WHERE = _functions("where")
+_OVER_LAST = functions("mean sum amax amin")  # of which dimension must be looked at
+_NORMS = functions("layer_norm rms_norm")
+_WHERE = functions("where")
 _SWITCHES = {torch._C._set_grad_enabled}  # entering and leaving torch.no_grad()
-_PRODUCTS = _functions("linear mm bmm matmul __matmul__ addmm")
+_PRODUCTS = functions("linear mm bmm matmul __matmul__ addmm")
 _OPERANDS = frozenset({"input", "self", "other", "exponent", "mat1", "mat2", "out"})
 _ATTENTION = F.scaled_dot_product_attention  # torch's own, whatever is put in its place later
-_REFUSED_ON_FLAT_BATCHES = _functions("einsum conv1d")
-_RANDOM = _functions(
+_REFUSED_ON_FLAT_BATCHES = functions("einsum conv1d")
+_RANDOM = functions(
     """rand rand_like randn randn_like randint randint_like randperm bernoulli bernoulli_ multinomial
     normal normal_ uniform_ exponential_ random_ poisson"""
 )
-_DROPOUTS = _functions("dropout alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d")
+_DROPOUTS = functions("dropout alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d")
 
 
 @dataclass(frozen=True, slots=True)

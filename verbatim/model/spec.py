@@ -8,7 +8,7 @@ run on flat batches. A class that is not in the list of verified ones must pass 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.batch import Choices
-from verbatim.errors import TierFailed, UnsupportedModel
+from verbatim.errors import NotSupported, TierFailed, UnsupportedModel
 from verbatim.kernels.options import AnyOptions, AttentionOptions, IndexOptions
 from verbatim.kv.states import StateShape
 from verbatim.kv.store import LayerShape
@@ -29,7 +29,6 @@ from verbatim.model.positions import counts_by_padding, patch_positions
 from verbatim.model.recurrent import patch
 from verbatim.model.routing import (
     UNKNOWN_ROUTER,
-    RoutedLayers,
     RouterCall,
     indexed_layers_of,
     routed_layers_of,
@@ -51,11 +50,11 @@ class ModelSpec:
         takes_logit_rows: the model's forward has `logits_to_keep`, so that the head runs only on
             the rows that are asked for.
         takes_positions: the model's forward has `position_ids`, or passes them on.
-        routed: its mixture-of-experts layers; None: there are none, or `routing_reason` tells why
-            their routing can't be recorded.
-        replay_reason: why their experts can't be forced; None: they can.
+        routed: the experts that its mixture-of-experts layers choose.
+        routed_modules: the id of each one's experts module, in the order they run.
         indexed: the keys that indexers of layers choose.
-        hidden_reason: why what its head sees can't be handed back; None: it can.
+        reasons: why it can't do what it can't: record "routing", "replay" it, record and replay "indices",
+            hand back what its head sees ("hidden").
         finite: the logits of the inspection were finite.
     """
 
@@ -68,12 +67,16 @@ class ModelSpec:
     needs_override: frozenset[str]
     takes_logit_rows: bool
     takes_positions: bool
-    routed: RoutedLayers | None
-    routing_reason: str | None
-    replay_reason: str | None
+    routed: Choices
+    routed_modules: tuple[int, ...]
     indexed: Choices
-    hidden_reason: str | None
+    reasons: Mapping[str, str]
     finite: bool
+
+    def check(self, capability: str, what: str) -> None:
+        """Raise NotSupported, with the reason, if the model does not have a capability of `reasons`."""
+        if capability in self.reasons:
+            raise NotSupported(f"{what}: {self.reasons[capability]}")
 
     @property
     def is_sparse(self) -> bool:
@@ -83,9 +86,7 @@ class ModelSpec:
     @property
     def choices(self) -> dict[str, Choices]:
         """The choices of its layers for each token, by `CHOICES`."""
-        routed = self.routed
-        routing = Choices(reason=self.routing_reason) if routed is None else routed.choices
-        return {"routing": routing, "indices": self.indexed}
+        return {"routing": self.routed, "indices": self.indexed}
 
 
 class InspectionContext:
@@ -142,7 +143,7 @@ class InspectionContext:
 
     def route(self, experts: Any, index: Tensor) -> None:
         count: int = getattr(experts, "total_experts", None) or experts.num_experts
-        self.routed.append(RouterCall(id(experts), index.shape[0], index.shape[1], count))
+        self.routed.append(RouterCall(id(experts), index.shape[0], (index.shape[1], count)))
 
     def forced_experts(self) -> None:
         """Count a router that asks whether its choice is forced."""
@@ -204,7 +205,15 @@ def inspect_once(module: nn.Module, inner: Any, *, positions: bool | None = None
             if named
             else _NO_POSITIONS
         )
-    routed, routing_reason = routed_layers_of(context.routed, ids.numel())
+    routed = routed_layers_of(context.routed, ids.numel())
+    indexed = indexed_layers_of(context.indexed)
+    unknown = UNKNOWN_ROUTER if context.choices != len(context.routed) else None
+    reasons = {
+        "routing": routed.reason,
+        "replay": routed.reason or unknown,
+        "indices": indexed.reason,
+        "hidden": why_no_hidden(head_of(inner), seen, ids.numel()),
+    }
     return ModelSpec(
         slots=context.slots,
         layers=context.layers,
@@ -216,11 +225,9 @@ def inspect_once(module: nn.Module, inner: Any, *, positions: bool | None = None
         takes_logit_rows="logits_to_keep" in signature,
         takes_positions=positions,
         routed=routed,
-        routing_reason=routing_reason,
-        replay_reason=routing_reason
-        or (UNKNOWN_ROUTER if context.choices != len(context.routed) else None),
-        indexed=indexed_layers_of(context.indexed),
-        hidden_reason=why_no_hidden(head_of(inner), seen, ids.numel()),
+        routed_modules=tuple(call.module for call in context.routed),
+        indexed=indexed,
+        reasons={name: reason for name, reason in reasons.items() if reason is not None},
         finite=bool(torch.isfinite(logits).all()),
     )
 

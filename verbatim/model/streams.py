@@ -7,8 +7,6 @@ On the CPU `collapse` and `expand` are one kernel call each, with the bits of th
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,16 +20,6 @@ from verbatim.model import elementwise, products
 from verbatim.model.invariant import GateTensor, exp, sigmoid
 
 _MOST = 8  # streams in the kernels
-_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-
-
-@functools.cache
-def _function(library: ctypes.CDLL | None, name: str, dtype: torch.dtype) -> Callable[..., None]:
-    arguments = {
-        "vb_collapse_streams": [*[_POINTER] * 7, *[_LONG] * 4, _FLOAT, _INT],
-        "vb_expand_streams": [*[_POINTER] * 5, *[_LONG] * 3, _INT],
-    }[name]
-    return elementwise.declared(library, name, dtype, arguments)
 
 
 @kernels.without_overrides
@@ -62,7 +50,8 @@ def collapse(
         after, between = mixes.new_empty(rows, count), mixes.new_empty(rows, count, count)
         out, streams = streams.new_empty(rows, width), streams.contiguous()
         inputs = [x.detach().float().contiguous() for x in (mixes, scale, base)]
-        _function(kernels.library(), "vb_collapse_streams", streams.dtype)(
+        dtype, library = streams.dtype, kernels.library()
+        elementwise.kernel(library, "vb_collapse_streams", "PPPPPPPLLLLFI", dtype)(
             *(x.data_ptr() for x in (*inputs, streams, after, between, out)),
             rows,
             count,
@@ -100,7 +89,8 @@ def expand(
     if backend == "auto" and elementwise.served(streams) and count <= _MOST:
         out = streams.new_empty(rows, count, width)
         inputs = [x.contiguous() for x in (streams, made, after, between)]
-        _function(kernels.library(), "vb_expand_streams", streams.dtype)(
+        dtype, library = streams.dtype, kernels.library()
+        elementwise.kernel(library, "vb_expand_streams", "PPPPPLLLI", dtype)(
             *(x.data_ptr() for x in (*inputs, out)),
             rows,
             count,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -65,6 +66,14 @@ class LayerStruct(ctypes.Structure):
     ]
 
 
+def check_sizes(library: ctypes.CDLL, structs: Mapping[str, type[ctypes.Structure]]) -> None:
+    """Check that structs are as large as the kernels', by the names of these."""
+    for name, struct in structs.items():
+        size = getattr(library, f"vb_{name}_size")
+        size.restype = _LONG
+        assert size() == ctypes.sizeof(struct)
+
+
 def address_of(tensor: Any, dtype: torch.dtype) -> int:
     """Return the address of a contiguous tensor of `dtype`; 0 for None."""
     if tensor is None:
@@ -111,7 +120,7 @@ def matrix_of(linear: Any, dtype: torch.dtype) -> Matrix:
     if type(linear) is PackedLinear:
         packing = linear.packing
         data: Any = linear._buffers["packed"]
-        cols, depth = packing.shape
+        cols, depth = packing.width, packing.depth
     elif type(linear) is nn.Linear:
         data = linear._parameters["weight"]
         cols, depth = data.shape
@@ -119,13 +128,9 @@ def matrix_of(linear: Any, dtype: torch.dtype) -> Matrix:
             raise NotFusable("a weight of it is not contiguous in memory")
     else:
         raise NotFusable(f"it has a {type(linear).__name__} in place of a linear layer")
-    _check_bias(bias, cols)
-    return matrix_at(data, bias, dtype, cols, depth, packing)
-
-
-def _check_bias(bias: Tensor | None, cols: int) -> None:
     if bias is not None and bias.shape != (cols,):
         raise NotFusable("a bias of it has another length than its weight")
+    return matrix_at(data, bias, dtype, cols, depth, packing)
 
 
 def norm_of(norm: Norm | None, dtype: torch.dtype, width: int, head_dim: int | None) -> NormStruct:

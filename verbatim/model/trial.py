@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.errors import UnsupportedModel
+from verbatim.kv.store import KVStore
 from verbatim.model.context import activate
 from verbatim.model.differential import differential_check, largest_error, tolerance
-from verbatim.model.flat import Sandbox, logits_of
+from verbatim.model.flat import FlatContext, logits_of, noise_store, span_batch
 from verbatim.model.invariant import InvariantMode
 from verbatim.model.patching import Forwards, configs_of, patched, quiet, replaced_forwards
 from verbatim.model.refusals import reason_to_refuse
@@ -69,11 +70,13 @@ def try_out(module: nn.Module, forwards: Forwards, spec: ModelSpec) -> None:
     if not math.isfinite(scale):  # a matter of weights
         return
 
-    def flat(sandbox: Sandbox, spans: Spans) -> dict[int, Tensor]:
+    def memory() -> KVStore:
+        return noise_store(spec.layers, spec.states, spec.dtype, device)
+
+    def flat(store: KVStore, spans: Spans) -> dict[int, Tensor]:
         """Return the logits of each sequence, in one flat forward."""
-        context = sandbox.context(
-            spans, torch.cat([whole[s][slice(*at)] for s, at in spans.items()])
-        )
+        ids = torch.cat([whole[s][slice(*at)] for s, at in spans.items()])
+        context = FlatContext(spec.slots, span_batch(spans, ids), store)
         with (
             patched(module, forwards, configs_of(module), hooks=False),
             activate(context),
@@ -86,12 +89,12 @@ def try_out(module: nn.Module, forwards: Forwards, spec: ModelSpec) -> None:
     every: Spans = {s: (0, length) for s, length in enumerate(_LENGTHS)}
     cut: Spans = {s: (0, length) for s, length in enumerate(_CUT)}
     rest: Spans = {s: (cut[s][1], every[s][1]) for s in every}
-    together, in_two = flat(Sandbox(spec, device), every), Sandbox(spec, device)
+    together, in_two = flat(memory(), every), memory()
     first, second = flat(in_two, cut), flat(in_two, rest)
 
     def otherwise(s: int) -> list[Tensor]:
         """Return the logits of one sequence alone, and in two pieces."""
-        alone = flat(Sandbox(spec, device), {s: every[s]})[s]
+        alone = flat(memory(), {s: every[s]})[s]
         return [alone, torch.cat([first[s], second[s]])]
 
     if differential_check(otherwise, lambda s: [together[s]] * 2, every):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -74,13 +74,12 @@ class WeightPacking:
     """The byte layout of one quantized parameter.
 
     `[..., N, K]` (as in nn.Linear) is stored row by row: the codes of a row, then the head of each of its
-    groups. `[..., K, N]` (as in GPT-2) is stored group by group: N heads (of `AFFINE`: N scales, N lows),
-    then the codes row by row. With 4 bits, byte i of a group has its elements i (low half) and
-    i + ceil(size / 2). A row of blocks (`BLOCKS`) has one after another.
+    groups. `[..., K, N]` (as in GPT-2) is stored as its transpose is. With 4 bits, byte i of a group has its
+    elements i (low half) and i + ceil(size / 2). A row of blocks (`BLOCKS`) has one after another.
 
     Attributes:
         shape, dtype: of the parameter.
-        columns: K is the second to last dimension; else the last.
+        columns: K is the second to last dimension of `shape`; else the last.
         interleaved: the layout for integer products (`integers.py`), matrix by matrix. `pack` and `unpack`
             do not support it.
         encoding: of codes and heads.
@@ -96,6 +95,11 @@ class WeightPacking:
     def __post_init__(self) -> None:
         assert len(self.shape) >= 2 and self.dtype.is_floating_point
         assert self.encoding not in BLOCKS or not (self.columns or self.depth % BLOCK)
+
+    @property
+    def one(self) -> WeightPacking:
+        """The layout of one matrix of a stack."""
+        return replace(self, shape=self.shape[-2:])
 
     @property
     def multiplies_codes(self) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from verbatim import kernels
 from verbatim.batch import Batch
 from verbatim.model.angles import Angles
 from verbatim.model.differential import differential_check, noise
+from verbatim.model.elementwise import kernel
 from verbatim.model.fingerprint import Fingerprint, Place, numbers_of, places_of
 from verbatim.model.flat import FlatContext
 from verbatim.model.hidden import head_of
@@ -32,9 +34,9 @@ from verbatim.model.norms import Norm, norm_parts
 from verbatim.model.packed import PackedLinear
 from verbatim.model.products import Matrix
 from verbatim.model.spec import ModelSpec, inner_model
-from verbatim.model.structs import NormStruct, NotFusable, matrix_of, norm_of
+from verbatim.model.structs import NormStruct, NotFusable, check_sizes, matrix_of, norm_of
 
-_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
 # Multiplications of one call of the kernels, for which Ctrl-C waits: a second on two cores. Where there are
 # more, the layers take long, and a call each costs nothing.
 _MOST_WORK = 1 << 39
@@ -53,11 +55,11 @@ class Note(NamedTuple):
     made: Tensor
 
 
-class WholeOutput(NamedTuple):
-    """The output of a whole forward."""
+class Output(NamedTuple):
+    """The output of one forward."""
 
-    logits: Tensor  # [R, V]
-    hidden: Tensor  # [R, H], what the head saw
+    logits: Tensor  # [R, V], in the model's dtype
+    hidden: Tensor | None  # [R, H], the head's input; if the batch wants it
 
 
 class ModelPart(Protocol):
@@ -85,13 +87,8 @@ class _Model(ctypes.Structure):
 @functools.cache
 def _function(library: ctypes.CDLL | None) -> Callable[..., None]:
     assert library is not None
-    library.vb_model_size.restype = _LONG
-    assert library.vb_model_size() == ctypes.sizeof(_Model)
-    function: Any = library.vb_model
-    function.restype = None
-    function.argtypes = [*[_POINTER] * 6, _LONG, _INT, *[_POINTER] * 4, _LONG]
-    function.argtypes += [_POINTER, _POINTER, _INT]
-    return function  # type: ignore[no-any-return]
+    check_sizes(library, {"model": _Model})
+    return kernel(library, "vb_model", "PPPPPPLIPPPPLPPI")
 
 
 class WholeModel:
@@ -119,14 +116,17 @@ class WholeModel:
             raise NotFusable("the model is wrapped")
         if not (spec.takes_positions and spec.takes_logit_rows):
             raise NotFusable("its forward has no position_ids and logits_to_keep")
-        slots = [spec.slots[id(layer.attention), 0] for layer in layers if not layer.num_states]
-        if len(spec.states) != sum(layer.num_states for layer in layers):
+        slots = [
+            spec.slots[id(layer.parts.attention), 0]
+            for layer in layers
+            if not layer.parts.num_states
+        ]
+        if len(spec.states) != sum(layer.parts.num_states for layer in layers):
             raise NotFusable("states are kept elsewhere than in its layers")
-        if slots != [*range(len(spec.layers))] or not all(x.is_complete for x in layers):
+        if slots != [*range(len(spec.layers))] or not all(x.parts.has_mlp for x in layers):
             raise NotFusable("parts of its layers are not in the kernels")
         experts = [x.experts for x in layers if x.experts is not None]
-        recorded = None if spec.routed is None else spec.routed.modules
-        if recorded is not None and tuple(map(id, experts)) != recorded:
+        if spec.routed.layers and tuple(map(id, experts)) != spec.routed_modules:
             raise NotFusable("its experts run in another order, or elsewhere than in its layers")
         body: Any = inner.get_decoder()
         if not all(type(m).__module__.startswith("transformers.models.") for m in (inner, body)):
@@ -153,7 +153,7 @@ class WholeModel:
         self.dtype = layers[0].dtype
         self._layers, self._head, self._norm = layers, head, Norm(norm, parts)
         self._ends = ends
-        self._num_states = [layer.num_states for layer in layers]
+        self._num_states = [layer.parts.num_states for layer in layers]
         if part is not None and not part.is_first:
             self._embed = part.entering
         else:
@@ -194,7 +194,7 @@ class WholeModel:
         if self._angles is not None:
             self._angles.forget()
 
-    def run(self, context: FlatContext, *, watched: bool) -> WholeOutput | None:
+    def run(self, context: FlatContext, *, watched: bool) -> Output | None:
         """Run the rows of `context`; None where they are many, or K, V or dtypes are not the kernels'.
 
         Args:
@@ -242,8 +242,8 @@ class WholeModel:
             torch.get_num_threads(),
         )
         if not self._ends:  # the rows leave, in the place of logits
-            return WholeOutput(hidden[0][batch.logit_rows], seen)
-        return WholeOutput(logits, seen)
+            return Output(hidden[0][batch.logit_rows], seen)
+        return Output(logits, seen)
 
     def check(self, forward: Forward) -> None:
         """Compare with what the model's own forward does around its layers.
@@ -255,37 +255,29 @@ class WholeModel:
         batch, logits = forward([_spy(layer, notes) for layer in self._layers])
         if [note.layer for note in notes] != self._layers:
             raise NotFusable("its layers do not run one behind the other")
-        entering = self._embed(batch.token_ids[None])
-        angles = None if self._angles is None else self._angles.of(entering, batch.positions)
-
-        def ours(number: int) -> list[Tensor]:
-            """Return what goes into a layer, or comes out behind the last one."""
-            hidden = notes[number - 1].made if number else entering
-            if number < len(notes):
-                return [hidden, *(angles or ())] if notes[number].layer.turns else [hidden]
-            if not self._ends:
-                return [hidden[0]]
+        made = [self._embed(batch.token_ids[None]), *(note.made for note in notes)]
+        angles = None if self._angles is None else self._angles.of(made[0], batch.positions)
+        turning = [note for note in notes if note.layer.turns]
+        others = "its layers have angles of their own"
+        if turning and angles is None:
+            raise NotFusable(others)
+        given = [
+            x.flatten(0, -2) for note in turning for x in note.arguments["position_embeddings"]
+        ]
+        last, behind = made[-1][0], "something happens to the rows behind its last layer"
+        if self._ends:
             norm, head = _forward_of(self._norm.module), _forward_of(self._head)
-            return [head(norm(hidden[0][batch.logit_rows]))]
-
-        def theirs(number: int) -> list[Tensor]:
-            if number == len(notes):
-                return [logits]
-            given = notes[number].arguments.get("position_embeddings")
-            turns = notes[number].layer.turns
-            own = [x.flatten(0, -2) for x in given] if turns and isinstance(given, tuple) else []
-            return [notes[number].hidden, *own]
-
-        found = differential_check(ours, theirs, range(len(notes) + 1))
-        if found is None:
-            return
-        if found.place:
-            raise NotFusable("its layers have angles of their own")
-        if found.case < len(notes):
-            raise NotFusable("something happens to the rows before a layer")
-        if not self._ends:
-            raise NotFusable("something happens to the rows behind its last layer")
-        raise NotFusable("its logits are not what its head makes of its last norm")
+            last = head(norm(last[batch.logit_rows]))
+            behind = "its logits are not what its head makes of its last norm"
+        before = [note.hidden for note in notes]
+        cases = (
+            (made[:-1], before, "something happens to the rows before a layer"),
+            ([*(angles or ())] * len(turning), given, others),
+            ([last], [logits], behind),
+        )
+        found = differential_check(itemgetter(0), itemgetter(1), cases)
+        if found is not None:
+            raise NotFusable(found.case[2])
 
 
 def _spy(layer: FusedLayer, notes: list[Note]) -> Callable[..., Tensor]:

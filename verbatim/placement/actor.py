@@ -8,7 +8,7 @@ as much as a prefill; hooks (`callbacks.py`) use the model's own cache.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from verbatim.model.patching import exclusive
 from verbatim.placement.external import ExternalRunner, Piece
 from verbatim.placement.wrapped import modules_of
 
+LAYER_LISTS = ("h", "layers", "blocks")  # names of the list of layers
 CACHE_NAMES = ("cache", "past_key_values")  # since transformers 5.24, and before
 
 
@@ -184,18 +185,58 @@ def evaluating(model: Any) -> Iterator[None]:
             layer.training = True
 
 
-def run_alone(module: Any, method: str, *args: Any, seed: int | None = None, **kwargs: Any) -> Any:
-    """Call a method of a whole module, while no engine of this process computes.
+def run_alone(
+    module: Any, call: Callable[..., Any], *args: Any, seed: int | None = None, **kwargs: Any
+) -> Any:
+    """Call a function that runs a whole module, while no engine of this process computes.
 
     Args:
-        method: its name; "forward" calls the module itself, hooks included.
         seed: of torch's generator during the call; None leaves the generator as it is.
     """
-    call = module if method == "forward" else getattr(module, method)
     with exclusive, evaluating(module), torch.random.fork_rng(enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
         return call(*args, **kwargs)
+
+
+def run_layers(module: Any, hidden: Tensor, cache: Any) -> tuple[Tensor, Any]:
+    """Run hidden states `[B, T, H]` through all layers of a transformers model, by its own code.
+
+    Args:
+        cache: transformers' cache of earlier calls, which is extended; None at first.
+
+    Returns:
+        The output of the last layer, in front of the final norm, and the cache.
+
+    Raises:
+        UnsupportedModel: its layers are not found.
+    """
+    body = module.get_decoder() if hasattr(module, "get_decoder") else module.base_model
+    lists = (getattr(body, name, None) for name in LAYER_LISTS)
+    layers = next((each for each in lists if isinstance(each, nn.ModuleList)), None)
+    if layers is None:
+        raise UnsupportedModel(f"{type(body).__name__} has no list of layers")
+    seen: list[Tensor] = []
+
+    def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (hidden, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": hidden}
+
+    def end(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        seen.append(output[0] if isinstance(output, tuple) else output)
+
+    hooks = [
+        layers[0].register_forward_pre_hook(begin, with_kwargs=True),
+        layers[-1].register_forward_hook(end),
+    ]
+    inputs = {"inputs_embeds": hidden, "use_cache": True, "past_key_values": cache}
+    try:
+        outputs = body(**rename_cache(inputs, ForwardArguments.of(body).names))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen[0], cache_of(outputs)
 
 
 def logits_of(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.batch import SCRATCH_BLOCK, ZERO_STATE, Batch
+from verbatim.batch import SCRATCH_BLOCK, ZERO_STATE, Batch, dummy_batch
 from verbatim.errors import first_line
 from verbatim.kv.states import StateRows
 from verbatim.kv.store import KVStore
@@ -111,20 +111,12 @@ class DecodeGraphs:
 
     def _record(self, rows: int, width: int) -> _Recorded:
         device = self._store.device
-        made: dict[str, Any] = dict(device=device)
-        batch = Batch(
-            token_ids=torch.zeros(rows, dtype=torch.int64, **made),
-            positions=torch.zeros(rows, dtype=torch.int64, **made),
-            query_starts=torch.arange(rows + 1, dtype=torch.int32, **made),
-            context_lens=torch.ones(rows, dtype=torch.int32, **made),
-            block_tables=torch.full((rows, width), SCRATCH_BLOCK, dtype=torch.int32, **made),
-            logit_rows=torch.arange(rows, **made),
-        )
+        batch = dummy_batch(rows, width, device)
         if self._store.states is not None:
-            zeros = torch.zeros(rows, dtype=torch.int32, **made)
+            zeros = torch.zeros(rows, dtype=torch.int32, device=device)
             batch.state_sources, batch.state_targets = zeros, zeros.clone()
             batch.state_rows = zeros + rows  # there is no such row, so nothing is written
-        slots = torch.zeros(rows, dtype=torch.int64, **made)
+        slots = torch.zeros(rows, dtype=torch.int64, device=device)
         store = self._store
         replay = self._recorder(lambda: self._decoder.forward_in_place(batch, slots, store))
         return _Recorded(batch, slots, replay)

@@ -53,7 +53,7 @@ class EngineOptions:
     def num_states(self, state_bytes: int) -> int:
         """Return the number of slots of recurrent states, including that of the zero state.
 
-        A running sequence needs two, and a session or a cached prefix one. At most half of the memory is used.
+        A running sequence needs two, a session or a cached prefix one. At most half of the memory is used.
 
         Args:
             state_bytes: of one slot; 0 for a model without such layers.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -72,8 +72,8 @@ class Resident:
         self.num_states = 0 if store.states is None else store.states.num_slots
         self.num_forwards = 0
         spec = decoder.spec
-        self.hidden_reason = spec.hidden_reason
-        self.has_hidden = spec.hidden_reason is None
+        self.hidden_reason = spec.reasons.get("hidden")
+        self.has_hidden = self.hidden_reason is None
         self.choices: Mapping[str, Choices] = spec.choices
         self.records = open_records(self.choices, store.num_blocks, store.block_size)
         self._num_threads = num_threads
@@ -94,12 +94,21 @@ class Resident:
 
     def forward(self, batch: Batch) -> Forward:
         self.num_forwards += 1
-        if self.store.device.type != "cpu":
-            return self._on_gpu(batch)
         self.draft_layers.copy_blocks(batch.block_copies)
-        hidden = self.draft_layers.hidden
-        with threads(self._num_threads):
-            return Forward(*self.decoder.run(batch, self.store, self.records, hidden))
+        with threads(self._num_threads), self._current():
+            if self.graphs is not None and batch.adapters is None:
+                recorded = self.graphs.run(batch)
+                if recorded is not None:
+                    return Forward(recorded)
+            body = self.draft_layers.hidden
+            logits, hidden = self.decoder.run(batch, self.store, self.records, body)
+        # Hidden states are asked for to be read; logits stay where they are drawn from.
+        return Forward(logits, None if hidden is None else hidden.cpu())
+
+    def _current(self) -> AbstractContextManager[Any]:
+        """Make the store's GPU the current one, if it is on one."""
+        device = self.store.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
@@ -110,27 +119,13 @@ class Resident:
         logits = self.draft_layers.run(k, batch, self.store)
         return None if plan is None else sample_rows(logits, plan)
 
-    def _on_gpu(self, batch: Batch) -> Forward:
-        with threads(self._num_threads), torch.cuda.device(self.store.device):
-            has_graphs = self.graphs is not None and batch.adapters is None
-            recorded = self.graphs.run(batch) if has_graphs and self.graphs else None
-            if recorded is not None:
-                return Forward(recorded)
-            logits, hidden = self.decoder.run(batch, self.store, self.records)
-        # Hidden states are asked for to be read; logits stay where they are drawn from.
-        return Forward(logits, None if hidden is None else hidden.cpu())
-
     def record_steps(self) -> None:
         """Run decode steps as CUDA graphs from now on; the model must be on a GPU and never edited."""
         recorder = graphs.cuda_recorder(self.store.device)
         self.graphs = DecodeGraphs(self.decoder, self.store, recorder)
 
     def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
-        on_gpu = forward.logits.is_cuda
-        with (
-            threads(self._num_threads),
-            torch.cuda.device(forward.logits.device) if on_gpu else nullcontext(),
-        ):
+        with threads(self._num_threads), self._current():
             return sample_rows(forward.logits, plan)
 
     def logits(self, forward: Forward, rows: list[int]) -> Tensor:

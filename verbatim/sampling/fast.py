@@ -37,7 +37,7 @@ class _Row(ctypes.Structure):
 
 def available() -> bool:
     """Return whether the kernel was built for this processor."""
-    return hasattr(library(), "vb_sample_rows")
+    return library() is not None
 
 
 def supports(row: SampleRow) -> bool:
@@ -101,11 +101,6 @@ def _fill(spec: _Row, row: SampleRow, raw: Tensor, edited: list[Tensor]) -> None
     if changed is not raw:
         edited.append(changed)
         spec.edited = changed.data_ptr()
-
-
-def has_support() -> bool:
-    """Return whether the kernel finds supports."""
-    return hasattr(library(), "vb_support")
 
 
 def support(logits: Tensor, params: SamplingParams) -> Support:

@@ -1,4 +1,4 @@
-"""`GrammarCompiler` and `StructureState`: structured outputs, by the library llguidance.
+"""Structured output with the library llguidance: `GrammarCompiler` and `StructureState`.
 
 A structure constrains the completion's text without special tokens. So llguidance gets every id as the
 bytes that it adds to that text, which requires a tokenizer with context-free pieces. Ids that add another
@@ -63,7 +63,7 @@ _IDS_PER_ITEM = 4
 # usual priority that compute one mask after the other delay the steps.
 SLOW_S = 2.5e-4
 _QUICK_PER_SLOW = (
-    16  # masks that must be quick for each `SLOW_S` of a slow one, until the grammar is quick
+    16  # quick masks for each `SLOW_S` of a slow one, until the grammar is quick again
 )
 
 # Intersections of terminals in one grammar. The time to compile them doubles with each, uncounted by LIMITS.
@@ -148,7 +148,7 @@ class GrammarCompiler:
         return state
 
     def drop(self, compiled: _Compiled) -> None:
-        """Do not give `compiled` to any more requests."""
+        """Remove `compiled` from the cache."""
         with self._lock:
             if self._compiled.get(compiled.key) is compiled:
                 del self._compiled[compiled.key]

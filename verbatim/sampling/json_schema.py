@@ -1,4 +1,4 @@
-"""`check_schema`: the supported subset of JSON Schema; and options for the format of the JSON."""
+"""The supported subset of JSON Schema, limits of compilation, and the format of documents."""
 
 from __future__ import annotations
 
@@ -49,11 +49,10 @@ _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # only \uXXXX could w
 
 
 def check_schema(root: dict[str, Any]) -> None:
-    """Refuse by name what llguidance ignores silently, or gets wrong.
+    """Refuse what llguidance ignores silently, or gets wrong.
 
-    That is: unknown keywords (annotations, by JSON Schema), integers
-    beyond double precision, control characters in constants, and counts of keys that repeated keys
-    would satisfy.
+    That is: unknown keywords (annotations, by JSON Schema), integers beyond double precision, control
+    characters in constants, and counts of keys that repeated keys would satisfy.
     """
     old = bool(_OLD_DRAFT.search(str(root.get("$schema", ""))))
     todo: list[tuple[str, Any]] = [("#", root)]
@@ -101,10 +100,10 @@ def check_schema(root: dict[str, Any]) -> None:
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema of which objects have only the listed properties, where it does not mention others.
+    """Return a stricter schema: objects have only the listed properties, where it does not mention others.
 
-    All documents that fit it fit the given one. A model, above all a small one, would else go on with
-    properties of its own. A schema with several parts for one value stays as it is.
+    Otherwise a model, a small one above all, may invent further properties. A schema with several parts for
+    one value is returned unchanged.
     """
     todo: list[Any] = [schema]
     while todo:
@@ -145,7 +144,7 @@ MAX_MULTIPLES = 1_000_000  # the sum of all multipleOf
 
 
 def check_cost(root: Any) -> None:
-    """Refuse schemas whose compilation would take very long."""
+    """Refuse schemas that would take very long to compile."""
     products: dict[int, int | None] = {}  # by id of a schema; None while it is computed
     num_pattern_properties = sum_multiples = 0
     todo: list[tuple[str, Any]] = [("#", root)]

@@ -67,7 +67,7 @@ def sample_rows(
         draws = _on_gpu(logits, plan.rows, places, num_threads)
     else:
         draws = _on_cpu(logits.cpu(), plan.rows, places, backend, num_threads)
-    use_kernel = backend != "reference" and fast.has_support()
+    use_kernel = backend != "reference" and fast.available()
     for i, row in enumerate(plan.rows):
         if row.params.support and row.target is None and draws.ids[i] >= 0:
             raw = logits[places[i]].cpu()

@@ -7,12 +7,10 @@ import re
 from collections.abc import Iterable
 from typing import Self, cast
 
-from verbatim.core import FinishReason
+from verbatim.core import FinishReason, StopReason
 from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams
 from verbatim.text.detokenizer import Detokenizer
-
-StopReason = int | str | tuple[int, ...] | None
 
 
 class StopWatch:

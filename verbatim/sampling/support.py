@@ -7,7 +7,6 @@ import math
 from torch import Tensor
 
 from verbatim.batch import SampleRow, Support
-from verbatim.params import SamplingParams
 from verbatim.sampling import fast
 from verbatim.sampling.logprobs import Mass
 from verbatim.sampling.processors import edit, is_greedy, temperature, warp
@@ -22,7 +21,8 @@ def support_of(raw: Tensor, row: SampleRow, token_id: int, *, use_kernel: bool) 
     logits = temperature(logits, params.temperature)
     if use_kernel and params.typical_p == 1:
         return fast.support(logits, params)
-    if not has_filter(params, len(logits)):
+    has_top_k = 0 < params.top_k < len(logits)
+    if not (has_top_k or params.top_p < 1 or params.min_p > 0 or params.typical_p < 1):
         return Support(None, 0.0)
     filtered = warp(logits, params.replace(temperature=1.0))
     kept, total = Mass.of(filtered), Mass.of(logits)
@@ -31,13 +31,3 @@ def support_of(raw: Tensor, row: SampleRow, token_id: int, *, use_kernel: bool) 
     # The typical filter may drop the largest logit, which the masses are relative to.
     shift = kept.top - total.top
     return Support(ids, shift + (math.log(kept.total) - math.log(total.total)))
-
-
-def has_filter(params: SamplingParams, vocab_size: int) -> bool:
-    """Return whether a filter may drop ids."""
-    return (
-        0 < params.top_k < vocab_size
-        or params.top_p < 1
-        or params.min_p > 0
-        or params.typical_p < 1
-    )

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
-from verbatim.errors import InvalidRequest
+from verbatim.errors import InvalidRequest, ModelError, NotSupported
 from verbatim.serve.errors import Refusal
 from verbatim.serve.fields import Strict, Switch
 from verbatim.serve.service import Service
@@ -49,9 +49,13 @@ async def load(service: Service, body: LoadAdapter) -> dict[str, Any]:
         raise Refusal(
             403, f"lora_path={body.lora_path!r}: not inside of the server's --adapter-root"
         )
-    await asyncio.to_thread(
-        service.llm.load_adapter, body.lora_name, folder, replace=bool(body.load_inplace)
-    )
+    try:
+        await asyncio.to_thread(
+            service.llm.load_adapter, body.lora_name, folder, replace=bool(body.load_inplace)
+        )
+    except (ModelError, NotSupported) as error:
+        message = str(error).replace(str(folder), body.lora_path)  # not the server's own path
+        raise InvalidRequest(f"lora_path: {message}") from None
     return {"status": "ok", "lora_name": body.lora_name}
 
 

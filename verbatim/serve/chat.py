@@ -27,7 +27,6 @@ from verbatim.serve.events import Event
 from verbatim.serve.fields import (
     AssistantMessage,
     ChatCompletions,
-    Content,
     Function,
     Message,
     NamedFunction,
@@ -36,9 +35,9 @@ from verbatim.serve.fields import (
     SchemaFormat,
     ToolMessage,
 )
-from verbatim.serve.reader import Reader, split_parts
+from verbatim.serve.reader import Part, Reader, split_parts
 from verbatim.serve.service import Client, Reservation, Service
-from verbatim.serve.tools import ToolUse
+from verbatim.serve.tools import ToolUse, call_of
 from verbatim.text.chat import render_chat
 
 
@@ -46,7 +45,7 @@ class Conversation:
     """A conversation and the parameters of its next turn; shared by chats, responses and messages.
 
     Args:
-        messages: in OpenAI's format.
+        messages: in the format of chat templates, with contents as text.
         fields: the given fields of SamplingParams.
         functions: the tools.
         choice: OpenAI's `tool_choice`.
@@ -57,6 +56,8 @@ class Conversation:
 
     Attributes:
         num_reasoning_tokens: of the answer, once it is counted.
+        request: of a stream that has begun.
+        readers: of the completions of a stream that have begun.
 
     Raises:
         InvalidRequest, NotSupported: an unsupported combination.
@@ -65,7 +66,7 @@ class Conversation:
     def __init__(
         self,
         service: Service,
-        messages: Iterable[Message],
+        messages: Iterable[dict[str, Any]],
         fields: dict[str, Any],
         functions: Sequence[Function] = (),
         choice: str | NamedFunction | None = None,
@@ -76,7 +77,7 @@ class Conversation:
         thinking: bool | None = None,
     ) -> None:
         self.service = service
-        self._messages = [message_of(message) for message in messages]
+        self._messages = [*messages]
         self._variables = dict(template_kwargs or {})
         if wrong := sorted(self._variables.keys() & _NOT_FOR_CLIENTS):
             raise InvalidRequest(f"chat_template_kwargs.{wrong[0]}: {_NOT_FOR_CLIENTS[wrong[0]]}")
@@ -106,6 +107,8 @@ class Conversation:
         self._structure = structures[0] if len(structures) == 1 else None
         self.params = service.chat_defaults.replace(**fields)
         self.num_reasoning_tokens = 0
+        self.request: Request
+        self.readers: dict[int, Reader] = {}
 
     async def prompt(self) -> list[int]:
         """Render the conversation to prompt ids."""
@@ -137,6 +140,18 @@ class Conversation:
             (result,) = await self.service.results(requests)
         await self.count_reasoning(result)
         return result
+
+    async def stream(self, client: Client) -> AsyncGenerator[tuple[Delta, list[Part]], None]:
+        """Generate, and yield each delta with the parts of its completion that it ends."""
+        with self.service.reserve() as reservation:
+            requests = await self.admit(reservation, client)
+            (self.request,) = requests
+            async with aclosing(self.service.deltas(requests)) as deltas:
+                async for _, delta in deltas:
+                    if delta.index not in self.readers:
+                        self.readers[delta.index] = self.answers.reader()
+                    reader, ended = self.readers[delta.index], delta.finish_reason is not None
+                    yield delta, reader.push(delta.text, last=ended)
 
     async def count_reasoning(self, result: Result) -> None:
         """Count the tokens of reasoning, for the usage."""
@@ -177,7 +192,7 @@ def _fit_messages(messages: list[dict[str, Any]], template: str) -> None:
     used = next((name for name in names if re.search(rf"[.'\"]{name}\b", template)), None)
     for index, message in enumerate(messages):
         reasoning = message.pop("reasoning_content", None)
-        if used is not None and reasoning is not None:
+        if used is not None and reasoning:
             message[used] = reasoning
         for key in ("name", "tool_calls"):
             if key in message and not re.search(rf"\b{key}\b", template):
@@ -213,7 +228,7 @@ class ChatRequest(ApiRequest[ChatCompletions]):
         choice = body.tool_choice
         self.conversation = Conversation(
             service,
-            body.messages,
+            map(message_of, body.messages),
             _fields(body) | {"adapter": self.adapter},
             [tool.function for tool in body.tools or ()],
             choice.function if isinstance(choice, NamedTool) else choice,
@@ -232,7 +247,8 @@ class ChatRequest(ApiRequest[ChatCompletions]):
     async def events(self, client: Client) -> AsyncGenerator[Event, None]:
         """Stream the response."""
         result: Result | None = None
-        readers: dict[int, Reader] = {}
+        conversation = self.conversation
+        begun: set[int] = set()
 
         def event(index: int, delta: dict[str, Any], **rest: Any) -> Event:
             choice = {
@@ -243,35 +259,32 @@ class ChatRequest(ApiRequest[ChatCompletions]):
             } | rest
             piece = self.envelope("chat.completion.chunk", [choice])
             if self.body.return_token_ids and "role" in delta:
-                piece["prompt_token_ids"] = requests[0].prompt_ids
+                piece["prompt_token_ids"] = conversation.request.prompt_ids
             return piece | {"usage": None} if self.with_usage else piece
 
-        with self.service.reserve() as reservation:
-            requests = await self.conversation.admit(reservation, client)
-            async with aclosing(self.service.deltas(requests)) as deltas:
-                async for _, delta in deltas:
-                    index, result = delta.index, delta.result or result
-                    if index not in readers:
-                        readers[index] = self.conversation.answers.reader()
-                        yield event(index, {"role": "assistant", "content": ""})
-                    for piece in self._pieces(delta, readers[index]):
-                        yield event(index, **piece)
-                    if delta.finish_reason is not None:
-                        yield event(
-                            index,
-                            {},
-                            finish_reason=self._finish(delta.finish_reason, readers[index]),
-                            stop_reason=stop_reason(delta.stop_reason),
-                            seed=requests[0].seed,
-                        )
+        async with aclosing(conversation.stream(client)) as stream:
+            async for delta, parts in stream:
+                index, result = delta.index, delta.result or result
+                reader = conversation.readers[index]
+                if index not in begun:
+                    begun.add(index)
+                    yield event(index, {"role": "assistant", "content": ""})
+                for piece in self._pieces(delta, parts, reader):
+                    yield event(index, **piece)
+                if delta.finish_reason is not None:
+                    yield event(
+                        index,
+                        {},
+                        finish_reason=self._finish(delta.finish_reason, reader),
+                        stop_reason=stop_reason(delta.stop_reason),
+                        seed=conversation.request.seed,
+                    )
         if self.with_usage and result is not None:
-            await self.conversation.count_reasoning(result)
+            await conversation.count_reasoning(result)
             yield self.envelope("chat.completion.chunk", []) | {"usage": self._usage(result)}
 
-    def _pieces(self, delta: Delta, reader: Reader) -> list[dict[str, Any]]:
+    def _pieces(self, delta: Delta, parts: list[Part], reader: Reader) -> list[dict[str, Any]]:
         """Return the pieces of a delta: its reasoning, its text with log-probs, then its calls."""
-        done = reader.num_calls
-        parts = reader.push(delta.text, last=delta.finish_reason is not None)
         text, reasoning, calls = split_parts(parts)
         pieces: list[dict[str, Any]] = []
         if reasoning:
@@ -279,7 +292,7 @@ class ChatRequest(ApiRequest[ChatCompletions]):
         logprobs = self._logprobs(delta)
         if text or (logprobs is not None and delta.token_ids):
             pieces.append({"delta": {"content": text}, "logprobs": logprobs})
-        for number, call in enumerate(calls, start=done):
+        for number, call in enumerate(calls, start=reader.num_calls - len(calls)):
             pieces.append({"delta": {"tool_calls": [{"index": number} | call.wire()]}})
         tokens = ids_of(delta, self.body)
         if tokens and delta.token_ids:
@@ -356,8 +369,8 @@ def structure_of(response_format: PlainFormat | SchemaFormat | None) -> dict[str
     return {}
 
 
-def text_of(content: Content | None) -> str:
-    """Return a message's text, with its parts joined."""
+def text_of(content: Any) -> str:
+    """Return a message's text: a string, or parts with a `text` each."""
     if content is None:
         return ""
     return content if isinstance(content, str) else "".join(part.text for part in content)
@@ -376,20 +389,14 @@ def message_of(message: Message) -> dict[str, Any]:
         plain["reasoning_content"] = reasoning
     if message.tool_calls:
         plain["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": _arguments(call.function.arguments),
-                },
-            }
+            call_of(call.id, call.function.name, parsed(call.function.arguments))
             for call in message.tool_calls
         ]
     return plain
 
 
-def _arguments(text: str) -> Any:
+def parsed(text: str) -> Any:
+    """Return the arguments of an earlier call."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

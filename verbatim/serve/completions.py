@@ -107,18 +107,9 @@ class CompletionRequest(ApiRequest[Completions]):
     def _choice(
         self, index: int, request: Request, result: Result, output: Completion
     ) -> dict[str, Any]:
-        text, ids = output.text, output.token_ids
-        logprobs = list[float | None](self.service.logprobs_of(output))
-        top = _entries(output.top_logprobs)
-        if self.body.echo:
-            text = self._prompt_text(request) + text
-            ids = request.prompt_ids + ids
-            logprobs = [*(result.prompt_logprobs or []), *logprobs]
-            top = [*(result.prompt_top_logprobs or []), *top]
         return {
             "index": index,
-            "text": text,
-            "logprobs": self._logprobs(ids, logprobs, top, 0),
+            **self._content(request, output, self.body.echo, 0)[0],
             "finish_reason": finish_reason(output.finish_reason),
             "stop_reason": stop_reason(output.stop_reason),
             "seed": output.seed,
@@ -130,38 +121,40 @@ class CompletionRequest(ApiRequest[Completions]):
         self, index: int, request: Request, delta: Delta, offsets: dict[int, int]
     ) -> dict[str, Any] | None:
         """Return the choice of a delta; None if it has no content yet."""
-        text, ids = delta.text, delta.token_ids
-        logprobs = list[float | None](self.service.logprobs_of(delta))
-        top = _entries(delta.top_logprobs)
-        offset, is_first = offsets.get(index, 0), index not in offsets
-        if self.body.echo and index not in offsets:
+        is_first = index not in offsets
+        content, offsets[index] = self._content(
+            request, delta, self.body.echo and is_first, offsets.get(index, 0)
+        )
+        tokens = self.body.return_token_ids or self.body.support
+        ended = delta.finish_reason is not None
+        if not (content["text"] or ended or tokens) and self.body.logprobs is None:
+            return None
+        choice = {"index": index, **content, "finish_reason": finish_reason(delta.finish_reason)}
+        if ended:
+            choice |= {"stop_reason": stop_reason(delta.stop_reason), "seed": request.seed}
+        if self.body.return_token_ids and is_first:
+            choice["prompt_token_ids"] = request.prompt_ids
+        return choice | ids_of(delta, self.body)
+
+    def _content(
+        self, request: Request, piece: Completion | Delta, echo: bool | None, offset: int
+    ) -> tuple[dict[str, Any], int]:
+        """Return a piece's text and log-probs, after the prompt's with `echo`, and where the text ends.
+
+        Args:
+            offset: the number of characters before.
+        """
+        text, ids = piece.text, piece.token_ids
+        logprobs = list[float | None](self.service.logprobs_of(piece))
+        top: list[TopLogprobs | None] = [*(piece.top_logprobs or ())]
+        if echo:
             text = self._prompt_text(request) + text
             ids = request.prompt_ids + ids
             if request.params.prompt_logprobs is not None:
                 logprobs = [None, *request.prompt_logprobs, *logprobs]
                 top = [None, *request.prompt_top_logprobs, *top]
-        offsets[index] = offset + sum(len(self.texts.text(i)) for i in ids)
-        tokens = self.body.return_token_ids or self.body.support
-        if not (text or delta.finish_reason or tokens) and self.body.logprobs is None:
-            return None
-        ended = delta.finish_reason is not None
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": self._logprobs(ids, logprobs, top, offset),
-            "finish_reason": finish_reason(delta.finish_reason),
-            **(
-                {"stop_reason": stop_reason(delta.stop_reason), "seed": request.seed}
-                if ended
-                else {}
-            ),
-            **(
-                {"prompt_token_ids": request.prompt_ids}
-                if self.body.return_token_ids and is_first
-                else {}
-            ),
-            **ids_of(delta, self.body),
-        }
+        end = offset + sum(len(self.texts.text(i)) for i in ids)
+        return {"text": text, "logprobs": self._logprobs(ids, logprobs, top, offset)}, end
 
     def _prompt_text(self, request: Request) -> str:
         if request.prompt is not None:
@@ -180,10 +173,6 @@ class CompletionRequest(ApiRequest[Completions]):
             pairs = zip(found["tokens"], found["token_logprobs"], strict=True)
             found["top_logprobs"] = [None if p is None else {text: p} for text, p in pairs]
         return found
-
-
-def _entries(top: list[TopLogprobs] | None) -> list[TopLogprobs | None]:
-    return [] if top is None else [*top]
 
 
 def _prompts(prompt: Any) -> list[Any]:

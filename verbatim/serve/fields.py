@@ -155,7 +155,7 @@ class Sampling(Strict):
         if self.seed is not None and -(2**63) <= self.seed < 0:
             found["seed"] = self.seed + 2**64  # OpenAI's seeds have a sign
         if self.logit_bias is not None:
-            found["logit_bias"] = {_id(i): bias for i, bias in self.logit_bias.items()}
+            found["logit_bias"] = by_token_id(self.logit_bias)
         return found
 
 
@@ -163,10 +163,16 @@ class Sampling(Strict):
 _PARAMS = frozenset(SamplingParams.__slots__) - {"logit_bias", "logprobs"}
 
 
-def _id(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise InvalidRequest(f"logit_bias: {text!r} is not a token id (an integer, 0 or more)")
-    return int(text[:20])
+def by_token_id(biases: dict[str, T], name: str = "logit_bias") -> dict[int, T]:
+    """Return the numbers of `logit_bias`, which has strings as keys in JSON.
+
+    Raises:
+        InvalidRequest: one that is not a token id.
+    """
+    for text in biases:
+        if not (text.isascii() and text.isdigit()):
+            raise InvalidRequest(f"{name}: {text!r} is not a token id (an integer, 0 or more)")
+    return {int(text[:20]): bias for text, bias in biases.items()}
 
 
 class StructuredOutputs(Strict):
@@ -178,9 +184,16 @@ class StructuredOutputs(Strict):
     grammar: str | None = Field(None, min_length=1)
 
 
-class ForTrainers(Sampling):
-    """Fields that completions and chats return to trainers, under vLLM's names."""
+class StreamOptions(Strict):
+    """Options of a stream."""
 
+    include_usage: Switch = Field(None, description="Send a last chunk with the usage.")
+
+
+class ForTrainers(Sampling):
+    """Fields of completions and chats; most are for trainers, under vLLM's names."""
+
+    stream_options: StreamOptions | None = None
     return_token_ids: Switch = Field(
         None,
         description="Return the ids of prompt and completion, and the weight version of each token.",
@@ -210,12 +223,6 @@ class ForTrainers(Sampling):
         return found
 
 
-class StreamOptions(Strict):
-    """Options of a stream."""
-
-    include_usage: Switch = Field(None, description="Send a last chunk with the usage.")
-
-
 class Completions(ForTrainers):
     """A completion request for one prompt or several."""
 
@@ -229,7 +236,6 @@ class Completions(ForTrainers):
     echo: Switch = Field(
         None, description="Return the prompt before the completion, with its log-probs."
     )
-    stream_options: StreamOptions | None = None
     json_schema: dict[str, Any] | None = None
     num_beams: Integer = within(minimum=1, maximum=MAX_BEAMS)
     length_penalty: Number = within(minimum=-100, maximum=100)
@@ -373,7 +379,6 @@ class ChatCompletions(ForTrainers):
     )
     logprobs: Switch = None
     top_logprobs: Integer = Field(None, ge=0, le=MAX_TOP)
-    stream_options: StreamOptions | None = None
     response_format: Format | None = None
     tools: Annotated[list[Tool], AtMost(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
@@ -12,22 +12,13 @@ from uuid import uuid4
 from verbatim.core import Completion, FinishReason, Result
 from verbatim.errors import InvalidRequest
 from verbatim.sampling.json_schema import closed
-from verbatim.serve.chat import Conversation
+from verbatim.serve.chat import Conversation, text_of
 from verbatim.serve.events import Event
-from verbatim.serve.fields import (
-    AssistantMessage,
-    FunctionCall,
-    NamedFunction,
-    PlainMessage,
-    ToolCall,
-    ToolMessage,
-)
+from verbatim.serve.fields import NamedFunction
 from verbatim.serve.messages_fields import (
     AnswerBlock,
     CountTokens,
     Messages,
-    TextBlock,
-    Texts,
     ThinkingBlock,
     ToolChoice,
     ToolResultBlock,
@@ -36,7 +27,7 @@ from verbatim.serve.messages_fields import (
 )
 from verbatim.serve.reader import Part, Reasoning
 from verbatim.serve.service import Client, Service
-from verbatim.serve.tools import ParsedCall
+from verbatim.serve.tools import ParsedCall, call_of
 
 
 class MessagesRequest:
@@ -78,29 +69,28 @@ class MessagesRequest:
         """Stream the message as named events."""
         result: Result | None = None
         index, kind, called = -1, None, False
-        with self.service.reserve() as reservation:
-            requests = await self.conversation.admit(reservation, client)
-            reader = self.conversation.answers.reader()
-            begun = False
-            async with aclosing(self.service.deltas(requests)) as deltas:
-                async for _, delta in deltas:
-                    if not begun:
-                        begun = True
-                        usage = {"input_tokens": requests[0].num_input_tokens, "output_tokens": 0}
-                        message = self._message([], None) | {"usage": usage}
-                        yield _event("message_start", message=message)
-                    result = delta.result or result
-                    for part in reader.push(delta.text, last=delta.finish_reason is not None):
-                        if kind is not type(part) or isinstance(part, ParsedCall):
-                            if index >= 0:
-                                yield _event("content_block_stop", index=index)
-                            index, kind = index + 1, type(part)
-                            block = _block(part) | _EMPTY[kind]
-                            yield _event("content_block_start", index=index, content_block=block)
-                        called = called or isinstance(part, ParsedCall)
-                        yield _event("content_block_delta", index=index, delta=_delta(part))
-            if index >= 0:
-                yield _event("content_block_stop", index=index)
+        begun = False
+        async with aclosing(self.conversation.stream(client)) as stream:
+            async for delta, parts in stream:
+                if not begun:
+                    begun = True
+                    num_input = self.conversation.request.num_input_tokens
+                    usage = {"input_tokens": num_input, "output_tokens": 0}
+                    yield _event(
+                        "message_start", message=self._message([], None) | {"usage": usage}
+                    )
+                result = delta.result or result
+                for part in parts:
+                    if kind is not type(part) or isinstance(part, ParsedCall):
+                        if index >= 0:
+                            yield _event("content_block_stop", index=index)
+                        index, kind = index + 1, type(part)
+                        block = _block(part) | _EMPTY[kind]
+                        yield _event("content_block_start", index=index, content_block=block)
+                    called = called or isinstance(part, ParsedCall)
+                    yield _event("content_block_delta", index=index, delta=_delta(part))
+        if index >= 0:
+            yield _event("content_block_stop", index=index)
         assert result is not None
         await self.conversation.count_reasoning(result)
         whole = self._message([], result, called)
@@ -211,48 +201,36 @@ def _choice(choice: ToolChoice | None) -> tuple[str | NamedFunction | None, bool
     return {"any": "required"}.get(choice.type, choice.type), several
 
 
-def _text(content: Texts | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(block.text for block in content)
-
-
-def _messages(body: CountTokens) -> Iterable[Any]:
-    """Yield the conversation's messages in OpenAI's form."""
+def _messages(body: CountTokens) -> Iterator[dict[str, Any]]:
+    """Yield the conversation's messages; the results of tools come before the text of their turn."""
     if body.system is not None:
-        yield PlainMessage(role="system", content=_text(body.system))
+        yield {"role": "system", "content": text_of(body.system)}
     for turn in body.messages:
-        blocks: list[Any] = (
-            [TextBlock(type="text", text=turn.content)]
-            if isinstance(turn.content, str)
-            else [*turn.content]
-        )
-        if isinstance(turn, UserTurn):
-            texts = []
-            for block in blocks:
-                if isinstance(block, ToolResultBlock):
-                    yield ToolMessage(
-                        role="tool", content=_text(block.content), tool_call_id=block.tool_use_id
-                    )
-                elif isinstance(block, TextBlock):
-                    texts.append(block)
-            if texts or not blocks:
-                yield PlainMessage(role="user", content=_text(texts))
-        else:
+        blocks: list[Any] = [turn.content] if isinstance(turn.content, str) else [*turn.content]
+        if not isinstance(turn, UserTurn):
             yield _answer(blocks)
+            continue
+        results = [block for block in blocks if isinstance(block, ToolResultBlock)]
+        for result in results:
+            content = text_of(result.content)
+            yield {"role": "tool", "content": content, "tool_call_id": result.tool_use_id}
+        if len(results) < len(blocks) or not blocks:
+            yield {"role": "user", "content": _joined(blocks)}
 
 
-def _answer(blocks: Iterable[AnswerBlock]) -> AssistantMessage:
-    message = AssistantMessage(role="assistant", content="")
-    text, reasoning, calls = "", "", []
-    for block in blocks:
-        if isinstance(block, TextBlock):
-            text += block.text
-        elif isinstance(block, ThinkingBlock):
-            reasoning += block.thinking
-        elif isinstance(block, ToolUseBlock):
-            function = FunctionCall(name=block.name, arguments=json.dumps(block.input))
-            calls.append(ToolCall(id=block.id, type="function", function=function))
-    message.content, message.reasoning_content = text, reasoning or None
-    message.tool_calls = calls or None
-    return message
+def _joined(blocks: Iterable[Any]) -> str:
+    """Return the text of the blocks of a turn."""
+    texts = (block if isinstance(block, str) else getattr(block, "text", "") for block in blocks)
+    return "".join(texts)
+
+
+def _answer(blocks: Sequence[str | AnswerBlock]) -> dict[str, Any]:
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    calls = [
+        call_of(block.id, block.name, block.input)
+        for block in blocks
+        if isinstance(block, ToolUseBlock)
+    ]
+    message = {"role": "assistant", "content": _joined(blocks)}
+    message |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
+    return message | ({"tool_calls": calls} if calls else {})

@@ -16,16 +16,14 @@ from verbatim.serve.fields import (
     Sampling,
     Strict,
     Switch,
+    TextPart,
     Variables,
 )
 
 
-class TextBlock(Strict):
+class TextBlock(TextPart):
     """A text part of a message."""
 
-    type: Literal["text"]
-    text: str
-    cache_control: CacheControl = None
     citations: list[Any] | None = Field(default=None, max_length=0)
 
 

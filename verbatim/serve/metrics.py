@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from verbatim.core import Result
-from verbatim.serve.errors import refusal_of
+from verbatim.serve.errors import Refusal, refusal_of
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
@@ -101,6 +102,11 @@ class Counted:
 
         try:
             await self._app(scope, receive, counting_send)
+        except asyncio.CancelledError:  # at the second signal, or at the end of the time to drain
+            if not begun:
+                ended = Refusal(503, "the server has ended")
+                await ended.response()(scope, receive, counting_send)
+            raise
         except Exception as error:
             if begun:
                 raise

@@ -15,7 +15,16 @@ from verbatim.params import SamplingParams
 from verbatim.serve.chat import message_of
 from verbatim.serve.errors import LazyList
 from verbatim.serve.events import Event
-from verbatim.serve.fields import Messages, PromptIds, Prompts, Strict, Switch, TextIds, Variables
+from verbatim.serve.fields import (
+    Messages,
+    PromptIds,
+    Prompts,
+    Strict,
+    Switch,
+    TextIds,
+    Variables,
+    by_token_id,
+)
 from verbatim.serve.service import Client, Service
 from verbatim.spelling import did_you_mean
 from verbatim.text.chat import render_chat
@@ -82,15 +91,9 @@ def _params(service: Service, body: Generate) -> SamplingParams:
             raise InvalidRequest(f"params.{name} {why}{meant}")
     fields: dict[str, Any] = {"adapter": adapter} | body.params
     bias = fields.get("logit_bias")
-    if isinstance(bias, dict):  # JSON's keys are strings
-        fields["logit_bias"] = {_as_id(key): value for key, value in bias.items()}
+    if isinstance(bias, dict):
+        fields["logit_bias"] = by_token_id(bias, "params.logit_bias")
     return SamplingParams(**fields)
-
-
-def _as_id(key: str) -> int:
-    if not (key.isascii() and key.isdigit()):
-        raise InvalidRequest(f"params.logit_bias: {key!r} is not a token id")
-    return int(key[:20])
 
 
 async def generate(service: Service, body: Generate, client: Client) -> dict[str, Any]:

@@ -11,16 +11,9 @@ from uuid import uuid4
 from verbatim.core import Completion, Delta, FinishReason, Result
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.sampling.json_schema import closed
-from verbatim.serve.chat import Conversation, structure_of
+from verbatim.serve.chat import Conversation, parsed, structure_of, text_of
 from verbatim.serve.events import Event
-from verbatim.serve.fields import (
-    AssistantMessage,
-    FunctionCall,
-    PlainFormat,
-    PlainMessage,
-    ToolCall,
-    ToolMessage,
-)
+from verbatim.serve.fields import PlainFormat
 from verbatim.serve.reader import Reasoning
 from verbatim.serve.responses_fields import (
     CallItem,
@@ -30,7 +23,13 @@ from verbatim.serve.responses_fields import (
     Responses,
 )
 from verbatim.serve.service import Client, Service
-from verbatim.serve.tools import ParsedCall
+from verbatim.serve.tools import ParsedCall, call_of
+
+# The fields of a response that are those of its request.
+_REPEATED = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "prompt_cache_key"),
+    *("prompt_cache_retention", "safety_identifier", "user"),
+)
 
 
 class ResponsesRequest:
@@ -95,31 +94,27 @@ class ResponsesRequest:
         message = _TextItem(event)
         items: list[dict[str, Any]] = []
         result: Result | None = None
-        with self.service.reserve() as reservation:
-            requests = await self.conversation.admit(reservation, client)
-            reader = self.conversation.answers.reader()
-            async with aclosing(self.service.deltas(requests)) as deltas:
-                async for _, delta in deltas:
-                    if number < 0:
-                        yield event("response.created", response=self._response([], None))
-                        yield event("response.in_progress", response=self._response([], None))
-                    result = delta.result or result
-                    parts = reader.push(delta.text, last=delta.finish_reason is not None)
-                    message.logprobs += self._logprobs(delta)
-                    for part in parts:
-                        if isinstance(part, ParsedCall):
-                            pieces = message.end(items)
-                            pieces += _call_events(event, part, len(items))
-                            items.append(_call_item(part))
-                        else:
-                            pieces = message.push(part, items)
-                        for piece in pieces:
-                            yield piece
-            if not items and message.open is None:  # an empty answer has one item
-                for piece in message.push("", items):
-                    yield piece
-            for piece in message.end(items):
+        async with aclosing(self.conversation.stream(client)) as stream:
+            async for delta, parts in stream:
+                if number < 0:
+                    yield event("response.created", response=self._response([], None))
+                    yield event("response.in_progress", response=self._response([], None))
+                result = delta.result or result
+                message.logprobs += self._logprobs(delta)
+                for part in parts:
+                    if isinstance(part, ParsedCall):
+                        pieces = message.end(items)
+                        pieces += _call_events(event, part, len(items))
+                        items.append(_call_item(part))
+                    else:
+                        pieces = message.push(part, items)
+                    for piece in pieces:
+                        yield piece
+        if not items and message.open is None:  # an empty answer has one item
+            for piece in message.push("", items):
                 yield piece
+        for piece in message.end(items):
+            yield piece
         assert result is not None
         await self.conversation.count_reasoning(result)
         whole = self._response(items, result)
@@ -151,20 +146,14 @@ class ResponsesRequest:
             "background": False,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "instructions": body.instructions,
             "frequency_penalty": params.frequency_penalty,
-            "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": body.max_tool_calls,
             "metadata": body.metadata or {},
             "model": self.body.model or self.service.name,
             "output": items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "presence_penalty": params.presence_penalty,
             "previous_response_id": None,
-            "prompt_cache_key": body.prompt_cache_key,
-            "prompt_cache_retention": body.prompt_cache_retention,
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
-            "safety_identifier": body.safety_identifier,
             "service_tier": "default",
             "store": False,
             "temperature": params.temperature,
@@ -178,9 +167,9 @@ class ResponsesRequest:
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None if result is None else self._usage(result),
-            "user": body.user,
             "system_fingerprint": self.service.fingerprint,
             "seed": None if output is None else output.seed,
+            **{name: getattr(body, name) for name in _REPEATED},
         }
 
     def _usage(self, result: Result) -> dict[str, Any]:
@@ -339,55 +328,32 @@ def _fields(body: Responses) -> dict[str, Any]:
     return fields | {"json_schema": closed(fmt.schema_)}
 
 
-def _messages(body: Responses) -> list[Any]:
-    """Return the conversation's messages in OpenAI's form; consecutive calls become one turn."""
-    messages: list[Any] = []
+def _messages(body: Responses) -> list[dict[str, Any]]:
+    """Return the conversation's messages; consecutive calls become one turn."""
+    messages: list[dict[str, Any]] = []
     if body.instructions is not None:
-        messages.append(PlainMessage(role="system", content=body.instructions))
+        messages.append({"role": "system", "content": body.instructions})
     items = body.input
     if isinstance(items, str):
         items = [InputMessage(role="user", content=items)]
     for item in items:
+        last = messages[-1] if messages and messages[-1]["role"] == "assistant" else {}
         if isinstance(item, OutputItem):
-            messages.append(
-                ToolMessage(role="tool", content=item.output, tool_call_id=item.call_id)
-            )
+            messages.append({"role": "tool", "content": item.output, "tool_call_id": item.call_id})
         elif isinstance(item, CallItem):
-            function = FunctionCall(name=item.name, arguments=item.arguments)
-            call = ToolCall(id=item.call_id, type="function", function=function)
-            last = _assistant(messages)
-            last.tool_calls = [*(last.tool_calls or []), call]
+            if not last:
+                last = {"role": "assistant", "content": ""}
+                messages.append(last)
+            call = call_of(item.call_id, item.name, parsed(item.arguments))
+            last.setdefault("tool_calls", []).append(call)
         elif isinstance(item, ReasoningItem):
-            last = AssistantMessage(role="assistant", content="")
-            last.reasoning_content = "".join(part.text for part in item.content or ())
-            messages.append(last)
-        elif item.role == "assistant" and _only_reasons(messages):
-            messages[-1].content = _turn(item).content
+            reasoning = text_of(item.content)
+            messages.append({"role": "assistant", "content": "", "reasoning_content": reasoning})
         else:
-            messages.append(_turn(item))
+            turn = {"role": item.role, "content": text_of(item.content)}
+            only_reasons = "reasoning_content" in last and not last["content"]
+            if item.role == "assistant" and only_reasons and "tool_calls" not in last:
+                last |= turn
+            else:
+                messages.append(turn)
     return messages
-
-
-def _assistant(messages: list[Any]) -> AssistantMessage:
-    """Return the last message if it is the assistant's, or else a new one."""
-    if not messages or not isinstance(messages[-1], AssistantMessage):
-        messages.append(AssistantMessage(role="assistant", content=""))
-    last: AssistantMessage = messages[-1]
-    return last
-
-
-def _only_reasons(messages: list[Any]) -> bool:
-    """Return whether the last message is reasoning without its answer so far."""
-    last = messages[-1] if messages else None
-    if not isinstance(last, AssistantMessage) or last.reasoning_content is None:
-        return False
-    return not last.content and not last.tool_calls
-
-
-def _turn(item: InputMessage) -> PlainMessage | AssistantMessage:
-    content = item.content
-    if not isinstance(content, str):
-        content = "".join(part.text for part in content)
-    if item.role == "assistant":
-        return AssistantMessage(role="assistant", content=content)
-    return PlainMessage(role=item.role, content=content)

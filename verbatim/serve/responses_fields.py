@@ -13,6 +13,7 @@ from verbatim.serve.fields import (
     AtMost,
     Effort,
     Function,
+    JsonSchema,
     NamedFunction,
     PlainFormat,
     Sampling,
@@ -102,13 +103,10 @@ class NamedFunctionTool(NamedFunction):
     type: Literal["function"]
 
 
-class SchemaText(Strict):
+class SchemaText(JsonSchema):
     """A JSON document that conforms to a schema."""
 
     type: Literal["json_schema"]
-    name: str
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: Switch = None
 
 
 class Text(Strict):

@@ -49,6 +49,10 @@ class Server(uvicorn.Server):
         service = self._service
         self._say(f"serving {service.name} at {self._address} ({service.fingerprint})")
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        await asyncio.to_thread(self._service.on_close)
+
     async def on_tick(self, counter: int) -> bool:
         if counter % _TICKS == 0:
             now = asyncio.get_running_loop().time()

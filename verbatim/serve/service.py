@@ -68,6 +68,7 @@ class Service:
         texts, id_texts: the texts of single tokens; their ids in place of these.
         marks: the tokens that have names in grammars.
         draining: whether new generations are rejected.
+        on_close: called when the server ends.
 
     Raises:
         InvalidRequest: the model's generation_config.json has a value out of range, and chats would use it.
@@ -85,6 +86,7 @@ class Service:
         self.marks = Marks(llm.tokenizer)
         self.metrics = ServerMetrics()
         self.draining = self._trims = False
+        self.on_close: Callable[[], None] = lambda: None
         self._under_way = self._bytes_under_way = 0
         self._choices: Counter[Client] = Counter()  # in progress
         self._hidden_size = int(getattr(llm.engine.config, "hidden_size", 0) or 0)

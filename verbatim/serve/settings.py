@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 import math
 import os
-from dataclasses import dataclass
 
 from verbatim.errors import InvalidRequest
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")  # named as vLLM's
-_OPTIONAL = ("max_connections", "max_connections_per_address", "max_update_bytes")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
     """The settings of a server.
 
@@ -39,16 +38,17 @@ class ServeSettings:
         cors_origins: origins of web pages that may call the server; empty: none.
         docs: serve /docs and /openapi.json.
         playground: serve the playground at /.
-        adapter_root: folder in which clients may load LoRA adapters from, if there are `api_keys`; None: they
-            may load none.
+        adapter_root: folder from which clients with an API key may load LoRA adapters. None: they may load
+            none.
         chat_defaults: sample chats with the defaults of the model's generation_config.json.
         logprobs_mode: the log-probs of drawn tokens in OpenAI's endpoints. "raw_logprobs": of the model at
-            temperature 1. "processed_logprobs": of the distribution that was drawn from.
+            temperature 1. "processed_logprobs": of the distribution that was drawn from, which TRL needs.
         training: serve the routes by which a trainer pauses the engine and replaces its weights; every
             client with access may use them.
-        update_timeout_s: seconds after which a silent trainer loses its update, so that others can begin one.
-        max_update_bytes: maximum size of an update of the weights. None: 8 bytes for each parameter of the
-            model (float32, tied ones twice).
+        update_timeout_s: with `training`, seconds after which a silent trainer loses its update, so that
+            others can begin one.
+        max_update_bytes: with `training`, maximum size of an update of the weights. None: 8 bytes for each
+            parameter of the model (float32, tied ones twice).
 
     Raises:
         InvalidRequest: a value out of its range.
@@ -79,32 +79,18 @@ class ServeSettings:
     max_update_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_body_bytes",
-            "max_requests",
-            "max_choices",
-            "max_response_bytes",
-            *_OPTIONAL,
-        ):
-            value = getattr(self, name)
-            if value is None and name in _OPTIONAL:
+        for field in dataclasses.fields(self):
+            name, kind, value = field.name, str(field.type), getattr(self, field.name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is None and kind.endswith("None"):
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if kind.startswith("int") and not (is_number and isinstance(value, int) and value > 0):
                 raise InvalidRequest(f"{name}={value!r}: must be an integer, 1 or more")
-        for name in (
-            "idle_timeout_s",
-            "body_timeout_s",
-            "read_timeout_s",
-            "update_timeout_s",
-            "timeout_s",
-        ):
-            value = getattr(self, name)
-            if value is None and name == "timeout_s":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise InvalidRequest(f"{name}={value!r}: must be a number of seconds")
-            if not (math.isfinite(value) and value > 0):
-                raise InvalidRequest(f"{name}={value}: must be above 0")
+            if kind.startswith("float"):
+                if not is_number:
+                    raise InvalidRequest(f"{name}={value!r}: must be a number of seconds")
+                if not (math.isfinite(value) and value > 0):
+                    raise InvalidRequest(f"{name}={value}: must be above 0")
         if self.logprobs_mode not in LOGPROBS_MODES:
             raise InvalidRequest(
                 f"logprobs_mode={self.logprobs_mode!r}: must be one of {', '.join(LOGPROBS_MODES)}"

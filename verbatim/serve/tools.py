@@ -28,11 +28,16 @@ class ParsedCall:
     arguments: str
 
     def wire(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "type": "function",
-            "function": {"name": self.name, "arguments": self.arguments},
-        }
+        return call_of(self.id, self.name, self.arguments)
+
+
+def call_of(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """Return a call in OpenAI's form, or in that of chat templates, with the arguments as an object."""
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
 @dataclass(frozen=True, slots=True)

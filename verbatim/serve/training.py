@@ -34,7 +34,6 @@ MAX_TENSORS = 1 << 20
 _DIMENSIONS = 8
 _ROOM = 8  # default bytes of an update for each parameter: float32, and tied ones may come twice
 _SAFETENSORS = ("application/octet-stream", "application/x-safetensors")
-_MODES = {"keep": "keep", "abort": "abort", "wait": "drain", "drain": "drain"}
 
 Dimension = Annotated[int, Field(ge=0, lt=1 << 48)]
 Shape = Annotated[list[Dimension], AtMost(_DIMENSIONS)]
@@ -89,12 +88,20 @@ class Update(Strict):
     update_info: UpdateInfo
 
 
+Version = Annotated[
+    int | None, Field(ge=0, lt=1 << 60, description="Default: the present version plus 1.")
+]
+
+
 class FinishUpdate(Strict):
     """The end of an update."""
 
-    version: int | None = Field(None, ge=0, description="Default: the present version plus 1.")
+    version: Version = None
     restart: Switch = None
     check_finite: Switch = None
+
+
+_START, _FINISH = StartUpdate(), FinishUpdate()  # bodies that are left out
 
 
 class Updates:
@@ -299,6 +306,7 @@ def _bad_gateway() -> Iterator[None]:
 def training_routes(service: Service) -> APIRouter:
     """Return the routes of a trainer."""
     engine, updates = service.llm.engine, Updates(service)
+    service.on_close = updates.close
 
     def check_origin(http: Request) -> None:
         """Refuse web pages, which can send some requests to this server without asking it first."""
@@ -337,11 +345,9 @@ def training_routes(service: Service) -> APIRouter:
         return Json({"world_size": 1})
 
     @router.post("/pause")
-    async def pause(mode: str = "keep") -> Response:
+    async def pause(mode: Literal["keep", "abort", "wait", "drain"] = "keep") -> Response:
         """Stop the engine's steps: `keep` or `abort` the requests in progress, or `wait` for their end."""
-        if mode not in _MODES:
-            raise InvalidRequest(f"mode={mode!r:.40}: must be one of {', '.join(_MODES)}")
-        return await done(lambda: engine.pause(_MODES[mode]))
+        return await done(lambda: engine.pause("drain" if mode == "wait" else mode))
 
     @router.post("/resume")
     async def resume() -> Response:
@@ -363,12 +369,12 @@ def training_routes(service: Service) -> APIRouter:
         return Json({"status": "ok"})
 
     @router.post("/start_weight_update")
-    async def start_weight_update(http: Request) -> Response:
-        await updates.start(_body(StartUpdate, await http.body()).trainer)
+    async def start_weight_update(body: StartUpdate = _START) -> Response:
+        await updates.start(body.trainer)
         return Json({"status": "ok"})
 
     @router.post("/update_weights")
-    async def update_weights(http: Request) -> Response:
+    async def update_weights(http: Request, version: Version = None) -> Response:
         """Tensors that the trainer broadcasts, as JSON names them; or the body is a safetensors file.
 
         A file outside of an update is an update of its own, with the query's `version`.
@@ -379,26 +385,11 @@ def training_routes(service: Service) -> APIRouter:
             assert isinstance(body, Update)
             await updates.receive(body.update_info)
             return Json({"status": "ok"})
-        given = http.query_params.get("version")
-        if given is not None and not (given.isascii() and given.isdigit() and len(given) < 19):
-            raise InvalidRequest(f"version={given!r:.40}: must be an integer, 0 or more")
-        version = None if given is None else int(given)
-        return Json(
-            {
-                "status": "ok",
-                "weight_version": await updates.take(raw, FinishUpdate(version=version)),
-            }
-        )
+        written = await updates.take(raw, FinishUpdate(version=version))
+        return Json({"status": "ok", "weight_version": written})
 
     @router.post("/finish_weight_update")
-    async def finish_weight_update(http: Request) -> Response:
-        body = _body(FinishUpdate, await http.body())
-        assert isinstance(body, FinishUpdate)
+    async def finish_weight_update(body: FinishUpdate = _FINISH) -> Response:
         return Json({"status": "ok", "weight_version": await updates.finish(body)})
 
     return router
-
-
-def _body(model: type[Strict], raw: bytes) -> Any:
-    """Return a body that may be left out."""
-    return parse_body(model, raw or b"{}")

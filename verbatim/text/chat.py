@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.text.tokenizer import Tokenizer, failures_as
+from verbatim.text.tokenizer import Tokenizer, check_unicode, failures_as
 
 # Arguments of `apply_chat_template` that would change what it returns, or the prompt's length.
 _RESERVED = {
@@ -114,6 +114,7 @@ def _check(messages: Any) -> None:
                     f'messages[{index}]["{key}"] is a {type(message[key]).__name__}: '
                     "must be a string"
                 )
+            check_unicode(message[key], f'messages[{index}]["{key}"]')
 
 
 def _check_parts(content: Any, where: str) -> None:

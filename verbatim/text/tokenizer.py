@@ -45,6 +45,21 @@ def failures_as(kind: type[VerbatimError], message: str) -> Iterator[None]:
         raise kind(f"{message}: {first_line(error)}") from error
 
 
+def check_unicode(text: str, what: str) -> None:
+    """Refuse half a surrogate pair, which stands for a byte of another encoding.
+
+    Raises:
+        InvalidRequest: `text` has one.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{what} is not Unicode: half a surrogate pair, {text[error.start]!r}, at character "
+            f"{error.start}"
+        ) from None
+
+
 class Tokenizer:
     """A transformers tokenizer, fast or slow.
 
@@ -174,13 +189,7 @@ class Tokenizer:
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if not isinstance(text, str):
             raise InvalidRequest(f"{type(text).__name__} can't be tokenized: a string is needed")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(
-                f"the text is not Unicode: half a surrogate pair, {text[error.start]!r}, at character "
-                f"{error.start}"
-            ) from None
+        check_unicode(text, "the text")
         with failures_as(InvalidRequest, "the tokenizer fails on this text"):
             encoded = self.hf(
                 text,

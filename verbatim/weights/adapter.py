@@ -54,7 +54,7 @@ class Pair:
     Attributes:
         a: `[rank, K]`.
         b: `[N, rank]`.
-        magnitude: of DoRA, `[N]`: the norm that each row of the sum is scaled to.
+        magnitude: `[N]`, DoRA only: the norm of each row of the sum after scaling.
     """
 
     a: Stored

@@ -55,11 +55,11 @@ def load_dcp(
     """Open a DCP checkpoint with lazy weights.
 
     Args:
-        folder: as `find_dcp` gives it.
+        folder: the result of `find_dcp`.
         config: the config of the checkpoint's model.
         tokenizer: a transformers tokenizer; None takes that of KempnerForge's TOML, if any; False: none.
         dtype: "auto" is the dtype of most stored weights (float16: bfloat16).
-        revision: of the config, if it is a hub id.
+        revision: revision of the config, if it is a hub id.
         trust_remote_code: run the checkpoint's Python code.
         with_config: return the config as plain data, too, for another process.
 

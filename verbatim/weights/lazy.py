@@ -32,7 +32,7 @@ class Stored:
     """A tensor in a file.
 
     Attributes:
-        offset: of its first byte.
+        offset: byte offset of its data in the file.
         stamp: the file's stamp when its header was read; None: only this process writes to the file.
     """
 

@@ -35,7 +35,7 @@ from verbatim.weights.headers import stored_in
 from verbatim.weights.identity import fingerprint
 from verbatim.weights.lazy import Stored, sources, stamp_of
 
-FORMAT = 2  # version of the file format and of the packed layouts
+FORMAT = 3  # version of the file format and of the packed layouts
 THREADS = 2
 _MIN_BYTES = 32_000_000  # smaller models have no cache, as they are quantized in moments
 _NAMES = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float32: "F32"}

@@ -33,7 +33,7 @@ def open_files(
     Args:
         tokenizer: a transformers tokenizer; None: the model's own; False: none.
         skeleton: leaves the weights in their files; None reads those that are not quantized.
-        dtype, revision, trust_remote_code, config, unused_weights: as of `LLM`.
+        dtype, revision, trust_remote_code, config, unused_weights: as in `LLM`.
 
     Raises:
         ModelError, UnsupportedModel, NotSupported: it can't be opened.
@@ -42,8 +42,8 @@ def open_files(
     dcp = None if model is None else find_dcp(model)
     if config is not None and dcp is None:
         raise InvalidRequest(
-            f"config={config!r:.80}: only for a torch.distributed.checkpoint, and model={str(model)!r} holds "
-            "none: neither .metadata nor pp0, nor a link latest"
+            f"config={config!r:.60}: only for a torch.distributed.checkpoint, and {model} holds no "
+            "checkpoint of that kind: neither .metadata nor pp0, nor a link latest. Leave it at None"
         )
     if dcp is not None:
         return load_dcp(

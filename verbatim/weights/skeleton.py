@@ -34,7 +34,7 @@ def open_skeleton(
 
     Args:
         folder: with safetensors; or a GGUF file.
-        adapter_folder: of a PEFT adapter, which is added to the weights.
+        adapter_folder: a PEFT adapter, which is merged into the weights.
 
     Returns:
         The module with parameters without memory; the lazy weight of each parameter, tied ones once; and

@@ -163,7 +163,7 @@ class WeightWriter:
     Attributes:
         packed: names of the weights that it holds quantized.
         exact: names of all others.
-        squares: of the last weights that were quantized, as `PackingReport.squares`.
+        squares: error sums of the last quantized weights, as `PackingReport.squares`.
 
     Raises:
         NotSupported: a parameter with overlapping elements.

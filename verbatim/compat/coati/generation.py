@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import closing
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,8 +86,18 @@ def generate(
     sampling = num_beams, do_sample, top_k, top_p, temperature
     hooks = prepare_inputs_fn, update_model_kwargs_fn
     rows = input_ids, tokenizer, max_length, early_stopping
-    begin = partial(GenerateCall, model, *rows, sampling, hooks, model_kwargs)
-    return begin().run() if group is None else _run_in_lockstep(begin, group)
+    calls: list[GenerateCall] = []
+
+    def begin() -> tuple[EngineHandle, list[Request]]:
+        calls.append(GenerateCall(model, *rows, sampling, hooks, model_kwargs))
+        return calls[0].rows
+
+    try:
+        results = run_together(begin, group)
+    finally:
+        for call in calls:
+            call.close()
+    return calls[0].output(results)
 
 
 def generate_streaming(
@@ -162,7 +171,7 @@ _sample_streaming = _by_ids(generate_streaming, early_stopping=False)
 
 
 class GenerateCall:
-    """The checked arguments and the admitted rows of one call; use one of `run` and `stream`, once.
+    """The checked arguments and the admitted rows of one call; run `rows`, or `stream` them, once.
 
     Args:
         options: number of beams, whether to sample, top-k, top-p and temperature.
@@ -239,11 +248,6 @@ class GenerateCall:
     def rows(self) -> tuple[EngineHandle, list[Request]]:
         """The engine, and its request for each row."""
         return self._llm.engine, self._requests
-
-    def run(self) -> Tensor:
-        """Run all rows to their end."""
-        with closing(self):
-            return self.output(self._llm.engine.run(self._requests))
 
     def output(self, results: list[Result]) -> Tensor:
         """Return the prompts with the new tokens of all rows."""
@@ -357,22 +361,6 @@ class GenerateCall:
             )
             self._num_new = room
         return llm
-
-
-def _run_in_lockstep(begin: Callable[[], GenerateCall], group: Any) -> Tensor:
-    """Run the call that `begin` returns, with equally many forwards on all ranks of `group`."""
-    calls: list[GenerateCall] = []
-
-    def start() -> tuple[EngineHandle, list[Request]]:
-        calls.append(begin())
-        return calls[0].rows
-
-    try:
-        results = run_together(start, group)
-    finally:
-        for call in calls:
-            call.close()
-    return calls[0].output(results)
 
 
 def _hooks(prepare: Any, update: Any) -> Hooks | None:

@@ -18,7 +18,6 @@ from verbatim.compat.megatron.translation import Translation
 from verbatim.core import Delta, Request, TopLogprobs
 from verbatim.engine.handle import EngineHandle
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.protocols import Runner
 
 StopCallback = Callable[[list[int]], Iterable[int]]
 _IDLE_WAIT_S = 0.05  # of a step without work, so that a loop over steps does not spin
@@ -38,12 +37,11 @@ class _RunningRequest:
     `take` and `end` may be called in any thread.
     """
 
-    number: int
     request: InferenceRequest
     admitted: Request
+    context: DynamicInferenceContext
+    number: int  # its id
     index: int  # order of arrival
-    notify: Callable[[_RunningRequest], None]  # called when there is new output
-    runner: Runner  # keeps the experts of each position
     tokens: list[_Token] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)  # of the reported tokens, the first of `tokens`
     num_routed: int = 0  # positions with experts in `tokens`
@@ -52,13 +50,13 @@ class _RunningRequest:
 
     def end(self) -> None:
         self.ended = True
-        self.notify(self)
+        self.context._mark_fresh(self)
 
     def take(self, delta: Delta) -> None:
         tops: list[TopLogprobs] = delta.top_logprobs or [[] for _ in delta.token_ids]
         routing = self._routing_of(len(delta.token_ids))
         self.tokens.extend(map(_Token, delta.token_ids, delta.logprobs, tops, routing))
-        self.notify(self)
+        self.context._mark_fresh(self)
 
     def _routing_of(self, num_new: int) -> Sequence[Tensor | None]:
         """Return the experts of the rows that were computed for each new token; None if not recorded."""
@@ -71,21 +69,16 @@ class _RunningRequest:
         if sequence.routing is not None:  # it has ended, and its blocks are freed
             rows = sequence.routing[begin:end]
         else:
-            skipped, offset = divmod(begin, self.runner.block_size)
+            runner = self.context._handle.runner
+            skipped, offset = divmod(begin, runner.block_size)
             blocks = sequence.blocks[skipped:]
-            rows = self.runner.record("routing", blocks, end - begin + offset)[offset:]
+            rows = runner.record("routing", blocks, end - begin + offset)[offset:]
         return list(rows.split([len(rows) - num_new + 1, *[1] * (num_new - 1)]))
 
     @property
     def next(self) -> _Token | None:
         """The token to report next; None if all are reported."""
         return self.tokens[len(self.ids)] if len(self.ids) < len(self.tokens) else None
-
-    def report_next(self) -> tuple[InferenceRequest, _Token]:
-        """Report the next token; `ids.pop()` undoes it."""
-        token = self.tokens[len(self.ids)]
-        self.ids.append(token.id)
-        return self.request, token
 
 
 class DynamicInferenceContext:
@@ -153,8 +146,7 @@ class DynamicInferenceContext:
         if not self._entries:
             self._seed, self._row = draw_seed(), 0
         admitted = self._translation.admit(req, self._row, self._seed)
-        number, runner = req.request_id, self._handle.runner
-        entry = _RunningRequest(number, req, admitted, self._next_index, self._mark_fresh, runner)
+        entry = _RunningRequest(req, admitted, self, req.request_id, self._next_index)
         old_status = req.status
         # Register everything before submitting: another thread's step may deliver tokens at once.
         self._translation.begin(req, admitted)
@@ -197,17 +189,22 @@ class DynamicInferenceContext:
         """Return the output of the step, None without requests. A finished request is reported once."""
         if not self._entries:
             return None
-        fresh = self._take_fresh()
-        rows = [entry for entry in fresh if entry.next]
-        reported = [entry.report_next() for entry in rows]
-        active = [entry.number for entry in rows]
+        fresh = self._in_order()
+        for entry in fresh:
+            self._fresh.pop(entry, None)
+        fresh = [e for e in fresh if self._entries.get(e.number) is e]
+        rows = [(entry, token) for entry in fresh if (token := entry.next)]
+        for entry, token in rows:
+            entry.ids.append(token.id)
+        active = [entry.number for entry, _ in rows]
         try:
             stopped = set() if stop is None else set(stop(list(active)) or ())
         except BaseException:  # these tokens were not reported: the next call reports them
-            for entry in rows:
+            for entry, _ in rows:
                 entry.ids.pop()
             self._fresh.update(dict.fromkeys(fresh))
             raise
+        reported = [(entry.request, token) for entry, token in rows]
         self._fresh.update(dict.fromkeys(e for e in fresh if e.next or e.ended))
         finished = [e.number for e in fresh if e.ended and not e.next]
         finished += [n for n in active if n in stopped and n not in finished]
@@ -221,7 +218,7 @@ class DynamicInferenceContext:
         if not self._entries:
             return None
         # Output of another thread's step comes first, as in `step`.
-        drawn = [(entry.request, entry.next) for entry in self._in_order() if entry.next]
+        drawn = self._unreported()
         if not drawn:
             requests = {entry.admitted: entry.request for entry in list(self._entries.values())}
             draws = self._handle.peek()
@@ -234,18 +231,15 @@ class DynamicInferenceContext:
 
     def routing(self) -> dict[int, Tensor] | None:
         """Return the experts that the next `collect` will report, by request; None without any."""
-        return _routing((entry.request, entry.next) for entry in self._in_order() if entry.next)
+        return _routing(self._unreported())
 
     def _in_order(self) -> list[_RunningRequest]:
         """Return the entries with new output, in order of arrival."""
         return sorted(self._fresh, key=lambda entry: entry.index)
 
-    def _take_fresh(self) -> list[_RunningRequest]:
-        """Return and clear the entries with new output."""
-        fresh = self._in_order()
-        for entry in fresh:
-            self._fresh.pop(entry, None)
-        return [e for e in fresh if self._entries.get(e.number) is e]
+    def _unreported(self) -> list[tuple[InferenceRequest, _Token]]:
+        """Return the next token of each request that has one, in order of arrival."""
+        return [(entry.request, token) for entry in self._in_order() if (token := entry.next)]
 
     def _newly_paused(self) -> list[int]:
         """Return the ids of requests preempted since the last call and still waiting."""

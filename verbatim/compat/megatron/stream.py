@@ -33,7 +33,6 @@ class AsyncStream:
         self._loop = loop
         self._items: deque[InferenceRequest | BaseException] = deque()
         self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
-        self._reader: AsyncGenerator[InferenceRequest, None] | None = None  # of `__anext__`
         self._finished = False
 
     def put(self, item: InferenceRequest | Exception) -> None:
@@ -69,18 +68,16 @@ class AsyncStream:
 
     async def __anext__(self) -> InferenceRequest:
         """Return the next item; `aclose` ends a reader that reads so."""
-        if self._reader is None:
-            self._reader = self.generator()
-        return await anext(self._reader)
+        item = await self._next()
+        if item is None:
+            raise StopAsyncIteration
+        return item
 
     async def aclose(self) -> None:
         """Stop reading: end the stream, and cancel its request unless it has ended."""
-        reader = self._reader or self.generator()
-        if not self._finished:
-            self._finished = True
-            self._cancel_request()
+        self._leave()
         self._items.clear()
-        await reader.aclose()
+        self._wake_reader()
 
     def __aiter__(self) -> AsyncGenerator[InferenceRequest, None]:
         return self.generator()
@@ -91,32 +88,37 @@ class AsyncStream:
         Raises:
             InvalidRequest: called in another event loop than `loop`.
         """
-        if self._loop is not None and self._loop is not asyncio.get_running_loop():
+        try:
+            while (item := await self._next()) is not None:
+                yield item
+        except GeneratorExit:
+            self._leave()
+            raise
+
+    async def _next(self) -> InferenceRequest | None:
+        """Wait for the next item; None at the end."""
+        loop = asyncio.get_running_loop()
+        if self._loop not in (None, loop):
             raise InvalidRequest(
                 f"the stream of request {self._request_id} was made for another event loop"
             )
-        news = asyncio.Event()
-        self._waiting = asyncio.get_running_loop(), news
-        try:
-            while True:
-                # Read before emptying the queue: nothing is added once it is set.
-                finished = self._finished
-                while self._items:
-                    item = self._items.popleft()
-                    if isinstance(item, BaseException):
-                        raise item
-                    yield item
-                if finished:
-                    return
+        while True:
+            news = asyncio.Event()
+            self._waiting = loop, news
+            # Read before the queue: nothing is added once it is set.
+            finished = self._finished
+            if self._items:
+                item = self._items.popleft()
+                if isinstance(item, BaseException):
+                    raise item
+                return item
+            if finished:
+                return None
+            try:
                 await news.wait()
-                news.clear()
-        except (GeneratorExit, asyncio.CancelledError):
-            if not self._finished:
-                self._finished = True
-                self._cancel_request()
-            raise
-        finally:
-            self._waiting = None
+            except asyncio.CancelledError:
+                self._leave()
+                raise
 
     def _wake_reader(self) -> None:
         if (waiting := self._waiting) is not None:
@@ -124,7 +126,11 @@ class AsyncStream:
             with suppress(RuntimeError):  # the loop is closed, so no reader waits
                 loop.call_soon_threadsafe(news.set)
 
-    def _cancel_request(self) -> None:
+    def _leave(self) -> None:
+        """End the stream, and cancel its request unless it has ended."""
+        if self._finished:
+            return
+        self._finished = True
         if accepts(self._cancel, self._request_id):
             self._cancel(self._request_id)
         else:

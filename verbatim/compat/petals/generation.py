@@ -21,16 +21,6 @@ from verbatim.params import SamplingParams
 
 _log = logging.getLogger("verbatim.compat.petals")
 
-_REFUSED = {
-    "assistant_model": 'drafts belong to the model: open it with draft=, a folder or "ngram"',
-    "negative_prompt_ids": "a second, unconditional prompt is not run beside the first",
-    "negative_prompt_attention_mask": "a second, unconditional prompt is not run beside the first",
-    "custom_generate": "the loop over tokens is the engine's",
-    "inputs_embeds": "ids go in; embeddings are the first stage's own",
-    "past_key_values": "K and V stay where they were computed; to go on, use a session",
-    "position_ids": "positions are those of a row's tokens, without its pads",
-}
-
 
 class RemoteGenerationMixin:
     """`generate` and `inference_session`.
@@ -108,7 +98,9 @@ class RemoteGenerationMixin:
             "streamer": streamer,
         }
         try:
-            _check_kwargs(kwargs, synced_gpus, assistant_model)
+            if synced_gpus:
+                raise NotSupported("synced_gpus=True: ranks with a call each are LLM.generate's")
+            kwargs["assistant_model"] = assistant_model
             mask, tokenizer = kwargs.pop("attention_mask", None), kwargs.pop("tokenizer", None)
             settings = Settings(self.llm, kwargs, generation_config)
             given = self._given(settings, inputs, mask, session)
@@ -213,20 +205,6 @@ def _is_of_no_model(arguments: dict[str, Any]) -> bool:
         for name in NOT_OWN
         for value in (arguments.get(name), getattr(config, name, None))
     )
-
-
-def _check_kwargs(kwargs: dict[str, Any], synced_gpus: Any, assistant_model: Any) -> None:
-    """Remove arguments without effect from `kwargs`; refuse unsupported ones."""
-    if synced_gpus:
-        raise NotSupported("synced_gpus=True: ranks with a call each are LLM.generate's")
-    kwargs["assistant_model"] = assistant_model
-    for name, why in _REFUSED.items():
-        if kwargs.pop(name, None) is not None:
-            raise NotSupported(f"{name}: {why}")
-    # Tokenizers return it for models without segments, too.
-    types = kwargs.pop("token_type_ids", None)
-    if types is not None and not (isinstance(types, Tensor) and not types.any()):
-        raise NotSupported("token_type_ids: there is one segment, 0")
 
 
 def _on_device(output: Any, device: torch.device) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from verbatim.compat.batches import by_name
 from verbatim.compat.opened import Opened
 from verbatim.compat.petals.generation import RemoteGenerationMixin
+from verbatim.compat.petals.session import InferenceSession
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
 from verbatim.placement.distributed.choice import Cluster
@@ -49,23 +50,44 @@ _ALWAYS = {
 }
 _CLUSTER_OPTIONS = {"request_timeout": "step_timeout_s", "max_retries": "max_restarts"}
 _ADDRESS = re.compile(r"[^\s/:]+:\d{1,5}")
-_LAYERS = ("h", "layers", "blocks")  # names of the list of layers
+# Petals' names of the parts of a model without its head, and those of transformers' families.
+_PARTS = {
+    "h": ("layers", "blocks"),
+    "word_embeddings": ("embed_tokens",),
+    "ln_f": ("norm", "final_layernorm"),
+}
 
 
 class _NotHere(NotSupported, AttributeError):
     """A part of the module that this process does not have, or must not change."""
 
 
-class _Body:
-    """A transformers model without its head; `h` is the list of its layers, as Petals calls it."""
+class _Layers(Sequence[nn.Module]):
+    """The layers of a model, with the sessions that pass hidden states through them."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, layers: Any, sessions: Callable[..., InferenceSession]) -> None:
+        self._layers, self.inference_session = layers, sessions
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._layers[index]
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+
+class _Body:
+    """A transformers model without its head; some parts have Petals' names as well (`_PARTS`)."""
+
+    def __init__(self, module: nn.Module, sessions: Callable[..., InferenceSession]) -> None:
+        self._module, self._sessions = module, sessions
 
     def __getattr__(self, name: str) -> Any:
-        names = _LAYERS if name == "h" else (name,)
+        names = (name, *_PARTS.get(name, ()))
         found = next((n for n in names if hasattr(self._module, n)), name)
-        return getattr(self._module, found)
+        if found == "word_embeddings_layernorm" and not hasattr(self._module, found):
+            return nn.Identity()  # of families without one, as in Petals
+        part = getattr(self._module, found)
+        return _Layers(part, self._sessions) if name == "h" else part
 
 
 class DistributedModelForCausalLM(Opened, RemoteGenerationMixin):  # type: ignore[override]
@@ -138,7 +160,7 @@ class DistributedModelForCausalLM(Opened, RemoteGenerationMixin):  # type: ignor
     @property
     def transformer(self) -> Any:
         """The model without its head, with its layers as `h`; NotSupported as for a call."""
-        return _Body(self._whole("transformer").base_model)
+        return _Body(self._whole("transformer").base_model, self.inference_session)
 
     def __getattr__(self, name: str) -> Any:
         """Return a part of transformers' module: `lm_head`, `dtype`, `parameters` and so on.
@@ -274,11 +296,8 @@ def _open_llm(model: Any, options: Mapping[str, Any]) -> LLM:
         if "dtype" in passed:
             raise InvalidRequest("torch_dtype and dtype are both given; they are the same thing")
         passed["dtype"] = passed.pop("torch_dtype")
-    cluster = {
-        name: passed.pop(petals_name)
-        for petals_name, name in _CLUSTER_OPTIONS.items()
-        if passed.get(petals_name) is not None
-    }
+    named = _CLUSTER_OPTIONS.items()
+    cluster = {name: passed.pop(theirs) for theirs, name in named if theirs in passed}
     peers, stages = passed.pop("initial_peers", None), passed.pop("stages", None)
     for name in passed:
         if name not in _LLM_OPTIONS:
@@ -287,10 +306,10 @@ def _open_llm(model: Any, options: Mapping[str, Any]) -> LLM:
                 f"{', '.join(sorted(_LLM_OPTIONS))}"
             )
     if peers is None and stages is None:
-        for petals_name, name in _CLUSTER_OPTIONS.items():
+        for theirs, name in named:
             if name in cluster:
                 raise InvalidRequest(
-                    f"{petals_name}={cluster[name]!r} is for a cluster: give initial_peers or stages, or "
+                    f"{theirs}={cluster[name]!r} is for a cluster: give initial_peers or stages, or "
                     f"placement=Cluster({name}=...)"
                 )
         return LLM(model, **passed)

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
 
@@ -47,6 +47,9 @@ class InferenceSession:
         self._columns: PaddedRows | None = None
         self._caches: list[SessionCache] = []
         self._call: GenerateCall | None = None
+        # Of a session that passes hidden states: transformers' cache, and its columns.
+        self._hidden: Any = None
+        self._num_hidden = 0
         self._closed = False
         self._busy = threading.Lock()
         self._end = weakref.finalize(
@@ -62,12 +65,16 @@ class InferenceSession:
     @property
     def position(self) -> int:
         """Number of columns so far. Setting it rolls back: later columns are dropped."""
-        return 0 if self._columns is None else self._columns.width
+        return self._num_hidden if self._columns is None else self._columns.width
 
     @position.setter
     def position(self, value: int) -> None:
         with self._claimed():
             position = integer("position", value, 0)
+            if self._num_hidden:
+                raise NotSupported(
+                    "position: hidden states are not rolled back; open another session"
+                )
             if position > self.position:
                 raise InvalidRequest(
                     f"position={position}: must be from 0 to {self.position}, the tokens so far"
@@ -97,11 +104,33 @@ class InferenceSession:
     def closed(self) -> bool:
         return self._closed or self._llm.engine.closed
 
-    def step(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise NotSupported: a session does not pass hidden states."""
-        raise NotSupported(
-            "InferenceSession.step: a session takes ids through generate, no hidden states"
-        )
+    def step(self, inputs: Tensor, prompts: None = None, hypo_ids: None = None) -> Tensor:
+        """Run hidden states `[B, T, H]` through all layers, after those of the steps before.
+
+        By transformers' own code, for a session in which nothing is generated. T may be 0.
+
+        Raises:
+            NotSupported: the whole unquantized module is not in this process; `prompts` or `hypo_ids`.
+            PromptTooLong: more columns than `max_length`. InvalidRequest: the session has ids.
+        """
+        for name, value in (("prompts", prompts), ("hypo_ids", hypo_ids)):
+            if value is not None:
+                raise NotSupported(f"{name}: hidden states are all that a step takes")
+        with self._claimed():
+            if self._columns is not None:
+                raise InvalidRequest(
+                    "InferenceSession.step: this session has ids; open another one"
+                )
+            width = self._num_hidden + inputs.shape[1]
+            if width > self._max_length:
+                raise PromptTooLong(
+                    f"{width} columns; the session's max_length is {self._max_length}"
+                )
+            if not inputs.shape[1]:
+                return inputs
+            outputs, self._hidden = self._llm.engine.run_layers(inputs, self._hidden)
+            self._num_hidden = width
+        return outputs
 
     def close(self, *_: object) -> None:
         """Free the K and V; a running call fails."""
@@ -168,6 +197,8 @@ class InferenceSession:
                 f"num_return_sequences={copies} in a session: each of its rows goes on in one way; call "
                 "generate without a session, or with so many rows"
             )
+        if self._num_hidden:
+            raise InvalidRequest("this session passes hidden states; open another one to generate")
         if self._columns is None:
             assert given is not None
             return PaddedRows.empty(given.num_rows)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from verbatim.compat.batches import by_name, check_search, flag, integer, pad_id_of
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
@@ -38,7 +40,15 @@ _NEVER_NONE = frozenset(
 # Parameters that would change tokens or output and that the engine does not run, with the reason.
 REFUSED = by_name(
     {
-        "a second, unconditional prompt is not run beside the first": "guidance_scale",
+        "a second, unconditional prompt is not run beside the first": (
+            "guidance_scale negative_prompt_ids negative_prompt_attention_mask"
+        ),
+        'drafts belong to the model: open it with draft=, a folder or "ngram"': "assistant_model",
+        "the loop over tokens is the engine's": "custom_generate",
+        "ids go in; embeddings are the first stage's own": "inputs_embeds",
+        "K and V stay where they were computed; to go on, use a session": "past_key_values",
+        "positions are those of a row's tokens, without its pads": "position_ids",
+        "there is one segment, 0": "token_type_ids",
         "prompts are taken as they are": "token_healing",
         "contrastive search is not built": "penalty_alpha",
         "decoding from the difference of layers is not built": "dola_layers",
@@ -218,7 +228,8 @@ def _refuse(given: Mapping[str, Any], config: Any, model_config: Any) -> None:
     for name, value in given.items():
         if name in REFUSED or name in _HOW:
             if not is_off(name, value):
-                raise NotSupported(f"{name}={value!r}: {REFUSED.get(name) or _HOW[name]}")
+                shown = f"={value!r}" if isinstance(value, bool | int | float | str) else ""
+                raise NotSupported(f"{name}{shown}: {REFUSED.get(name) or _HOW[name]}")
         elif name not in DONE and name not in _HARMLESS:
             raise InvalidRequest(f"{name} is not known: it is no parameter of generate")
     if config is not None and not hasattr(config, "to_diff_dict"):
@@ -237,6 +248,8 @@ def _refuse(given: Mapping[str, Any], config: Any, model_config: Any) -> None:
 
 def is_off(name: str, value: Any) -> bool:
     """Return whether the value of an unsupported parameter means that it is not used."""
+    if name == "token_type_ids" and isinstance(value, Tensor):
+        return not value.any()  # tokenizers return them for models without segments, too
     return value is None or value is False or value in _OFF.get(name, ())
 
 

@@ -24,7 +24,7 @@ from verbatim.placement.options import DEFAULT_KV_SHARE, Placed, ToOpen
 from verbatim.placement.resident import open_resident
 
 
-class Group:
+class ExpertGroup:
     """The user's process group, which only exchanges rows of experts."""
 
     def __init__(self, group: Any) -> None:
@@ -76,7 +76,7 @@ class ExchangedExperts(ExpertShare):
         bounds: rank r has the experts from `bounds[r]` to `bounds[r + 1]`.
     """
 
-    def __init__(self, group: Group, bounds: Sequence[int]) -> None:
+    def __init__(self, group: ExpertGroup, bounds: Sequence[int]) -> None:
         self.bounds = list(bounds)
         self._group = group
 
@@ -98,7 +98,7 @@ class ExchangedExperts(ExpertShare):
 
 def open_expert_parallel(model: ToOpen, choice: ExpertParallel) -> Placed:
     """Open everything but the experts of other ranks; arguments and errors as of `open_tensor_parallel`."""
-    group = Group(choice.process_group)
+    group = ExpertGroup(choice.process_group)
     loaded, source, options, limit, draft = model
     module = loaded.module
     if not any(map(is_stacked, module.modules())):

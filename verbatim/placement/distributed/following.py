@@ -1,15 +1,18 @@
-"""The runner of a rank other than 0 of ranks that the user started."""
+"""Ranks that the user started and that follow rank 0: what it tells them, and their runner."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verbatim.batch import Choices
-from verbatim.errors import NotSupported
-from verbatim.placement.distributed.rank_group import Follower
+from verbatim.errors import NotSupported, TierFailed
+from verbatim.placement.distributed.group import StageHandle
+from verbatim.placement.distributed.stage import Stage
+from verbatim.placement.distributed.wire import Message, encode
 from verbatim.protocols import Runner
 
+_END_S = 5.0
 _ATTRIBUTES = (
     "vocab_size",
     "block_size",
@@ -21,7 +24,7 @@ _ATTRIBUTES = (
 
 
 def described(runner: Runner) -> dict[str, Any]:
-    """Return what `Following` is made of, as plain data."""
+    """Return what `FollowingRunner` is made of, as plain data."""
     reason = None
     if runner.choices["routing"].layers:
         try:
@@ -36,7 +39,7 @@ def described(runner: Runner) -> dict[str, Any]:
     }
 
 
-class Following:
+class FollowingRunner:
     """A Runner for admission only: requests are checked here as on rank 0, and run there.
 
     Args:
@@ -95,3 +98,39 @@ class Following:
             raise NotSupported(f"{name}: this rank follows rank 0, which is the one to ask")
 
         return refuse
+
+
+class Followers:
+    """Other ranks of the user's programs, which get the results of rank 0."""
+
+    def __init__(self, members: Sequence[StageHandle]) -> None:
+        self._members = members
+
+    def tell(self, told: Mapping[str, Any]) -> None:
+        """Send their programs a message; TierFailed if one is gone."""
+        encoded = encode({"do": "tell", "told": told})
+        for member in self._members:
+            member.send(encoded)
+        for member in self._members:
+            if member.lost is not None:
+                raise TierFailed(str(member))
+
+
+class Follower:
+    """This rank's stage, and what rank 0 tells its program."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+
+    def wait(self) -> Message:
+        """Return what rank 0 tells next; TierFailed if it is gone."""
+        message = self._stage.told.get()
+        if message is None:
+            raise TierFailed("rank 0 is gone")
+        told: Message = message["told"]
+        return told
+
+    def close(self) -> None:
+        """Close the stage, and wait until it has ended."""
+        self._stage.close()
+        self._stage.join(_END_S)

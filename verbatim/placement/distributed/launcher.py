@@ -169,9 +169,12 @@ class Launcher:
                 pass  # an order that was never read
 
 
-def _report(worker: int, **facts: Any) -> None:
-    # One call to the system each, so that lines of several processes are never mixed.
-    os.write(1, json.dumps({"worker": worker, **facts}).encode() + b"\n")
+def _report(worker: int, pipe: int = 1, **facts: Any) -> None:
+    try:
+        # One call to the system each, so that lines of several processes are never mixed.
+        os.write(pipe, json.dumps({"worker": worker, **facts}).encode() + b"\n")
+    except BrokenPipeError:  # the process that started this one is gone
+        os._exit(0)
 
 
 def main() -> None:
@@ -226,7 +229,7 @@ def _run(target: Callable[..., object], number: int, arguments: dict[str, Any]) 
     os.dup2(2, 1)  # whatever a library prints is no report
 
     def report(message: Any) -> None:
-        os.write(out, json.dumps({"worker": number, "message": message}).encode() + b"\n")
+        _report(number, out, message=message)
 
     try:
         target(**arguments, report=report)

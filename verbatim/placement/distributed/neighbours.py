@@ -8,7 +8,7 @@ import time
 from verbatim.errors import VerbatimError
 from verbatim.placement.distributed.handshake import connect
 from verbatim.placement.distributed.link import Link, LinkLost
-from verbatim.placement.distributed.rows import Rows, encode_rows
+from verbatim.placement.distributed.rows import RowsMessage, encode_rows
 from verbatim.placement.distributed.wire import Garbage, Message
 
 _ECHOES = 3  # round trips by which a new connection is measured
@@ -106,7 +106,7 @@ class Neighbours:
             if self.epoch == epoch and not self._closed:
                 self.tell({"epoch": epoch, "unreachable": str(error)})
 
-    def pass_on(self, rows: Rows) -> None:
+    def pass_on(self, rows: RowsMessage) -> None:
         """Send to the next stage, unless that epoch is over; LinkLost if it can't be reached."""
         with self._lock:
             link, stale = self._next, self.epoch != rows.mark.epoch

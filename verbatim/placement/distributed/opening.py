@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import secrets
 import sys
@@ -20,11 +19,11 @@ from verbatim.placement.distributed.drafts import describe, extra_bytes
 from verbatim.placement.distributed.group import StageGroup, StageHandle
 from verbatim.placement.distributed.hosts import Hosts, LocalHosts
 from verbatim.placement.distributed.layers import LIMITS
-from verbatim.placement.distributed.plan import Layout
+from verbatim.placement.distributed.plan import LayerSizes
 from verbatim.placement.distributed.ray_hosts import RayHosts
 from verbatim.placement.distributed.runner import Clustered
 from verbatim.placement.distributed.split import Split
-from verbatim.placement.distributed.stage_launcher import StageLauncher
+from verbatim.placement.distributed.stage_opener import StageOpener
 from verbatim.placement.distributed.supervisor import Supervisor
 from verbatim.placement.distributed.wire import Message
 from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions, Placed, ToOpen
@@ -52,7 +51,8 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
         described = describe(draft)
         more_first, more_last = extra_bytes(draft, loaded, split)
         ends = first + more_first, last + more_last
-        layout = Layout(tuple(split.layer_bytes), ends, everywhere, tuple(split.cuts))
+        cuts, spills = tuple(split.cuts), cluster.offload is not None
+        layout = LayerSizes(tuple(split.layer_bytes), ends, everywhere, cuts, spills)
         _check(cluster, layout)
         mark = fingerprint(loaded)
         hosts: Any = cluster.hosts or _hosts(cluster.address)
@@ -66,8 +66,8 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
             "draft": described,
             "offload": cluster.offload,
         }
-        launcher = StageLauncher(group, layout, told, mark)
-        supervisor = Supervisor(launcher, cluster)
+        opener = StageOpener(group, layout, told, mark)
+        supervisor = Supervisor(opener, cluster)
         undo.pop_all()
         undo.callback(group.close)
         stages = _count(cluster, layout, hosts)
@@ -79,7 +79,7 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
             )
         for member, (first, end), index in zip(members, ranges, range(stages), strict=True):
             member.index, member.first, member.end = index, first, end
-        launcher.open(members, ranges)
+        opener.open(members, ranges)
         token_bytes = sum(member.shape["kv_bytes_per_token"] for member in members)
         state_bytes = sum(member.shape["state_bytes"] for member in members)
         if cluster.offload is None:
@@ -92,10 +92,10 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
             # A stage that is opened again has the same room.
             kv_bytes = blocks * options.block_size * token_bytes + num_states * state_bytes
             told["options"] = replace(told["options"], kv_bytes=kv_bytes)
-        launcher.allocate(
+        opener.allocate(
             {"num_blocks": blocks, "num_states": num_states, "keep_bytes": cluster.keep_bytes}
         )
-        launcher.connect()
+        opener.connect()
         supervisor.prepare_spares()
         runner = Clustered(
             supervisor,
@@ -118,7 +118,7 @@ def _hosts(address: str | None) -> Hosts:
     return LocalHosts(key)
 
 
-def _check(cluster: Cluster, layout: Layout) -> None:
+def _check(cluster: Cluster, layout: LayerSizes) -> None:
     """Refuse stages that this model can't be cut into, before any process is started."""
     most = len(layout.cuts) + 1
     if cluster.stages is not None and cluster.stages > most:
@@ -140,7 +140,7 @@ def _check(cluster: Cluster, layout: Layout) -> None:
             )
 
 
-def _count(cluster: Cluster, layout: Layout, hosts: Hosts) -> int:
+def _count(cluster: Cluster, layout: LayerSizes, hosts: Hosts) -> int:
     if cluster.layers is not None:
         return len(cluster.layers)
     if cluster.stages is not None:
@@ -148,7 +148,9 @@ def _count(cluster: Cluster, layout: Layout, hosts: Hosts) -> int:
     return min(len(layout.cuts) + 1, max(_FEWEST, len(hosts.machines())))
 
 
-def _ranges(cluster: Cluster, layout: Layout, members: list[StageHandle]) -> list[tuple[int, int]]:
+def _ranges(
+    cluster: Cluster, layout: LayerSizes, members: list[StageHandle]
+) -> list[tuple[int, int]]:
     """Return each stage's range of layers: as given, or by memory and speed."""
     if cluster.layers is not None:
         return list(itertools.pairwise([0, *itertools.accumulate(cluster.layers)]))
@@ -164,9 +166,11 @@ def _ranges(cluster: Cluster, layout: Layout, members: list[StageHandle]) -> lis
     try:
         return layout.divide(room, [speed[member.host.machine] for member in members])
     except OutOfBlocks:
-        if cluster.offload is None:
+        if not layout.spills:
             raise
-        return layout.divide([math.inf] * len(room), room)  # about as much of each is on disks
+        return layout.divide(
+            [layout.room(0)] * len(room), room
+        )  # about as much of each is on disks
 
 
 def _with_kv(options: EngineOptions, members: list[StageHandle]) -> EngineOptions:

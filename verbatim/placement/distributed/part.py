@@ -230,7 +230,7 @@ class Part:
             hidden_dtype=split.hidden_dtype,
             vocab_size=split.vocab_size,
             choices=spec.choices,
-            hidden_reason=spec.hidden_reason if self.is_last else None,
+            hidden_reason=spec.reasons.get("hidden") if self.is_last else None,
             architecture=type(inner_model(self.decoder.held)).__name__,
             parameters=self._num_parameters,
             weight_bytes=weight_bytes(module) if self.tiers is None else self.tiers.nbytes,

@@ -12,7 +12,7 @@ Range = tuple[int, int]  # first layer, and the one behind the last
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class LayerSizes:
     """The bytes of a model's layers, and the places where it may be cut.
 
     Attributes:
@@ -20,12 +20,18 @@ class Layout:
         outside: bytes of what the first and the last stage hold besides.
         everywhere: of what every stage holds.
         cuts: layers in front of which the model may be cut.
+        spills: weights for which a stage lacks memory are on its disk.
     """
 
     layer_bytes: tuple[int, ...]
     outside: tuple[int, int]
     everywhere: int
     cuts: tuple[int, ...]
+    spills: bool = False
+
+    def room(self, memory: float) -> float:
+        """Return the bytes of weights that a stage with so much memory may hold."""
+        return math.inf if self.spills else memory
 
     def bytes_of(self, first: int, end: int) -> int:
         """Return the bytes of weights of a stage with these layers."""

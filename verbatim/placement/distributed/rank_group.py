@@ -3,60 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from verbatim.errors import TierFailed
 from verbatim.placement.distributed.group import StageGone, StageGroup, StageHandle
-from verbatim.placement.distributed.handshake import Address
-from verbatim.placement.distributed.hosts import Host, Hosts, NoHost
+from verbatim.placement.distributed.hosts import Hosts, NoHost
 from verbatim.placement.distributed.launcher import WorkerProcess
-from verbatim.placement.distributed.stage import Stage
 from verbatim.placement.distributed.wire import Message, encode
 
 _TELL_S = 3.0  # in which it becomes known who is gone
 _MORE_S = 0.05  # for the reports of others, which may have caused it
 _ENDED_S = 0.5  # in which a process that hung up is known to have ended
-_END_S = 5.0
-
-
-class RankHost:
-    """A rank that the user started, with one stage; `stage` is that of this process."""
-
-    def __init__(self, rank: int, address: Address, stage: Stage | None = None) -> None:
-        self.machine = f"rank {rank}"
-        self.address = address
-        self._stage = stage
-
-    def kill(self) -> None:
-        """Close this process's stage; those of others are closed with their programs."""
-        if self._stage is not None:
-            self._stage.close()
-
-
-class RankHosts(Hosts):
-    """Ranks that the user started, with a stage each. None of them can be replaced."""
-
-    def __init__(self, key: bytes, hosts: Sequence[RankHost]) -> None:
-        self.key = key
-        self._hosts = list(hosts)
-        self._left = list(hosts)
-
-    def start(self, count: int, avoid: set[str]) -> list[Host]:
-        if count > len(self._left):
-            raise NoHost("ranks that the user started can't be replaced")
-        hosts, self._left = self._left[:count], self._left[count:]
-        return list(hosts)
-
-    def prepare(self, count: int, model: dict[str, Any]) -> None:
-        """Do nothing: there is no spare rank."""
-
-    def machines(self) -> list[str]:
-        return [host.machine for host in self._hosts]
-
-    def close(self) -> None:
-        for host in self._hosts:
-            host.kill()
 
 
 class RankGroup(StageGroup):
@@ -126,39 +84,3 @@ class RankGroup(StageGroup):
             return TierFailed(f"{member.name}: {': '.join(report['error'])}")
         stuck = f"no rank is known to be gone, but one does not answer: {error}"
         return TierFailed(f"of {self.size} ranks, {stuck}")
-
-
-class Followers:
-    """Other ranks of the user's programs, which get the results of rank 0."""
-
-    def __init__(self, members: Sequence[StageHandle]) -> None:
-        self._members = members
-
-    def tell(self, told: Mapping[str, Any]) -> None:
-        """Send their programs a message; TierFailed if one is gone."""
-        encoded = encode({"do": "tell", "told": told})
-        for member in self._members:
-            member.send(encoded)
-        for member in self._members:
-            if member.lost is not None:
-                raise TierFailed(str(member))
-
-
-class Follower:
-    """This rank's stage, and what rank 0 tells its program."""
-
-    def __init__(self, stage: Stage) -> None:
-        self._stage = stage
-
-    def wait(self) -> Message:
-        """Return what rank 0 tells next; TierFailed if it is gone."""
-        message = self._stage.told.get()
-        if message is None:
-            raise TierFailed("rank 0 is gone")
-        told: Message = message["told"]
-        return told
-
-    def close(self) -> None:
-        """Close the stage, and wait until it has ended."""
-        self._stage.close()
-        self._stage.join(_END_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -15,31 +14,21 @@ import torch
 from verbatim.batch import dummy_batch
 from verbatim.errors import TierFailed
 from verbatim.kv.store import bytes_per_token
-from verbatim.placement.distributed.choice import (
-    Cluster,
-    PipelineParallel,
-    TensorParallel,
-)
+from verbatim.placement.distributed.choice import Cluster, PipelineParallel, TensorParallel
 from verbatim.placement.distributed.columns import Shared, check_keys
 from verbatim.placement.distributed.drafts import describe
-from verbatim.placement.distributed.following import Following, described
+from verbatim.placement.distributed.following import Follower, Followers, FollowingRunner, described
 from verbatim.placement.distributed.heads import own_layers
 from verbatim.placement.distributed.hosts import LocalHosts
 from verbatim.placement.distributed.launcher import HOST
 from verbatim.placement.distributed.layers import Layers
 from verbatim.placement.distributed.opening import open_cluster
-from verbatim.placement.distributed.rank_group import (
-    Follower,
-    Followers,
-    RankGroup,
-    RankHost,
-    RankHosts,
-)
+from verbatim.placement.distributed.rank_group import RankGroup
 from verbatim.placement.distributed.rank_share import RankShare
 from verbatim.placement.distributed.served import Served
 from verbatim.placement.distributed.stage import Stage
-from verbatim.placement.distributed.tensor import Leading
-from verbatim.placement.distributed.torchrun import check_size, exchange, launched, meet
+from verbatim.placement.distributed.tensor import LeadingRank
+from verbatim.placement.distributed.torchrun import RankHost, RankHosts, exchange, meet, other_ranks
 from verbatim.placement.distributed.wire import Message
 from verbatim.placement.options import EngineOptions, Placed, ToOpen
 
@@ -53,12 +42,10 @@ def open_tensor_parallel(model: ToOpen, choice: TensorParallel) -> Placed:
         TierFailed: a rank is gone.
         OutOfBlocks: `kv_memory` is too small.
     """
-    rank, world = launched()
-    check_size(choice.size, world)
-    key = meet(rank, world) if world > 1 else secrets.token_bytes(32)
+    rank, world, key = meet(choice.size)
     if rank:
         return _follow(rank, world, key, model.options, RankShare(model.loaded, model.source))
-    hosts = RankHosts(key, _others(world)) if world > 1 else LocalHosts(key, "serve_rank")
+    hosts = RankHosts(key, other_ranks(world)) if world > 1 else LocalHosts(key, "serve_rank")
     group = RankGroup(hosts, choice.size, choice.timeout_s)
     with ExitStack() as undo:
         undo.callback(group.close)
@@ -76,15 +63,13 @@ def open_pipeline_parallel(model: ToOpen, choice: PipelineParallel) -> Placed:
     Without ranks that the user started, its processes are started on this machine.
     """
     cluster = Cluster(stages=choice.size, step_timeout_s=choice.timeout_s, offload=choice.offload)
-    rank, world = launched()
-    check_size(choice.size, world)
+    rank, world, key = meet(choice.size)
     if world == 1:
-        return open_cluster(model, replace(cluster, hosts=LocalHosts(secrets.token_bytes(32))))
-    key = meet(rank, world)
+        return open_cluster(model, replace(cluster, hosts=LocalHosts(key)))
     if rank:
         return _follow(rank, world, key, model.options, Layers())
     own = Stage(key, HOST, Layers())
-    hosts = RankHosts(key, [*_others(world), RankHost(0, own.address, own)])
+    hosts = RankHosts(key, [*other_ranks(world), RankHost(0, own.address, own)])
     ranks = replace(cluster, hosts=hosts, spares=0)
     placed = open_cluster(model, ranks)
     runner: Any = placed.runner
@@ -97,26 +82,20 @@ def open_pipeline_parallel(model: ToOpen, choice: PipelineParallel) -> Placed:
     return replace(placed, together=followers)
 
 
-def _others(world: int) -> list[RankHost]:
-    """Return the ranks 1 to `world` - 1, which call `_follow`."""
-    ports = exchange(0, world, "-")
-    return [RankHost(rank, (HOST, int(ports[rank]))) for rank in range(1, world)]
-
-
 def _follow(rank: int, world: int, key: bytes, options: EngineOptions, share: Served) -> Placed:
     """Open a rank other than 0 of ranks that the user started."""
     stage = Stage(key, HOST, share)
     follower = Follower(stage)
     try:
         exchange(rank, world, str(stage.address[1]))
-        runner: Any = Following(follower, follower.wait())
+        runner: Any = FollowingRunner(follower, follower.wait())
         return Placed(runner, options, follower)
     except BaseException:
         follower.close()
         raise
 
 
-def _lead(group: RankGroup, model: ToOpen, choice: TensorParallel) -> Leading:
+def _lead(group: RankGroup, model: ToOpen, choice: TensorParallel) -> LeadingRank:
     """Open the share of every rank."""
     loaded, source, options, limit, draft = model
     size = choice.size
@@ -129,7 +108,7 @@ def _lead(group: RankGroup, model: ToOpen, choice: TensorParallel) -> Leading:
         "timeout_s": choice.timeout_s,
         "draft": describe(draft),
     }
-    own = RankShare(loaded, source, partial(Leading, group=group))
+    own = RankShare(loaded, source, partial(LeadingRank, group=group))
     with ExitStack() as undo, TemporaryDirectory(prefix="verbatim-ranks-") as folder:
         undo.callback(own.close)
         order["meeting"] = str(Path(folder, "meeting"))
@@ -149,7 +128,7 @@ def _lead(group: RankGroup, model: ToOpen, choice: TensorParallel) -> Leading:
         others = group.ask(stores)
         memory = [own.allocate(stores), *others]
         runner = own.runner
-        assert isinstance(runner, Leading)
+        assert isinstance(runner, LeadingRank)
         runner.memory = memory
         runner.forward(dummy_batch())  # whatever can go wrong between ranks does so here
         runner.num_forwards = 0

@@ -27,7 +27,7 @@ class Mark(NamedTuple):
     part: int  # micro-batch of the step
 
 
-class Rows(NamedTuple):
+class RowsMessage(NamedTuple):
     """Hidden states on their way from one stage to the next.
 
     Attributes:
@@ -47,7 +47,7 @@ class Rows(NamedTuple):
     num_hops: int
 
 
-def encode_rows(rows: Rows) -> list[Buffer]:
+def encode_rows(rows: RowsMessage) -> list[Buffer]:
     """Encode a message as buffers."""
     mark, hidden, clock, sent, busy, hops, num_hops = rows
     hidden, (count, width) = hidden.contiguous(), hidden.shape
@@ -57,7 +57,7 @@ def encode_rows(rows: Rows) -> list[Buffer]:
     return [begin, bytes_of(hidden)] if size else [begin]
 
 
-def decode_rows(header: bytes | bytearray, states: bytearray) -> Rows:
+def decode_rows(header: bytes | bytearray, states: bytearray) -> RowsMessage:
     """Decode a message, whose hidden states are a view of `states`.
 
     Raises:
@@ -77,4 +77,4 @@ def decode_rows(header: bytes | bytearray, states: bytearray) -> Rows:
     except (ValueError, IndexError, RuntimeError, struct.error) as error:
         raise Garbage(f"not a message of Verbatim's cluster: {error}") from None
     mark = Mark(epoch, step, part)
-    return Rows(mark, hidden, clock.rstrip(b"\0"), sent, busy, hops, num_hops)
+    return RowsMessage(mark, hidden, clock.rstrip(b"\0"), sent, busy, hops, num_hops)

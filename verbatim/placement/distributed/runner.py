@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import time
@@ -84,7 +83,7 @@ class Clustered:
         self._last: Remote | None = None
         # Runs if it is never closed; its arguments must not refer to this object.
         self._let_go = weakref.finalize(self, self.group.close, os.getpid())
-        self._figures = Figures()
+        self._figures = StepTimes()
         self._asleep: bool | None = None  # with its weights?
 
     # The step.
@@ -286,13 +285,10 @@ class Clustered:
         if not self.supervisor.in_order:
             self.supervisor.recover()
         status = self._each("status")
-        members, layout = list(self.group.members), self.supervisor.launcher.layout
+        members, layout = list(self.group.members), self.supervisor.opener.layout
         speed = [_speed(member, told) for member, told in zip(members, status, strict=True)]
         room = [
-            # What does not fit into an offloaded stage's memory is on its disk.
-            math.inf
-            if self.cluster.offload is not None
-            else member.facts["memory"] + layout.bytes_of(member.first, member.end)
+            layout.room(member.facts["memory"] + layout.bytes_of(member.first, member.end))
             for member in members
         ]
         self.supervisor.move(layout.divide(room, speed))
@@ -353,10 +349,10 @@ class Clustered:
             if not isinstance(error, StageFailed):
                 self.unload_adapter(adapter.number)
             raise
-        self.supervisor.launcher.adapters[adapter.number] = adapter
+        self.supervisor.opener.adapters[adapter.number] = adapter
 
     def unload_adapter(self, number: int) -> None:
-        self.supervisor.launcher.adapters.pop(number, None)
+        self.supervisor.opener.adapters.pop(number, None)
         self._each("unload_adapter", number=number)
 
     def stamp(self) -> object:
@@ -457,7 +453,7 @@ def _joined_quantization(stages: list[dict[str, Any] | None]) -> dict[str, Any]:
     return {"quantization": {**joined, **sums, "stages": found}}
 
 
-class Figures:
+class StepTimes:
     """Timings of the steps: totals in seconds, and medians of the last thousand."""
 
     def __init__(self) -> None:

@@ -47,7 +47,7 @@ class Rank(Resident):
         super().close()
 
 
-class Leading(Rank):
+class LeadingRank(Rank):
     """Rank 0, which makes the other ranks do what it does.
 
     Args:

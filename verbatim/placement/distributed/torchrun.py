@@ -1,4 +1,4 @@
-"""Ranks that the user started: detection, and the exchange of addresses."""
+"""Ranks that the user started: detection, the exchange of addresses, and their stages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import os
 import secrets
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,10 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from verbatim.errors import InvalidRequest
+from verbatim.placement.distributed.handshake import Address
+from verbatim.placement.distributed.hosts import Host, Hosts, NoHost
+from verbatim.placement.distributed.launcher import HOST
+from verbatim.placement.distributed.stage import Stage
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TEXT_BYTES = 256
@@ -27,14 +32,6 @@ def launched() -> tuple[int, int]:
     if all(name in os.environ for name in _TORCHRUN):
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return 0, 1
-
-
-def check_size(size: int, world: int) -> None:
-    """Raise InvalidRequest if there are ranks, and not `size` of them."""
-    if world not in (1, size):
-        raise InvalidRequest(
-            f"size={size}: torch.distributed has {world} ranks; they must be as many"
-        )
 
 
 def exchange(rank: int, world: int, text: str) -> list[str]:
@@ -65,12 +62,19 @@ def _through_store(rank: int, world: int, text: str) -> list[str]:
     return [_stores[0].get(f"{name}/{each}").decode() for each in range(world)]
 
 
-def meet(rank: int, world: int) -> bytes:
-    """Return the secret of all ranks, which rank 0 has made.
+def meet(size: int) -> tuple[int, int, bytes]:
+    """Return this rank, the number of ranks that the user started, and a secret of all, made by rank 0.
 
     Raises:
-        InvalidRequest: the ranks are on several machines.
+        InvalidRequest: there are ranks, and not `size` of them, or they are on several machines.
     """
+    rank, world = launched()
+    if world == 1:
+        return rank, world, secrets.token_bytes(32)
+    if world != size:
+        raise InvalidRequest(
+            f"size={size}: torch.distributed has {world} ranks; they must be as many"
+        )
     found = exchange(rank, world, f"{secrets.token_hex(32)} {socket.gethostname()}")
     hosts = [each.split(" ", 1)[1] for each in found]
     other = next((r for r, host in enumerate(hosts) if host != hosts[0]), None)
@@ -79,4 +83,49 @@ def meet(rank: int, world: int) -> bytes:
             f"rank 0 is on {hosts[0]} and rank {other} on {hosts[other]}; its ranks are "
             "processes of one machine"
         )
-    return bytes.fromhex(found[0].split()[0])
+    return rank, world, bytes.fromhex(found[0].split()[0])
+
+
+def other_ranks(world: int) -> list[RankHost]:
+    """Return the ranks 1 to `world` - 1, which tell their ports by `exchange`."""
+    ports = exchange(0, world, "-")
+    return [RankHost(rank, (HOST, int(ports[rank]))) for rank in range(1, world)]
+
+
+class RankHost:
+    """A rank that the user started, with one stage; `stage` is that of this process."""
+
+    def __init__(self, rank: int, address: Address, stage: Stage | None = None) -> None:
+        self.machine = f"rank {rank}"
+        self.address = address
+        self._stage = stage
+
+    def kill(self) -> None:
+        """Close this process's stage; those of others are closed with their programs."""
+        if self._stage is not None:
+            self._stage.close()
+
+
+class RankHosts(Hosts):
+    """Ranks that the user started, with a stage each. None of them can be replaced."""
+
+    def __init__(self, key: bytes, hosts: Sequence[RankHost]) -> None:
+        self.key = key
+        self._hosts = list(hosts)
+        self._left = list(hosts)
+
+    def start(self, count: int, avoid: set[str]) -> list[Host]:
+        if count > len(self._left):
+            raise NoHost("ranks that the user started can't be replaced")
+        hosts, self._left = self._left[:count], self._left[count:]
+        return list(hosts)
+
+    def prepare(self, count: int, model: dict[str, Any]) -> None:
+        """Do nothing: there is no spare rank."""
+
+    def machines(self) -> list[str]:
+        return [host.machine for host in self._hosts]
+
+    def close(self) -> None:
+        for host in self._hosts:
+            host.kill()

@@ -17,15 +17,15 @@ from verbatim.placement.distributed.layers import Layers
 from verbatim.placement.distributed.link import Link, LinkLost
 from verbatim.placement.distributed.neighbours import Neighbours
 from verbatim.placement.distributed.part import PartOutput
-from verbatim.placement.distributed.rows import Mark, Rows
+from verbatim.placement.distributed.rows import Mark, RowsMessage
 from verbatim.placement.distributed.wire import Message
 
 _SPANS = 4096  # of the past, for benchmarks
 _RECENT_S = 10.0  # over which the speed is told
 
 
-class Computed(NamedTuple):
-    """What the last stage has computed of a micro-batch, and the times as of `Rows`."""
+class ComputedPart(NamedTuple):
+    """The output of the last stage for a micro-batch, and the times of `RowsMessage`."""
 
     out: PartOutput
     busy: float
@@ -50,8 +50,12 @@ class Work:
         self.busy_s = 0.0
         self.spans: deque[tuple[int, int, float, float, int]] = deque(maxlen=_SPANS)
         self._work: dict[Mark, Message] = {}  # micro-batches whose hidden states have not come yet
-        self._rows: dict[Mark, Rows] = {}  # hidden states of which there is no micro-batch yet
-        self._computed: dict[int, list[Computed]] = {}  # by step, what the last stage has computed
+        self._rows: dict[
+            Mark, RowsMessage
+        ] = {}  # hidden states of which there is no micro-batch yet
+        self._computed: dict[
+            int, list[ComputedPart]
+        ] = {}  # by step, what the last stage has computed
         self._waiting: dict[int, list[tuple[Link, Message]]] = {}  # until that is there
 
     def status(self) -> Message:
@@ -70,7 +74,7 @@ class Work:
 
         The head tells all stages at once, so that batches are decoded before their hidden states arrive.
         """
-        rows: Rows | None = message.get("rows")
+        rows: RowsMessage | None = message.get("rows")
         mark = Mark(-1, -1, -1) if rows is None else rows.mark
         try:
             if rows is None:
@@ -98,7 +102,7 @@ class Work:
             work["batch"].block_copies = []
         return work
 
-    def _run(self, mark: Mark, work: Message, rows: Rows | None) -> None:
+    def _run(self, mark: Mark, work: Message, rows: RowsMessage | None) -> None:
         """Run one micro-batch, and send it to the next stage."""
         self.done = mark
         index, batch, hidden = self._neighbours.index, work["batch"], rows and rows.hidden
@@ -115,12 +119,12 @@ class Work:
             if work["stop"] > index:
                 assert out.leaving is not None
                 self._neighbours.pass_on(
-                    Rows(mark, out.leaving, _CLOCK, ended, busy, hops, num_hops)
+                    RowsMessage(mark, out.leaving, _CLOCK, ended, busy, hops, num_hops)
                 )
             elif work["replays"]:
                 self._neighbours.tell({"ended": list(mark)})
             else:
-                self._keep(mark.step, work["parts"], Computed(out, busy, hops, num_hops))
+                self._keep(mark.step, work["parts"], ComputedPart(out, busy, hops, num_hops))
         finally:
             self._note(mark, batch.num_tokens, begin, ended)
 
@@ -135,7 +139,7 @@ class Work:
         ahead = time.time() - time.monotonic()  # of the clock on the wall
         self.spans.append((mark.step, mark.part, begin + ahead, ended + ahead, num_tokens))
 
-    def _keep(self, step: int, parts: int, computed: Computed) -> None:
+    def _keep(self, step: int, parts: int, computed: ComputedPart) -> None:
         """Keep the logits of the last stage until they are sampled."""
         for past in (self._computed, self._waiting):
             for old in [other for other in past if other < step]:

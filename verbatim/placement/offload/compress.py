@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from verbatim.model.experts import runs_flat
 from verbatim.model.integers import pack_as_held
-from verbatim.model.packed import hold_packed, placeholder, replace_children
+from verbatim.model.packed import hold_packed, is_linear, placeholder, replace_children
 from verbatim.model.packing import PackingReport, owners
 from verbatim.model.quantization import Quantization
 from verbatim.model.quantize import rounded
@@ -120,7 +120,7 @@ def choose(
                 slot = by_parameter[parameter]
                 slot.holders.append((layer, name))
                 looks_up = isinstance(layer, nn.Embedding)
-                slot.is_unpacked |= not (looks_up or type(layer) is nn.Linear or runs_flat(layer))
+                slot.is_unpacked |= not (looks_up or is_linear(layer) or runs_flat(layer))
         seen.update(top.modules())
     chosen = {*packed, *rounded_}
     exact = [s for s in units.slots if s not in chosen and s.parameter.ndim > 1]

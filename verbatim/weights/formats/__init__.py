@@ -61,7 +61,7 @@ def decode(
     Args:
         stored: the tensors of its files.
         quantization: the `quantization_config` of its config.json.
-        dtype: of the decoded weights.
+        dtype: dtype of decoded weights.
 
     Raises:
         NotSupported: a variant of the format that is not read.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,7 @@ class QuantizedCheckpoint:
         kind = Quantization(bits, group, None)
         packing = WeightPacking(shape, self.dtype, kind, columns, encoding=encoding)
         repeat = -(-depth // group) if size <= 0 or size >= depth else size // group
-        one, full_name = replace(packing, shape=shape[-2:]), f"{self.folder}: {name}"
+        one, full_name = packing.one, f"{self.folder}: {name}"
         groups = 1 if size <= 0 else -(-depth // size)
 
         def compute(*tensors: Tensor) -> Tensor:
@@ -170,22 +170,12 @@ def laid_out(code: Tensor, heads: Tensor, packing: WeightPacking) -> Tensor:
         groups = (part.unflatten(1, own) for part, own in zip(parts, cut, strict=True))
         return [halved(group, -1, bits) for group in groups]
 
-    if not packing.columns:
-        out = torch.empty(packing.vectors, packing.vector_bytes, dtype=torch.uint8)
-        step = max(1, PIECE // packing.depth)
-        for rows, some, head in zip(*(x.split(step) for x in (out, code, heads)), strict=True):
-            made = [piece.flatten(1) for piece in pieces(some)]
-            torch.cat([*made, head.view(torch.uint8)], 1, out=rows)
-        return out.flatten()
-    rows_, at = [], 0
-    for piece in pieces(code):
-        # A copy, as the transpose of one column counts as contiguous with its old strides.
-        head = heads[:, at : at + piece.shape[1]].t().clone(memory_format=torch.contiguous_format)
-        rows_.append(
-            torch.cat([head.view(torch.uint8), piece.movedim(0, -1).flatten(1)], 1).flatten()
-        )
-        at += piece.shape[1]
-    return torch.cat(rows_)
+    out = torch.empty(packing.vectors, packing.vector_bytes, dtype=torch.uint8)
+    step = max(1, PIECE // packing.depth)
+    for rows, some, head in zip(*(x.split(step) for x in (out, code, heads)), strict=True):
+        made = [piece.flatten(1) for piece in pieces(some)]
+        torch.cat([*made, head.view(torch.uint8)], 1, out=rows)
+    return out.flatten()
 
 
 def nibbles(words: Tensor, bits: int) -> Tensor:

@@ -60,9 +60,9 @@ class Grouped:
         return self.packing.dtype
 
     def pack(self, *parts: Tensor) -> Tensor:
-        """Return the packed bytes: `[..., N, vector_bytes]` by rows, `[..., matrix_bytes]` by columns."""
+        """Return the packed bytes: `[..., N, vector_bytes]`."""
         shape, packing = self.packing.shape, self.packing
-        outer = shape[:-1] if not packing.columns else shape[:-2]
+        outer = *shape[:-2], packing.width
         try:
             with _ONE_AT_A_TIME:
                 if len(shape) == 2:

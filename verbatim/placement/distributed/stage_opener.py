@@ -8,11 +8,11 @@ from verbatim.batch import Adapter
 from verbatim.errors import NotSupported
 from verbatim.params import CHOICES
 from verbatim.placement.distributed.group import StageGroup, StageHandle
-from verbatim.placement.distributed.plan import Layout, Range
+from verbatim.placement.distributed.plan import LayerSizes, Range
 from verbatim.placement.distributed.wire import Message
 
 
-class StageLauncher:
+class StageOpener:
     """Gives processes layers and memory, and connects them.
 
     Args:
@@ -25,7 +25,9 @@ class StageLauncher:
         connected: every stage of the group has its connections in the group's epoch.
     """
 
-    def __init__(self, group: StageGroup, layout: Layout, model: Message, fingerprint: str) -> None:
+    def __init__(
+        self, group: StageGroup, layout: LayerSizes, model: Message, fingerprint: str
+    ) -> None:
         self.group = group
         self.layout = layout
         self.model = model

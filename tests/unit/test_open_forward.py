@@ -1,0 +1,107 @@
+"""`verbatim.open_forward`: any callable that returns logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import verbatim
+from verbatim import InvalidRequest, PromptTooLong, SamplingParams, UnsupportedModel
+from verbatim.compat.flexllmgen import policy
+from verbatim.kv.quantized import PACKINGS
+
+TABLE = torch.randn(32, 32, generator=torch.Generator().manual_seed(3))
+PROMPTS = [[5], [7, 1, 3], [2, 2]]
+
+
+def bigram(input_ids: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+    """Logits of each next token from the last one alone."""
+    return {"logits": scale * TABLE[input_ids]}
+
+
+@pytest.fixture
+def opened() -> Iterator[verbatim.LLM]:
+    with verbatim.open_forward(bigram, max_length=20, max_sequences=2) as llm:
+        yield llm
+
+
+def test_it_generates_by_the_callables_own_logits(opened: verbatim.LLM) -> None:
+    results = opened.generate(PROMPTS, SamplingParams(max_tokens=9, temperature=0.0))
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        ids = list(prompt)
+        for _ in range(9):
+            ids.append(int(TABLE[ids[-1]].argmax()))
+        assert result.outputs[0].token_ids == ids[len(prompt) :]
+
+
+def test_a_seed_draws_what_a_loop_over_sample_draws(opened: verbatim.LLM) -> None:
+    (result,) = opened.generate([PROMPTS[1]], SamplingParams(max_tokens=9, seed=4))
+    ids = torch.tensor([PROMPTS[1]])
+    for _ in range(9):
+        logits = bigram(ids)["logits"][:, -1]
+        drawn = verbatim.sample(logits, seed=4, position=ids.shape[1])
+        ids = torch.cat([ids, drawn[:, None]], dim=1)
+    assert result.outputs[0].token_ids == ids[0, 3:].tolist()
+
+
+def test_arguments_reach_every_call() -> None:
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    with verbatim.open_forward(bigram, max_length=9, arguments={"scale": -1.0}) as llm:
+        assert llm.generate([[5]], params)[0].outputs[0].token_ids == [int(TABLE[5].argmin())]
+    with pytest.raises(InvalidRequest, match="speed: the forward of function takes no such"):
+        verbatim.open_forward(bigram, max_length=9, arguments={"speed": 1})
+
+
+def test_the_smaller_limit_holds(opened: verbatim.LLM) -> None:
+    assert opened.max_length == 20
+    with pytest.raises(PromptTooLong, match=r"limit .* is 20"):
+        opened.generate([[5]], SamplingParams(max_tokens=20))
+    with pytest.raises(PromptTooLong, match="1048576"):
+        verbatim.open_forward(bigram, max_length=2**21)
+
+
+def test_pads_are_those_of_its_config() -> None:
+    class Configured(nn.Module):
+        def __init__(self, **ids: Any) -> None:
+            super().__init__()
+            self.config = SimpleNamespace(vocab_size=32, **ids)
+
+        def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+            return bigram(input_ids)
+
+    for ids, pad in (
+        ({"pad_token_id": 3, "eos_token_id": 2}, 3),
+        ({"pad_token_id": None, "eos_token_id": [9, 2]}, 2),
+        ({"eos_token_id": -1}, 0),
+    ):
+        with verbatim.open_forward(Configured(**ids), max_length=9) as llm:
+            assert llm.pad_token_id == pad
+
+
+def test_what_returns_no_logits_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="takes tokens and no input_ids"):
+        verbatim.open_forward(lambda tokens: tokens, max_length=9)
+    with pytest.raises(UnsupportedModel, match="returned NoneType"):
+        verbatim.open_forward(lambda input_ids: None, max_length=9)
+
+
+def test_torchs_default_device_does_not_matter(opened: verbatim.LLM) -> None:
+    ids, logits = torch.tensor([[5, 6]]), TABLE[:2]
+    expected = verbatim.generate(opened, ids, max_new_tokens=4, seed=1)
+    drawn = verbatim.sample(logits, seed=1, position=2)
+    torch.manual_seed(1)
+    fresh = verbatim.sample(logits)
+    with torch.device("meta"):
+        assert torch.equal(verbatim.generate(opened, ids, max_new_tokens=4, seed=1), expected)
+        assert torch.equal(verbatim.sample(logits, seed=1, position=2), drawn)
+        torch.manual_seed(1)
+        assert torch.equal(verbatim.sample(logits), fresh)
+
+
+def test_the_groups_of_a_compressed_cache_are_the_stores() -> None:
+    assert {p.bits: p.group for p in PACKINGS.values()} == policy._CACHE_GROUPS
