@@ -345,7 +345,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=4, help="of the models of `speed`")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     if args.what == "opened":
         opened(*map(Path, args.names))
     elif args.what == "memory":
