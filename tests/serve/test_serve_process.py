@@ -79,6 +79,14 @@ def test_a_signal_lets_what_runs_come_to_its_end(number):
 def test_a_second_signal_ends_it_at_once():
     with running() as (process, url):
         readers = [Reader(url, seed=seed, n=8) for seed in range(4)]
+        whole: list[httpx.Response] = []
+        body = LONG | {"stream": False, "n": 8}
+        asks = threading.Thread(
+            target=lambda: whole.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60))
+        )
+        asks.start()
+        while httpx.get(f"{url}/v1/engine").json()["under_way"] < 5:
+            time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         begun = time.monotonic()
@@ -87,6 +95,9 @@ def test_a_second_signal_ends_it_at_once():
         assert time.monotonic() - begun < 10
         for reader in readers:
             assert "data: [DONE]" not in reader.end()
+        asks.join()
+    assert whole[0].status_code == 503
+    assert whole[0].json()["error"]["message"] == "the server has ended"
     assert code == 0
     assert "ending now" in told
     assert "Traceback" not in told
