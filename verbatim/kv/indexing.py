@@ -24,6 +24,7 @@ from verbatim.kv.recurrence import tree_sum
 
 _TILE = 64  # keys scored at once, at absolute positions
 _MAX_ELEMENTS = 1 << 22  # of the largest temporary
+_MAX_SCORES = 1 << 18  # that are sorted at once, which takes about 32 bytes for each
 
 
 def choose_keys(
@@ -45,8 +46,9 @@ def choose_keys(
     width, groups = options.width, options.groups(q.shape[1])
     chosen = torch.full((len(q), groups, width), -1, dtype=torch.int32, device=q.device)
     starts, lens = batch.query_starts.tolist(), batch.context_lens.tolist()
-    rows_at_once = max(1, _MAX_ELEMENTS // (q.shape[1] * _TILE * q.shape[2]))
+    most_rows = _MAX_ELEMENTS // (q.shape[1] * _TILE * q.shape[2])
     for s, length in enumerate(lens):
+        rows_at_once = max(1, min(most_rows, _MAX_SCORES // (groups * length)))
         begin, end = starts[s], starts[s + 1]
         # Rows that have no more than `width` keys see all of them.
         few = max(0, min(end - begin, width - (length - (end - begin))))
@@ -225,7 +227,11 @@ def _attend_to_copies(
             offsets = valid % block_size
             k = k_store[blocks, :, offsets]  # [rows, k, 1, D]
             copies.append((k, k if v_store is k_store else v_store[blocks, :, offsets]))
-        k, v = (torch.cat(x, 1).flatten(0, 1).unsqueeze(2) for x in zip(*copies, strict=True))
+        k, v = (
+            (x[0] if len(x) == 1 else torch.cat(x, 1)).flatten(0, 1).unsqueeze(2)
+            for x in zip(*copies, strict=True)
+        )
+        del copies
         missing = torch.cat([positions[some] for *_, positions in parts], 1) < 0
         tables = torch.arange(missing.numel(), dtype=torch.int32, device=q.device)
         order = missing.byte().argsort(dim=1, stable=True)
