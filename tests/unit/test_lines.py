@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from support.toys import make_toy
-from verbatim import LLM
+from verbatim import LLM, SamplingParams
 from verbatim.model import lines
 
 
@@ -50,6 +50,33 @@ def test_weights_begin_at_lines_and_say_what_the_file_says(
             llm.sleep(weights=True)
             llm.wake()
     assert len(mapped) == 3 and all(any(offsets) for offsets in mapped)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_oss", "llama4_text"])
+def test_matrices_stored_by_columns_are_held_by_rows_with_the_same_bits(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = make_toy(name)
+    module.save_pretrained(tmp_path)
+    columns = {id(p) for p in lines._by_columns(module)}
+    expected = [name for name, p in module.named_parameters() if id(p) in columns]
+    assert expected
+    prompts = [[3, 7, 11 + i] * (i + 1) for i in range(5)]
+    params = SamplingParams(max_tokens=6, logprobs=3, seed=1)
+    with LLM(module, max_length=64) as llm:
+        live = llm.generate(prompts, params)
+        how = llm.engine.info()["experts"]
+    monkeypatch.setattr(lines, "_SMALL", 0)
+    with LLM(tmp_path, max_length=64) as llm:
+        for _ in range(2):
+            held = dict(llm.engine.runner.decoder.held.named_parameters())
+            by_rows = [name for name, p in held.items() if p.ndim > 1 and p.mT.is_contiguous()]
+            assert by_rows == expected
+            assert all(torch.equal(held[name], p) for name, p in module.named_parameters())
+            assert [r.outputs for r in llm.generate(prompts, params)] == [r.outputs for r in live]
+            assert llm.engine.info()["experts"] == how
+            llm.sleep(weights=True)
+            llm.wake()
 
 
 def test_without_room_for_copies_they_stay_where_they_are(

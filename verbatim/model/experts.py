@@ -88,13 +88,16 @@ class Stack(NamedTuple):
         """Return the stack for the kernels; raise NotFusable if they can't read it."""
         tensor: Any = self.weight[0][self.weight[1]]
         biases = self.bias[0].get(self.bias[1])
+        columns = self.packing is None and self.transposed
+        if columns and tensor.mT.is_contiguous():  # stored by rows nevertheless
+            tensor, columns = tensor.data.mT, False
         first = matrix_at(tensor, biases, dtype, self.cols, self.depth, self.packing)
         if self.packing is not None:
             step = self.packing.one.nbytes
         else:
             step = self.cols * self.depth * tensor.element_size()
-            first.transposed = self.transposed
-            first.stride = self.cols if self.transposed else self.depth
+            first.transposed = columns
+            first.stride = self.cols if columns else self.depth
         return StackStruct(first, step, 0 if biases is None else self.cols * biases.element_size())
 
 
