@@ -30,9 +30,8 @@ from verbatim.placement.options import engine_options
 from verbatim.placement.wrapped import check_runnable, is_transformers, unwrap
 
 _ID_BLOCK = 64  # block size of an engine whose blocks hold only ids
-_FREE_LENGTH = (
-    2**20
-)  # tokens of a row, if no config states a limit: blocks are allocated for all of them
+# Tokens of a row, if no config states a limit: blocks are allocated for all of them.
+_FREE_LENGTH = 2**20
 
 # One engine per live module, dropped with its module.
 _engines: weakref.WeakKeyDictionary[nn.Module, LLM] = weakref.WeakKeyDictionary()

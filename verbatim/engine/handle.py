@@ -266,7 +266,7 @@ class EngineHandle:
             call.raise_error()
 
     async def arun(self, requests: list[Request]) -> list[Result]:
-        """Run `run` in asyncio. Cancelling aborts the requests."""
+        """Run requests to their end, as `run`, in asyncio. Cancelling aborts the requests."""
         self._refuse_async("agenerate")
         waiter = TaskWaiter()
         call = Call(requests, waiter)
