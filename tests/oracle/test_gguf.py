@@ -231,8 +231,12 @@ def test_weights_sleep_and_are_quantized_to_fewer_bits(name: str, tmp_path: Path
     quantized = generated(LLM(tmp_path / "folder", **settings), *requests)
     with LLM(tmp_path / "toy.gguf", dtype=dtype, **settings) as llm:
         # The head of Q8_0 stays as it is stored, and that of the folder is rounded to 8 bits.
-        assert (all_facts(llm.generate(*requests)) == quantized) is (name == "float32")
+        tokens = all_facts(llm.generate(*requests))
+        assert (tokens == quantized) is (name == "float32")
         assert llm.info()["quantization"]["bits_per_weight"] < 6.6
+    offload = Offload(weights=(0, 100, 0))
+    with LLM(tmp_path / "toy.gguf", dtype=dtype, placement=offload, **settings) as llm:
+        assert all_facts(llm.generate(*requests)) == tokens
 
 
 def test_damaged_scales_and_unused_tensors_are_named(tmp_path: Path) -> None:

@@ -89,6 +89,12 @@ def matrices_of(module: nn.Module) -> dict[nn.Parameter, bool]:
     }
 
 
+def holdable_of(module: nn.Module) -> dict[nn.Parameter, bool]:
+    """Return `matrices_of`, and the tables of embeddings: what may be held as it is stored."""
+    tables = (m for m in module.modules() if isinstance(m, nn.Embedding) and m.max_norm is None)
+    return {table.weight: False for table in tables} | matrices_of(module)
+
+
 def _tables(inner: Any) -> list[nn.Parameter]:
     """Return the token embedding and the head, if they are of the usual kinds; once if they are tied."""
     try:

@@ -17,7 +17,7 @@ from verbatim.heap import give_back_freed
 from verbatim.model.integers import interleave
 from verbatim.model.loader import Checkpoint, LoadedModel, Skeleton, fingerprints
 from verbatim.model.packed import hold_packed, placeholder, replace_children
-from verbatim.model.packing import PackingReport, choose_packings, matrices_of, owners
+from verbatim.model.packing import PackingReport, choose_packings, holdable_of, owners
 from verbatim.model.quantization import Quantization
 from verbatim.model.quantize import pack_and_measure
 from verbatim.model.weight_packing import WeightPacking
@@ -118,13 +118,12 @@ def load_weights(
     """
     cuts = cuts or {}
     packings = {} if quantization is None else choose_packings(module, quantization)
-    tables = (m for m in module.modules() if isinstance(m, nn.Embedding) and m.max_norm is None)
-    matrices = {table.weight: False for table in tables} | matrices_of(module)
+    holdable = holdable_of(module)
     weights: dict[nn.Parameter, _Weight] = {}
     for name, parameter in module.named_parameters():
         if parameter in lazy_weights:
             lazy, packing = lazy_weights.pop(parameter), packings.get(parameter)
-            stored = held_packing(lazy, packing, matrices.get(parameter))
+            stored = held_packing(lazy, packing, holdable.get(parameter))
             packing, lazy = stored or (packing, lazy)
             weights[parameter] = _Weight(name, parameter, lazy, packing, stored is not None)
     for _, layer, name, parameter in owners(module):

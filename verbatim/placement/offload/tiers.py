@@ -16,7 +16,7 @@ from verbatim.model.early_exit import EarlyExit
 from verbatim.model.hidden import head_of
 from verbatim.model.loader import LoadedModel
 from verbatim.model.mtp_source import Mtp, mtp_size
-from verbatim.model.packing import PackingReport, choose_packings, matrices_of
+from verbatim.model.packing import PackingReport, choose_packings, holdable_of
 from verbatim.model.spec import ModelSpec, inner_model
 from verbatim.model.whole import ModelPart
 from verbatim.placement.offload.choice import Offload
@@ -193,9 +193,9 @@ def units_of(
     assert loaded.lazy_weights is not None
     units, kind = find_units(loaded.module, loaded.lazy_weights), options.quantization
     packings = {} if kind is None else choose_packings(loaded.module, kind)
-    matrices = matrices_of(loaded.module)
+    holdable = holdable_of(loaded.module)
     for parameter, lazy in loaded.lazy_weights.items():
-        stored = held_packing(lazy, packings.get(parameter), matrices.get(parameter))
+        stored = held_packing(lazy, packings.get(parameter), holdable.get(parameter))
         if stored is not None:
             packings[parameter] = stored[0]
     units.split_experts()

@@ -126,7 +126,7 @@ def held_packing(
     Args:
         wanted: the packing that the user's quantization has for it. It is used instead if it takes fewer
             bits, or quantizes activations.
-        columns: as a layer multiplies with it (`matrices_of`); None: with another operation.
+        columns: as a layer uses it (`holdable_of`); None: with another operation.
     """
     stored = stored_packing(lazy)
     if stored is None or stored[0].columns is not columns:
