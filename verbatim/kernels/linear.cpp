@@ -56,8 +56,9 @@ template <typename T> constexpr bool IN_REGISTERS = false;
 #endif
 constexpr int64_t FEW_OF_COLUMNS = PANEL_ROWS == 6 ? 8 : PANEL_ROWS;  // of w[K, N]
 
-template <typename T> static bool in_streams(const Matrix &m, int64_t rows) {
-    if (m.transposed) return rows <= FEW_OF_COLUMNS;
+// Rows that are interleaved lie in panels, of which a tile reads one: at most FEW_ROWS make a single one.
+template <typename T> static bool in_streams(const Matrix &m, int64_t rows, bool interleaved) {
+    if (m.transposed) return rows <= (interleaved ? FEW_ROWS<T> : FEW_OF_COLUMNS);
     return rows <= FEW_ROWS<T> && (IN_REGISTERS<T> || !is_packed(m));
 }
 
@@ -82,7 +83,7 @@ template <typename T> struct Work {
     int64_t out_stride, share;  // share: columns, a thread's half
 
     int64_t width(const Matrix &m) const {
-        const bool streams = in_streams<T>(m, rows);
+        const bool streams = in_streams<T>(m, rows, interleaved);
         const int64_t bytes = std::clamp<int64_t>(m.depth * sizeof(T), 1, SEGMENT_BYTES);
         const int64_t most = streams ? WIDEST_IN_STREAMS : std::min(WIDEST, STRIP_BYTES / bytes);
         const int64_t least = m.transposed ? GROUP_COLS : LEAST_COLS;  // whole tiles of columns.h
@@ -288,7 +289,7 @@ template <typename T>
 static void run(const Work<T> &work, const Strip &strip, const Strip *after, int64_t row,
                 int64_t row_end, bool cold) {
     const char *ahead = after ? after->begin<T>() : nullptr;
-    if (in_streams<T>(*strip.matrix, work.rows))
+    if (in_streams<T>(*strip.matrix, work.rows, work.interleaved))
         return is_packed(*strip.matrix) ? few_rows_packed(work, strip, ahead)
                                         : few_rows(work, strip, ahead);
     const Matrix &m = *strip.matrix;
