@@ -89,7 +89,7 @@ class Stack(NamedTuple):
         tensor: Any = self.weight[0][self.weight[1]]
         biases = self.bias[0].get(self.bias[1])
         columns = self.packing is None and self.transposed
-        if columns and tensor.mT.is_contiguous():  # stored by rows nevertheless
+        if columns and tensor.ndim == 3 and tensor.mT.is_contiguous():  # held by rows (`lines.py`)
             tensor, columns = tensor.data.mT, False
         first = matrix_at(tensor, biases, dtype, self.cols, self.depth, self.packing)
         if self.packing is not None:

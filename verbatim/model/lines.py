@@ -30,15 +30,19 @@ _DONTNEED = 4  # of madvise on Linux
 
 
 def begin_at_lines(module: nn.Module) -> None:
-    """Copy unaligned weights and those stored by columns, unless that takes half of the available memory.
+    """Copy unaligned weights, and those stored by columns, as far as half of the available memory holds them.
 
     The file's pages are released after each copy, so the peak is one weight.
     """
-    columns = {p for p in _by_columns(module) if p.is_contiguous()}
-    large = (p for p in module.parameters() if p.nbytes >= _SMALL)
-    weights = [p for p in large if p.data_ptr() % _LINE or p in columns]
-    if sum(p.nbytes for p in weights) > available_memory() // 2:
-        return
+    room = available_memory() // 2
+    large = [p for p in module.parameters() if p.nbytes >= _SMALL]
+    columns = {p for p in _by_columns(module) if p.is_contiguous()}.intersection(large)
+    unaligned = {p for p in large if p.data_ptr() % _LINE}
+    if sum(p.nbytes for p in columns | unaligned) > room:
+        columns.clear()
+    if sum(p.nbytes for p in unaligned) > room:
+        unaligned.clear()
+    weights = [p for p in large if p in columns or p in unaligned]
     files = _mapped_files() if weights else []
     for parameter in weights:
         before = parameter.data

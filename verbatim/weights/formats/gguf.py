@@ -118,7 +118,7 @@ def _lazy(path: Path, tensor: Any, dtype: torch.dtype, stamp: Any) -> LazyWeight
             blocks = raw.unflatten(1, (-1, block_bytes))
             if split is None:
                 _halves(blocks[..., BLOCKS[encoding][1]], full_name)
-                return raw
+                return raw.flatten()
             code, heads = split(blocks, full_name)
             return laid_out(code.flatten(1), heads, one)
 
