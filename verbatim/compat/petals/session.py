@@ -30,7 +30,7 @@ class InferenceSession:
     """Rows that grow over several calls; opened by `model.inference_session`, best in a `with` block.
 
     The first call sets the number of rows. All draws have one seed, and row b's sample
-    index b. A failing call leaves the session unchanged.
+    index b. A failing call of `generate` leaves the session unchanged.
     """
 
     def __init__(self, llm: LLM, *, max_length: int, seed: int | None = None) -> None:
