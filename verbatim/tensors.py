@@ -20,7 +20,7 @@ from verbatim.errors import (
 )
 from verbatim.llm import LLM
 from verbatim.model.limits import eos_ids_of, pad_id_of
-from verbatim.options import on_cpu
+from verbatim.options import on_cpu, positive
 from verbatim.params import SamplingParams
 from verbatim.placement.actor import RowRunner, StepForward, limit_of
 from verbatim.placement.callbacks import CallbackRunner, Hooks
@@ -114,9 +114,14 @@ def open_forward(
     Raises:
         UnsupportedModel: it takes no `input_ids`, or returns no such logits.
         PromptTooLong: `max_length` above 2**20, where the model's config has no limit.
-        InvalidRequest, NotSupported: arguments that it does not take, or modules on another device.
+        InvalidRequest, NotSupported: arguments that it does not take, hooks without a batch, numbers out of
+            range, or modules on another device.
     """
     name = type(model).__name__
+    max_length = positive("max_length", max_length)
+    max_sequences = positive("max_sequences", max_sequences)
+    if hooks is not None:
+        _check_hooks(hooks, batch)
     if hasattr(model, "run_one_forward_step"):
         model = StepForward(model)
     check_runnable(model)
@@ -151,6 +156,17 @@ def open_forward(
             pad = pad_id_of([config], eos_ids_of(None, config))
         runner = CallbackRunner(model, Hooks(*hooks), ids, mask, arguments, pad, **sizes)
     return LLM._over(runner, options, name=name, max_length=(limit, source), config=config)
+
+
+def _check_hooks(hooks: Any, batch: Any) -> None:
+    if not isinstance(hooks, tuple | list) or len(hooks) != 2:
+        raise InvalidRequest(f"hooks={hooks!r}: must be a pair of prepare and update")
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise InvalidRequest("hooks need batch=(ids, mask), the rows that they are called with")
+    ids, mask = batch
+    check_padded(ids, mask, name="ids of batch")
+    if mask is None or not (mask.sum(dim=1) > 0).all() or not mask[:, -1:].all():
+        raise InvalidRequest("mask of batch: must have tokens in each row, and padding on the left")
 
 
 def generate(

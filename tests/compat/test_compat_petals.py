@@ -873,6 +873,29 @@ def test_a_session_has_ids_or_hidden_states(monkeypatch: pytest.MonkeyPatch) -> 
         session.step(hidden)
 
 
+def test_a_step_that_fails_in_a_layer_ends_its_session() -> None:
+    model = AutoDistributedModelForCausalLM.from_pretrained(make_toy("llama"))
+    hidden = torch.randn(1, 2, 64)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("a layer's")
+
+    with model.inference_session(max_length=9) as session:
+        assert not session.step(hidden).requires_grad
+        with pytest.raises(InvalidRequest, match="rows"):
+            session.step(hidden.expand(2, 2, 64))
+        with pytest.raises(InvalidRequest, match="hidden states"):
+            session.step(torch.tensor([[1]]))
+        session.step(hidden)  # is unchanged by these
+        hook = model.transformer.h[1].register_forward_hook(fail)
+        with pytest.raises(ValueError, match="a layer's"):
+            session.step(hidden)
+        hook.remove()
+        with pytest.raises(EngineClosed, match="session"):
+            session.step(hidden)
+    assert sum(1 for _ in model.transformer.h.parameters())
+
+
 def test_the_module_is_not_there_where_it_is_not_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     model = DistributedModelForCausalLM(make_toy("llama"))
     monkeypatch.setattr(RemoteGenerationMixin, "_own_module", lambda self: None)

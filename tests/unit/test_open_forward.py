@@ -90,6 +90,30 @@ def test_what_returns_no_logits_is_refused() -> None:
         verbatim.open_forward(lambda input_ids: None, max_length=9)
 
 
+def test_wrong_sizes_and_hooks_are_refused() -> None:
+    for name, value in (("max_length", 0), ("max_length", "5"), ("max_sequences", None)):
+        sizes: dict[str, Any] = {"max_length": 9, name: value}
+        with pytest.raises(InvalidRequest, match=name):
+            verbatim.open_forward(bigram, **sizes)
+    ids, mask = torch.tensor([[1, 2]]), torch.tensor([[1, 1]])
+    hooks = (None, None)
+    wrong: list[tuple[Any, Any]] = [
+        ((None,), (ids, mask)),
+        (hooks, None),
+        (hooks, ids),
+        (hooks, (ids, mask[:, :1])),
+        (hooks, (ids, torch.tensor([[1, 0]]))),
+    ]
+    for given, batch in wrong:
+        with pytest.raises(InvalidRequest, match=r"hooks|batch"):
+            verbatim.open_forward(bigram, max_length=9, hooks=given, batch=batch)
+    with (
+        verbatim.open_forward(bigram, max_length=9, hooks=hooks, batch=(ids, mask)) as llm,
+        pytest.raises(InvalidRequest, match="none of the rows"),
+    ):
+        llm.generate([[3, 4]], SamplingParams(max_tokens=2))
+
+
 def test_torchs_default_device_does_not_matter(opened: verbatim.LLM) -> None:
     ids, logits = torch.tensor([[5, 6]]), TABLE[:2]
     expected = verbatim.generate(opened, ids, max_new_tokens=4, seed=1)

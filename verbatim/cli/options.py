@@ -74,13 +74,23 @@ class Option:
 
 
 def helps(kind: type) -> dict[str, str]:
-    """Return the help of options that set the fields of a class: the text of each in its docstring."""
+    """Return the help of options that set the fields of a class: the text of each in its docstring.
+
+    Names of fields in it are written as options.
+    """
     _, _, fields = inspect.cleandoc(kind.__doc__ or "").partition("\nAttributes:\n")
     entries = re.split(r"^    (?=\w)", fields.partition("\n\n")[0], flags=re.MULTILINE)[1:]
+    names = {entry.partition(":")[0] for entry in entries}
+
+    def option(found: re.Match[str]) -> str:
+        name = found[1]
+        return "--" + name.replace("_", "-") if name in names else found[0]
+
     texts = defaultdict[str, str](str)  # empty under `python -OO`
     for entry in entries:
         name, _, text = " ".join(entry.split()).partition(": ")
         text = text.replace("; None: ", ". Default: ").replace("None: ", "Default: ")
+        text = re.sub(r"`(\w+)`", option, text)
         texts[name] = text[:1].upper() + text[1:]
     return texts
 

@@ -404,6 +404,7 @@ class EngineHandle:
 
         Raises:
             NotSupported: the module is not whole in this process.
+            VerbatimError: called inside a step of this engine, or its weights are asleep.
         """
         module = self._whole_module(method)
         call = module if method == "forward" else getattr(module, method)
@@ -422,13 +423,16 @@ class EngineHandle:
 
         Raises:
             NotSupported, UnsupportedModel: the module is not whole in this process, or has other layers.
+            VerbatimError: called inside a step of this engine, or its weights are asleep.
         """
         module = self._whole_module("hidden states")
         hidden, cache = run_alone(module, run_layers, module, hidden, cache)
         return hidden, cache
 
     def _whole_module(self, what: str) -> Any:
+        self._refuse_inside()
         if self.module is None:
+            self.check_awake()
             raise NotSupported(f"{what}: the model is not whole and unquantized in this process")
         return self.module
 

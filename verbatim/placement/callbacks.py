@@ -190,8 +190,13 @@ class CallbackRunner(ExternalRunner):
         left = list(range(len(self._seen)))
         for piece in pieces:
             seen = (piece.ids.tolist(), piece.ids[:-1].tolist())
-            rows.append(next(row for row in left if self._seen[row].tolist() in seen))
-            left.remove(rows[-1])
+            row = next((row for row in left if self._seen[row].tolist() in seen), None)
+            if row is None:
+                raise InvalidRequest(
+                    "the prompt is none of the rows that the hooks were opened for"
+                )
+            rows.append(row)
+            left.remove(row)
         return rows
 
     def _step(self) -> Tensor:

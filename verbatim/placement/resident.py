@@ -86,7 +86,8 @@ class Resident:
     @property
     def whole_module(self) -> nn.Module | None:
         """The module, if all its parameters are here as the checkpoint has them."""
-        return None if self.packed is not None or self.cuts else self.module
+        asleep = self.checkpoint is not None and self.checkpoint.dropped
+        return None if asleep or self.packed is not None or self.cuts else self.module
 
     def refresh(self) -> None:
         """Inspect a live module again if it was edited; raise ModelChanged if its layout changed."""

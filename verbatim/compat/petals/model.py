@@ -74,6 +74,9 @@ class _Layers(Sequence[nn.Module]):
     def __len__(self) -> int:
         return len(self._layers)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layers, name)
+
 
 class _Body:
     """A transformers model without its head; some parts have Petals' names as well (`_PARTS`)."""

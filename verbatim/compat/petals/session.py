@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from verbatim.compat.batches import PaddedRows, draw_seed, integer
@@ -29,7 +30,7 @@ class InferenceSession:
     """Rows that grow over several calls; opened by `model.inference_session`, best in a `with` block.
 
     The first call sets the number of rows. All draws have one seed, and row b's sample
-    index b. A failing call leaves the session unchanged.
+    index b. A failing call of `generate` leaves the session unchanged.
     """
 
     def __init__(self, llm: LLM, *, max_length: int, seed: int | None = None) -> None:
@@ -47,9 +48,9 @@ class InferenceSession:
         self._columns: PaddedRows | None = None
         self._caches: list[SessionCache] = []
         self._call: GenerateCall | None = None
-        # Of a session that passes hidden states: transformers' cache, and its columns.
+        # Of a session that passes hidden states: transformers' cache, its columns and its rows.
         self._hidden: Any = None
-        self._num_hidden = 0
+        self._num_hidden = self._hidden_rows = 0
         self._closed = False
         self._busy = threading.Lock()
         self._end = weakref.finalize(
@@ -107,11 +108,13 @@ class InferenceSession:
     def step(self, inputs: Tensor, prompts: None = None, hypo_ids: None = None) -> Tensor:
         """Run hidden states `[B, T, H]` through all layers, after those of the steps before.
 
-        By transformers' own code, for a session in which nothing is generated. T may be 0.
+        By transformers' own code and without gradients, for a session in which nothing is generated. T may
+        be 0. An error in a layer closes the session, as some layers have the new columns by then.
 
         Raises:
             NotSupported: the whole unquantized module is not in this process; `prompts` or `hypo_ids`.
-            PromptTooLong: more columns than `max_length`. InvalidRequest: the session has ids.
+            PromptTooLong: more columns than `max_length`.
+            InvalidRequest: other shapes than before, or no hidden states; the session has ids.
         """
         for name, value in (("prompts", prompts), ("hypo_ids", hypo_ids)):
             if value is not None:
@@ -121,6 +124,7 @@ class InferenceSession:
                 raise InvalidRequest(
                     "InferenceSession.step: this session has ids; open another one"
                 )
+            self._check_hidden(inputs)
             width = self._num_hidden + inputs.shape[1]
             if width > self._max_length:
                 raise PromptTooLong(
@@ -128,9 +132,25 @@ class InferenceSession:
                 )
             if not inputs.shape[1]:
                 return inputs
-            outputs, self._hidden = self._llm.engine.run_layers(inputs, self._hidden)
-            self._num_hidden = width
+            try:
+                with torch.no_grad():
+                    outputs, cache = self._llm.engine.run_layers(inputs, self._hidden)
+            except BaseException:
+                if self._hidden is not None:
+                    self.close()
+                raise
+            self._hidden, self._num_hidden, self._hidden_rows = cache, width, len(inputs)
         return outputs
+
+    def _check_hidden(self, inputs: Any) -> None:
+        good = isinstance(inputs, Tensor) and inputs.dim() == 3 and inputs.is_floating_point()
+        if not good:
+            shown = list(inputs.shape) if isinstance(inputs, Tensor) else type(inputs).__name__
+            raise InvalidRequest(f"inputs={shown}: must be hidden states [B, T, H]")
+        if self._num_hidden and len(inputs) != self._hidden_rows:
+            raise InvalidRequest(
+                f"inputs has {len(inputs)} rows, and the session {self._hidden_rows}"
+            )
 
     def close(self, *_: object) -> None:
         """Free the K and V; a running call fails."""
@@ -139,6 +159,7 @@ class InferenceSession:
         for request in [] if call is None else call.requests:
             self._llm.engine.abort(request)
         self._end()
+        self._hidden = None
         if not self._llm.engine.closed:
             self._llm.engine.release_sessions()
 
