@@ -122,7 +122,15 @@ def test_the_bits_are_the_same_whichever_way_the_weight_lies(
     backend: str, dtype: torch.dtype
 ) -> None:
     # Rows of 1024 numbers lie 4096 or 2048 bytes apart, which changes how they are read.
-    for num_out, depth in ((1, 1), (5, 33), (70, 100), (33, 1024), (200, 70), (130, 4300), (9, 2048)):
+    for num_out, depth in (
+        (1, 1),
+        (5, 33),
+        (70, 100),
+        (33, 1024),
+        (200, 70),
+        (130, 4300),
+        (9, 2048),
+    ):
         weight, bias = rand(num_out, depth, dtype=dtype), rand(num_out, dtype=dtype)
         stored = weight.t().contiguous()
         for count in (1, 2, 5, 7, 8, 9, 20, 270):

@@ -42,8 +42,9 @@ def open_files(
     dcp = None if model is None else find_dcp(model)
     if config is not None and dcp is None:
         raise InvalidRequest(
-            f"config={config!r:.60}: only for a torch.distributed.checkpoint, and {model} holds no "
-            "checkpoint of that kind: neither .metadata nor pp0, nor a link latest. Leave it at None"
+            f"config={config!r:.60}: only for a torch.distributed.checkpoint, and "
+            f"{'the storyteller' if model is None else model} holds none: neither .metadata nor pp0, nor a "
+            "link latest. Leave it at None"
         )
     if dcp is not None:
         return load_dcp(
