@@ -91,8 +91,9 @@ def matrices_of(module: nn.Module) -> dict[nn.Parameter, bool]:
 
 def holdable_of(module: nn.Module) -> dict[nn.Parameter, bool]:
     """Return `matrices_of`, and the tables of embeddings: what may be held as it is stored."""
-    tables = (m for m in module.modules() if isinstance(m, nn.Embedding) and m.max_norm is None)
-    return {table.weight: False for table in tables} | matrices_of(module)
+    embeddings = (m for m in module.modules() if isinstance(m, nn.Embedding))
+    tables: list[Any] = [layer.weight for layer in embeddings if layer.max_norm is None]
+    return dict.fromkeys(tables, False) | matrices_of(module)
 
 
 def _tables(inner: Any) -> list[nn.Parameter]:
