@@ -43,8 +43,8 @@ def open_files(
     if config is not None and dcp is None:
         raise InvalidRequest(
             f"config={config!r:.60}: only for a torch.distributed.checkpoint, and "
-            f"{'the storyteller' if model is None else model} holds none: neither .metadata nor pp0, nor a "
-            "link latest. Leave it at None"
+            f"{'the storyteller' if model is None else model} holds no checkpoint of that kind: neither "
+            ".metadata nor pp0, nor a link latest. Leave it at None"
         )
     if dcp is not None:
         return load_dcp(
