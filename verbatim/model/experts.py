@@ -311,7 +311,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 def stacked_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the stacked matrices of an experts module run by `flat_experts`; none of other modules."""
-    if not is_stacked(module):
+    if not runs_flat(module):
         return []
     try:
         stacks = ExpertsParts(module)

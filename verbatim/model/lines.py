@@ -20,8 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from verbatim.model.experts import ExpertsParts, runs_flat
-from verbatim.model.structs import NotFusable
+from verbatim.model.experts import is_transposed, stacked_parameters
 from verbatim.options import available_memory
 
 _LINE = 64  # bytes
@@ -58,16 +57,8 @@ def _by_columns(module: nn.Module) -> Iterator[nn.Parameter]:
     for layer in module.modules():
         if type(layer) is Conv1D:
             yield layer.weight
-        elif runs_flat(layer):
-            try:
-                parts = ExpertsParts(layer)
-            except NotFusable:
-                continue
-            stacks = [stack for stack in (*parts.inputs, parts.down) if stack.transposed]
-            found = (stack.weight[0][stack.weight[1]] for stack in stacks)
-            yield from (
-                p for p in found if p.ndim == 3
-            )  # DBRX has those of all experts in one matrix
+        elif is_transposed(layer):
+            yield from stacked_parameters(layer)
 
 
 def _mapped_files() -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from verbatim.errors import NotSupported
-from verbatim.model.experts import is_transposed, stacked_parameters
+from verbatim.model.experts import is_stacked, is_transposed, stacked_parameters
 from verbatim.model.hidden import head_of
 from verbatim.model.quantization import Quantization
 from verbatim.model.spec import inner_model
@@ -46,7 +46,7 @@ def choose_packings(
         {  # whose products are ours alone: a class of its own may do anything with its weight
             m.weight for m in module.modules() if type(m) is nn.Linear
         }
-        | {p for m in module.modules() for p in stacked_parameters(m)}
+        | {p for m in module.modules() if is_stacked(m) for p in stacked_parameters(m)}
     )
 
     def add(parameter: Any, kind: Quantization, columns: bool) -> None:
