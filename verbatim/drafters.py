@@ -72,10 +72,7 @@ def _open_draft_model(
     """
     try:
         small = open_weights(
-            lambda skeleton: open_model(
-                draft.model, None, draft.dtype, None, False, skeleton=skeleton
-            ),
-            None,
+            lambda tokenizer: open_model(draft.model, tokenizer, draft.dtype, None, False), None
         )
     except ModelError as error:
         if isinstance(draft.model, str):  # it may be a misspelt proposer name

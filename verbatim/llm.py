@@ -18,7 +18,7 @@ from verbatim.engine.admission import Prompt
 from verbatim.engine.handle import EngineHandle, check_not_forked
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
 from verbatim.model.limits import eos_ids_of, pad_id_of
-from verbatim.model.loader import LoadedModel, ModelSource, Skeleton
+from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.quantization import Quantization
 from verbatim.model.unused import check_unused_weights
 from verbatim.opening import open_engine, open_runner
@@ -37,7 +37,6 @@ from verbatim.spelling import suggests_names
 from verbatim.text.chat import render_chat
 from verbatim.weights.adapter import read_adapter
 from verbatim.weights.load import open_weights
-from verbatim.weights.skeleton import open_skeleton
 from verbatim.weights.update import Weights, named_weights
 
 
@@ -194,23 +193,23 @@ class LLM:
             raise InvalidRequest(f"adapters={adapters!r:.80}: must be a dict of folders by name")
         matrices = {_adapter_name(n): read_adapter(f) for n, f in (adapters or {}).items()}
 
-        def open_(skeleton: Skeleton | None) -> LoadedModel:
+        def open_(own_tokenizer: Any) -> LoadedModel:
             return open_model(
                 model,
-                tokenizer,
+                own_tokenizer,
                 dtype,
                 revision,
                 trust_remote_code,
                 config,
-                skeleton=skeleton,
+                in_memory=placement is None,
                 unused_weights=unused_weights,
             )
 
         if placement is not None:
-            loaded = open_(open_skeleton)
+            loaded = open_(tokenizer)
             loaded.quantization = quantized
         else:
-            loaded = open_weights(open_, quantized)
+            loaded = open_weights(open_, quantized, tokenizer)
         handle = open_engine(
             loaded,
             options,

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.model.loader import DTYPES, LoadedModel, Skeleton
+from verbatim.model.loader import DTYPES, LoadedModel
 from verbatim.model.spec import inner_model
 from verbatim.options import dtype_name
 from verbatim.placement.kv_caches import speaks_kv_caches
 from verbatim.placement.wrapped import check_runnable, unwrap
 from verbatim.text.tokenizer import Tokenizer
-from verbatim.weights.reopen import open_files
+from verbatim.weights.opening import open_files
 
 
 def open_model(
@@ -26,12 +26,15 @@ def open_model(
     trust_remote_code: bool,
     config: Any = None,
     *,
-    skeleton: Skeleton | None = None,
+    in_memory: bool = True,
     unused_weights: str = "error",
 ) -> LoadedModel:
     """Load the module and tokenizer given by `LLM`'s arguments.
 
-    The weights are left in their files with `skeleton`; those of a DCP checkpoint and quantized ones always.
+    The weights of files are left there.
+
+    Args:
+        in_memory: they will be in this process's memory; a live module is accepted.
     """
     if isinstance(tokenizer, str | os.PathLike):
         tokenizer = Tokenizer.open(
@@ -45,7 +48,7 @@ def open_model(
             revision=revision,
             trust_remote_code=trust_remote_code,
             config=config,
-            skeleton=skeleton,
+            in_memory=in_memory,
             unused_weights=unused_weights,
         )
     if config is not None:
@@ -57,7 +60,7 @@ def open_model(
         raise InvalidRequest(
             f"model={model!r}: must be None, a folder, a hub id or a transformers module"
         )
-    if skeleton is not None:
+    if not in_memory:
         raise NotSupported(
             "placement: a live module is in memory; all placements but None take a folder with safetensors, "
             "such as save_pretrained writes, a torch.distributed.checkpoint or a GGUF file"

@@ -621,7 +621,10 @@ def test_the_files_are_those_that_transformers_takes(tmp_path: Path) -> None:
         json.dumps(config | {"transformers_weights": "other.safetensors"})
     )
     with pytest.raises(NotSupported, match=r"other\.safetensors"):
-        offloaded(tmp_path)
+        offloaded(tmp_path, unused_weights="ignore")
+    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
+    with offloaded(tmp_path, unused_weights="ignore") as llm:
+        assert [facts(result) for result in llm.generate(*mixed_requests(3))] == expected
 
 
 def test_whoever_forgets_to_close_leaves_nothing_behind(

@@ -35,7 +35,7 @@ from verbatim.placement.distributed.split import Split
 from verbatim.placement.distributed.wire import encode
 from verbatim.source import open_model
 from verbatim.weights.lazy import Held
-from verbatim.weights.skeleton import open_skeleton
+from verbatim.weights.load import open_weights
 
 SOME = ("llama", "gpt2", "bloom", "qwen3_moe", "gemma2")
 LENGTHS = (23, 5, 31)
@@ -55,8 +55,8 @@ pytestmark = [
 
 def open_both(folder: Path, dtype: str = "float32") -> tuple[Any, LoadedModel]:
     """The whole module, and a skeleton."""
-    whole = open_model(folder, None, dtype, None, False)
-    return whole.module, open_model(folder, None, dtype, None, False, skeleton=open_skeleton)
+    whole = open_weights(lambda _: open_model(folder, None, dtype, None, False), None)
+    return whole.module, open_model(folder, None, dtype, None, False, in_memory=False)
 
 
 def held(module: Any) -> LoadedModel:

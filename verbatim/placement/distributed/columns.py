@@ -33,10 +33,10 @@ from verbatim.placement.distributed.heads import own_layers
 from verbatim.placement.distributed.wire import dtype_named
 from verbatim.placement.options import EngineOptions
 from verbatim.weights.files import read_whole
+from verbatim.weights.lazy import Cut as Range
 from verbatim.weights.lazy import materialize
 from verbatim.weights.load import Place, checkpoint_of, load_weights
-from verbatim.weights.reopen import reopen
-from verbatim.weights.update import Cut as Range
+from verbatim.weights.opening import reopen
 
 
 @dataclass(slots=True)
