@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from verbatim.engine.admission import Prompt
 from verbatim.engine.handle import EngineHandle, check_not_forked
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
 from verbatim.model.limits import eos_ids_of, pad_id_of
-from verbatim.model.loader import LoadedModel, ModelSource
+from verbatim.model.loader import ModelSource
 from verbatim.model.quantization import Quantization
 from verbatim.model.unused import check_unused_weights
 from verbatim.opening import open_engine, open_runner
@@ -193,32 +194,19 @@ class LLM:
             raise InvalidRequest(f"adapters={adapters!r:.80}: must be a dict of folders by name")
         matrices = {_adapter_name(n): read_adapter(f) for n, f in (adapters or {}).items()}
 
-        def open_(own_tokenizer: Any) -> LoadedModel:
-            return open_model(
-                model,
-                own_tokenizer,
-                dtype,
-                revision,
-                trust_remote_code,
-                config,
-                in_memory=placement is None,
-                unused_weights=unused_weights,
-            )
-
+        source = ModelSource(model, dtype, revision, trust_remote_code, config, unused_weights)
         if placement is not None:
-            loaded = open_(tokenizer)
+            loaded = open_model(source, tokenizer, in_memory=False)
             loaded.quantization = quantized
         else:
-            loaded = open_weights(open_, quantized, tokenizer)
+            loaded = open_weights(partial(open_model, source), quantized, tokenizer)
         handle = open_engine(
             loaded,
             options,
             drafts,
             weak=_weak,
             placement=placement,
-            source=None
-            if isinstance(model, nn.Module)
-            else ModelSource.of(model, dtype, revision, trust_remote_code, loaded, unused_weights),
+            source=None if isinstance(model, nn.Module) else source.plain(loaded),
             max_unread=max_unread,
         )
         self._start(handle)

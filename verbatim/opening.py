@@ -303,7 +303,8 @@ def plan_offload(
     Raises:
         ModelError, NotSupported: the model can't be opened like this; see also `forecast`.
     """
-    loaded = open_model(model, False, dtype, revision, trust_remote_code, config, in_memory=False)
+    source = ModelSource(model, dtype, revision, trust_remote_code, config)
+    loaded = open_model(source, False, in_memory=False)
     units, _ = units_of(loaded, offload, options)
     limit, _ = resolve_length(options, *max_length_of(inner_model(loaded.module).config))
     return forecast(loaded, units, offload, options, limit)

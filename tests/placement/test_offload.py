@@ -588,15 +588,15 @@ def test_a_checkpoint_that_changes_is_found_out(
             llm.generate([[5, 6]], GREEDY)
         llm.close()
         return
-    plain = skeleton.tensors_of
+    plain = skeleton.stored_in
 
-    def tensors_of(folder: Path, config: Any = None) -> Any:
-        found = plain(folder, config)
+    def stored_in(file: Path) -> Any:
+        found = plain(file)
         (tmp_path / "new").write_bytes(data)
         (tmp_path / "new").replace(path)
         return found
 
-    monkeypatch.setattr(skeleton, "tensors_of", tensors_of)
+    monkeypatch.setattr(skeleton, "stored_in", stored_in)
     with pytest.raises(TierFailed, match="changed since the model was opened"):
         offloaded(tmp_path)
 

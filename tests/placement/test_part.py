@@ -27,7 +27,7 @@ from verbatim.errors import (
 )
 from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder, Output
-from verbatim.model.loader import LoadedModel
+from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.routing import Records, open_records
 from verbatim.params import CHOICES
 from verbatim.placement.distributed.part import Part
@@ -55,8 +55,9 @@ pytestmark = [
 
 def open_both(folder: Path, dtype: str = "float32") -> tuple[Any, LoadedModel]:
     """The whole module, and a skeleton."""
-    whole = open_weights(lambda _: open_model(folder, None, dtype, None, False), None)
-    return whole.module, open_model(folder, None, dtype, None, False, in_memory=False)
+    source = ModelSource(folder, dtype)
+    whole = open_weights(lambda _: open_model(source), None)
+    return whole.module, open_model(source, in_memory=False)
 
 
 def held(module: Any) -> LoadedModel:

@@ -8,7 +8,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,43 +70,40 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """The arguments of `LLM` for a model, to open it in another process.
+    """What a model is opened from: the arguments of `LLM`.
 
     Attributes:
-        model: an absolute path, a hub id, or None for the small model inside the package.
-        config: the config of a DCP folder, as plain data; None for other models.
+        model: a path, a hub id, or None for the small model inside the package; or a live module.
+        dtype: "auto" takes the checkpoint's (float16 becomes bfloat16, which CPUs support).
+        revision: a branch, tag or commit of a hub id.
+        trust_remote_code: run the checkpoint's Python code.
+        config: of a DCP folder, as `LLM` takes it, or as plain data; None for other models.
+        unused_weights: "error" or "ignore".
         quantization: the fields of a `Quantization`, as plain data.
     """
 
-    model: str | None
-    dtype: str
-    revision: str | None
-    trust_remote_code: bool
-    config: Mapping[str, Any] | None = None
-    quantization: Mapping[str, Any] | None = None
+    model: Any
+    dtype: str | torch.dtype = "auto"
+    revision: str | None = None
+    trust_remote_code: bool = False
+    config: Any = None
     unused_weights: str = "error"
+    quantization: Mapping[str, Any] | None = None
 
-    @classmethod
-    def of(
-        cls,
-        model: Any,
-        dtype: str | torch.dtype,
-        revision: str | None,
-        trust_remote_code: bool,
-        loaded: LoadedModel,
-        unused_weights: str = "error",
-    ) -> ModelSource:
-        """Return the source of `LLM`'s arguments, after they were opened as `loaded`."""
-        if loaded.config is not None:
-            model = loaded.folder  # `latest` may change later
+    def plain(self, loaded: LoadedModel) -> ModelSource:
+        """Return the source of a model that was opened as `loaded`, for another process."""
+        # `latest` may change later.
+        model = self.model if loaded.config is None else loaded.folder
         if model is not None:
             named = os.path.expanduser(os.fspath(model))
             is_local = os.path.isdir(named) or named.endswith(".gguf")
             model = os.path.abspath(named) if is_local else os.fspath(model)
-        name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
-        quantized = None if loaded.quantization is None else asdict(loaded.quantization)
-        return cls(
-            model, name, revision, trust_remote_code, loaded.config, quantized, unused_weights
+        return replace(
+            self,
+            model=model,
+            dtype=str(self.dtype).removeprefix("torch."),
+            config=loaded.config,
+            quantization=None if loaded.quantization is None else asdict(loaded.quantization),
         )
 
 
@@ -117,19 +114,16 @@ class Checkpoint:
     and its parameters stay valid; only their memory is freed and allocated again.
     """
 
-    def __init__(
-        self, folders: Sequence[Path], module: nn.Module, read: Callable[[], nn.Module]
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, read: Callable[[], nn.Module]) -> None:
         """Args:
-        folders: those of the files that determine the weights.
-        module: just read from them.
-        read: reads the module again.
+        loaded: a model whose weights were just read.
+        read: reads its module again.
         """
-        self.folders = folders
+        self.folders = loaded.folders
         self.dropped = False
         self._read = read
-        self._files = file_times(folders)
-        self._state = _state(module)
+        self._files = file_times(loaded.folders)
+        self._state = _state(loaded.module)
 
     def drop(self, module: nn.Module) -> None:
         """Free the memory of the parameters, which are NaN until `restore`.

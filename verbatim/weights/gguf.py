@@ -13,10 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from verbatim.errors import ModelError, NotSupported, first_line
-from verbatim.model.loader import LoadedModel, read_config, resolve_dtype
+from verbatim.model.loader import LoadedModel, ModelSource, read_config, resolve_dtype
 from verbatim.model.unused import refuse_unused
 from verbatim.untrusted import reason, refuse_lfs_pointer
 from verbatim.weights.skeleton import open_skeleton
@@ -46,18 +44,14 @@ def find_gguf(model: str | os.PathLike[str]) -> Path | None:
 
 
 def load_gguf(
-    path: Path,
-    *,
-    dtype: str | torch.dtype,
-    with_tokenizer: bool,
-    in_memory: bool,
-    unused_weights: str,
+    path: Path, source: ModelSource, *, with_tokenizer: bool, in_memory: bool
 ) -> LoadedModel:
     """Open the model of a GGUF file, and its tokenizer, if any.
 
+    With `dtype="auto"` it is bfloat16, or float32 if every tensor of the file is.
+
     Args:
-        dtype: "auto" is bfloat16, or float32 if every tensor of the file is.
-        in_memory, unused_weights: as of `open_files`.
+        in_memory: as of `open_files`.
 
     Raises:
         NotSupported: missing packages, a file of several parts, or an architecture that is only decoded in
@@ -76,16 +70,16 @@ def load_gguf(
         )
     refuse_lfs_pointer(path)
     all_float32, has_tokenizer, rope = _inspect(path)
+    dtype = source.dtype
     if dtype == "auto":
         dtype = "float32" if all_float32 else "bfloat16"
     where = {"trust_remote_code": False, "local_files_only": True, "gguf_file": path.name}
-    source = str(path.parent)
-    config = read_config(source, where)
+    config = read_config(str(path.parent), where)
     _scale_rope(path, config, rope)
     resolved = resolve_dtype(dtype, config)
     tokenizer = _tokenizer(path) if with_tokenizer and has_tokenizer else None
     module, lazy_weights, unused = open_skeleton(path, config, resolved, False, in_memory=in_memory)
-    if unused_weights == "error":
+    if source.unused_weights == "error":
         refuse_unused(path, module, config, unused)
     generation_config: Any = module.generation_config
     return LoadedModel(

@@ -59,15 +59,8 @@ def open_weights(
     loaded.packed = load_weights(module, lazy_weights, quantization, read=read, cache=cache)
     if fits and quantization is None:
         _store_by_rows(module)
-    loaded.checkpoint = checkpoint_of(
-        loaded, lambda: open_weights(open_, quantization, False).module
-    )
+    loaded.checkpoint = Checkpoint(loaded, lambda: open_weights(open_, quantization, False).module)
     return loaded
-
-
-def checkpoint_of(loaded: LoadedModel, read: Callable[[], nn.Module]) -> Checkpoint:
-    """Return the checkpoint of weights that were just read; `read` reads them again, into another module."""
-    return Checkpoint(loaded.folders, loaded.module, read)
 
 
 def _store_by_rows(module: nn.Module) -> None:

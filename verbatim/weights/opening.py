@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from verbatim import storyteller
 from verbatim.errors import InvalidRequest, ModelError, NotSupported, first_line
 from verbatim.model.dcp.checkpoint import find_dcp
@@ -16,125 +14,90 @@ from verbatim.model.loader import HUB_ID, LoadedModel, ModelSource, read_config,
 from verbatim.model.quantization import Quantization
 from verbatim.model.unused import refuse_unused
 from verbatim.untrusted import read_json, refuse_lfs_pointer, shards_of
-from verbatim.weights.dcp import config_from_dict, load_dcp
+from verbatim.weights.dcp import load_dcp
 from verbatim.weights.gguf import find_gguf, load_gguf
-from verbatim.weights.skeleton import INDEX, open_skeleton, weight_files
+from verbatim.weights.skeleton import INDEX, open_skeleton, weight_files, weights_name
 
 _ADAPTER = "adapter_config.json"
 
 
 def open_files(
-    model: str | os.PathLike[str] | None,
-    *,
-    tokenizer: Any = None,
-    dtype: str | torch.dtype = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    config: Any = None,
-    in_memory: bool = False,
-    unused_weights: str = "error",
+    source: ModelSource, tokenizer: Any = None, *, in_memory: bool = False
 ) -> LoadedModel:
     """Open a DCP folder, a GGUF file, a folder in Hugging Face's format or a hub id; None: the storyteller.
 
     Args:
         tokenizer: a transformers tokenizer; None: the model's own; False: none.
         in_memory: the weights will be in this process's memory, so formats that are read whole are accepted.
-        dtype, revision, trust_remote_code, config, unused_weights: as in `LLM`.
 
     Raises:
         ModelError, UnsupportedModel, NotSupported: it can't be opened.
         InvalidRequest: a config for another format than DCP.
     """
-    dcp = None if model is None else find_dcp(model)
-    if config is not None and dcp is None:
+    model, is_default = source.model, source.model is None
+    dcp = None if is_default else find_dcp(model)
+    if source.config is not None and dcp is None:
         raise InvalidRequest(
-            f"config={config!r:.60}: only for a torch.distributed.checkpoint, and "
-            f"{'the storyteller' if model is None else model} holds no checkpoint of that kind: neither "
+            f"config={source.config!r:.60}: only for a torch.distributed.checkpoint, and "
+            f"{'the storyteller' if is_default else model} holds no checkpoint of that kind: neither "
             ".metadata nor pp0, nor a link latest. Leave it at None"
         )
     if dcp is not None:
-        return load_dcp(
-            dcp,
-            config,
-            tokenizer=tokenizer,
-            dtype=dtype,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            with_config=not in_memory,
-            unused_weights=unused_weights,
-        )
-    gguf = None if model is None else find_gguf(model)
-    own: dict[str, Any] = {
-        "dtype": dtype,
-        "with_tokenizer": tokenizer is None,
-        "in_memory": in_memory,
-        "unused_weights": unused_weights,
-    }
+        return load_dcp(dcp, source, tokenizer, with_config=not in_memory)
+    gguf = None if is_default else find_gguf(model)
+    own: dict[str, Any] = {"with_tokenizer": tokenizer is None, "in_memory": in_memory}
     if gguf is not None:
-        loaded = load_gguf(gguf, **own)
+        loaded = load_gguf(gguf, source, **own)
     else:
-        source = os.fspath(storyteller.path() if model is None else model)
-        loaded = _load(source, revision, trust_remote_code, **own)
-    loaded.name = "storyteller" if model is None else loaded.name
+        loaded = _load(replace(source, model=storyteller.path()) if is_default else source, **own)
+    loaded.name = "storyteller" if is_default else loaded.name
     loaded.tokenizer = loaded.tokenizer if tokenizer is None else tokenizer or None
     return loaded
 
 
 def _load(
-    source: str,
-    revision: str | None,
-    trust_remote_code: bool,
-    *,
-    dtype: str | torch.dtype,
-    with_tokenizer: bool,
-    in_memory: bool,
-    unused_weights: str,
-    adapter: Path | None = None,
+    source: ModelSource, *, with_tokenizer: bool, in_memory: bool, adapter: Path | None = None
 ) -> LoadedModel:
     """Open a folder in Hugging Face's format or a hub id, with the weights of an adapter."""
-    where: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    folder = Path(os.path.expanduser(source)) if os.path.isdir(os.path.expanduser(source)) else None
-    if folder is not None:
-        source, where["local_files_only"] = os.path.expanduser(source), True
+    named = os.fspath(source.model)
+    where: dict[str, Any] = {"trust_remote_code": source.trust_remote_code}
+    folder = None
+    if os.path.isdir(os.path.expanduser(named)):
+        named, where["local_files_only"] = os.path.expanduser(named), True
+        folder = Path(named).resolve()
         if (folder / _ADAPTER).is_file() and not (folder / "config.json").is_file():
             base, revision = _base_of(folder)
             loaded = _load(
-                base,
-                revision,
-                trust_remote_code,
-                dtype=dtype,
+                replace(source, model=base, revision=revision),
                 with_tokenizer=with_tokenizer,
                 in_memory=in_memory,
-                unused_weights=unused_weights,
-                adapter=folder.resolve(),
+                adapter=folder,
             )
-            own = _tokenizer(source, where) if with_tokenizer else None
+            own = _tokenizer(named, where) if with_tokenizer else None
             tokenizer = loaded.tokenizer if own is None else own
-            return replace(loaded, name=source, adapter=folder.resolve(), tokenizer=tokenizer)
-        _check_folder(folder)
-    elif not HUB_ID.match(source) or os.path.exists(source):
-        raise ModelError(f"no model at {source!r}: neither a folder nor a hub id such as org/name")
+            return replace(loaded, name=named, adapter=folder, tokenizer=tokenizer)
+        _check_folder(Path(named))
+    elif not HUB_ID.match(named) or os.path.exists(named):
+        raise ModelError(f"no model at {named!r}: neither a folder nor a hub id such as org/name")
     else:
-        where["revision"] = revision
-    config = read_config(source, where)
-    resolved = resolve_dtype(dtype, config)
-    tokenizer = _tokenizer(source, where) if with_tokenizer else None
+        where["revision"] = source.revision
+    config = read_config(named, where)
+    resolved = resolve_dtype(source.dtype, config)
+    tokenizer = _tokenizer(named, where) if with_tokenizer else None
     if folder is None:
-        named = getattr(config, "transformers_weights", None)
-        folder = _fetched(source, revision, in_memory, named)
-    folder = folder.resolve()
+        folder = _fetched(named, source.revision, in_memory, weights_name(config)).resolve()
     module, lazy_weights, unused = open_skeleton(
-        folder, config, resolved, trust_remote_code, adapter, in_memory=in_memory
+        folder, config, resolved, source.trust_remote_code, adapter, in_memory=in_memory
     )
-    if unused_weights == "error":
-        refuse_unused(source, module, config, unused)
+    if source.unused_weights == "error":
+        refuse_unused(named, module, config, unused)
     generation: Any = _generation_config(folder, config)
     module.generation_config = generation
     return LoadedModel(
         module,
         tokenizer,
         generation,
-        source,
+        named,
         lazy_weights=lazy_weights,
         folder=folder,
         wrapper=config,
@@ -239,15 +202,7 @@ def reopen(source: ModelSource) -> LoadedModel:
     Raises:
         ModelError, NotSupported: it can't be opened here.
     """
-    loaded = open_files(
-        source.model,
-        tokenizer=False,
-        dtype=source.dtype,
-        revision=source.revision,
-        trust_remote_code=source.trust_remote_code,
-        config=None if source.config is None else config_from_dict(source.config),
-        unused_weights=source.unused_weights,
-    )
+    loaded = open_files(source, False)
     if source.quantization is not None:
         loaded.quantization = Quantization(**source.quantization)
     return loaded

@@ -216,7 +216,7 @@ def _tensors_of(folder: Path, config: Any, is_quantized: bool, in_memory: bool) 
         ModelError: a file is damaged, cut short or missing.
         NotSupported: the weights are not in safetensors files.
     """
-    named = getattr(config, "transformers_weights", None)
+    named = weights_name(config)
     files, is_pickle = weight_files(folder, named)
     if not files or (is_pickle and (is_quantized or not in_memory)):
         reader = "a quantized checkpoint is read from" if is_quantized else "this placement reads"
@@ -228,6 +228,11 @@ def _tensors_of(folder: Path, config: Any, is_quantized: bool, in_memory: bool) 
     for path in files:
         found.update(_unpickled(path) if is_pickle else stored_in(path))
     return found
+
+
+def weights_name(config: Any) -> str | None:
+    """Return the name of the file of weights that a config has instead of the usual ones."""
+    return getattr(config, "transformers_weights", None)
 
 
 def weight_files(folder: Path, named: str | None = None) -> tuple[list[Path], bool]:

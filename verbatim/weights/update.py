@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from verbatim.errors import InvalidRequest, ModelError, NotSupported
 from verbatim.model.integers import pack_as_held
+from verbatim.model.loader import ModelSource
 from verbatim.model.packed import packed_buffers
 from verbatim.model.patching import exclusive
 from verbatim.model.shard import Columns
@@ -72,7 +73,7 @@ def named_weights(weights: Weights) -> dict[str, Tensor]:
 def _read(path: Path) -> dict[str, Tensor]:
     if (path / "config.json").is_file():
         # transformers may rename a checkpoint's tensors, or merge several of them.
-        loaded = open_weights(lambda _: open_files(path, tokenizer=False, in_memory=True), None)
+        loaded = open_weights(lambda _: open_files(ModelSource(path), False, in_memory=True), None)
         if loaded.packed is not None:
             raise NotSupported(f"{path}: a quantized checkpoint; only LLM(model=...) opens it")
         return dict(loaded.module.state_dict())

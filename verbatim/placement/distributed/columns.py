@@ -35,7 +35,7 @@ from verbatim.placement.options import EngineOptions
 from verbatim.weights.files import read_whole
 from verbatim.weights.lazy import Cut as Range
 from verbatim.weights.lazy import materialize
-from verbatim.weights.load import Place, checkpoint_of, load_weights
+from verbatim.weights.load import Place, load_weights
 from verbatim.weights.opening import reopen
 
 
@@ -150,7 +150,7 @@ def take_share(
         take_share(again, source, ranks, head=None, linears=linears, share=share)
         return again.module
 
-    cut.checkpoint = checkpoint_of(loaded, read)
+    cut.checkpoint = Checkpoint(loaded, read)
     return cut
 
 

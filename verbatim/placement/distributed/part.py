@@ -36,7 +36,7 @@ from verbatim.placement.distributed.outline import hidden_of, hollow_copy
 from verbatim.placement.distributed.split import Split
 from verbatim.placement.offload.tiers import Tiers
 from verbatim.weights.files import read_whole
-from verbatim.weights.load import checkpoint_of, load_weights
+from verbatim.weights.load import load_weights
 
 _ALIGNED = 64  # bytes; what torch's own products may round differently without
 _STAND_INS = 64  # rows of made-up hidden states for trials
@@ -192,7 +192,7 @@ class Part:
         else:
             self.report = read(own)
             if own.folder is not None:
-                self.checkpoint = checkpoint_of(own, read_again)
+                self.checkpoint = Checkpoint(own, read_again)
         self.whole = copy_path(module, layers)
         for index in split.running[:first]:
             layers[index].__dict__["forward"] = self._pass
