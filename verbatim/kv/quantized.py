@@ -25,11 +25,11 @@ from torch import Tensor
 
 from verbatim.batch import AttentionBatch
 from verbatim.errors import NotSupported
+from verbatim.kernels.functions import addresses, has_kernels, kernel
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.attention import (
     KERNEL_DTYPES,
     kernel_attention,
-    library_for,
     paged_attention,
     write_kv,
 )
@@ -142,43 +142,36 @@ def write_packed(
     k: Tensor, v: Tensor, k_store: Tensor, v_store: Tensor, slots: Tensor, packing: Packing
 ) -> None:
     """Quantize and write rows to stores `[blocks, Hkv, block_size, row_bytes]` uint8."""
-    library = library_for(k_store.device)
+    compiled = has_kernels(k_store.device)
     supported = k.dtype == v.dtype and k.dtype in KERNEL_DTYPES
-    if library is None or not supported or k.stride(2) != 1 or v.stride(2) != 1:
+    if not compiled or not supported or k.stride(2) != 1 or v.stride(2) != 1:
         write_kv(pack(k, packing), pack(v, packing), k_store, v_store, slots)
         return
-    kernel_pack(library, k, v, k_store, v_store, slots, packing)
+    kernel_pack(k, v, k_store, v_store, slots, packing)
 
 
 def kernel_pack(
-    library: ctypes.CDLL,
     k: Tensor,
     v: Tensor,
     k_store: Tensor,
     v_store: Tensor,
     slots: Tensor,
     packing: Packing,
+    backend: str = "kernel",
 ) -> None:
-    """Run `write_packed` with a compiled library."""
+    """Run `write_packed` by the compiled kernels of `backend` (`functions.library_of`)."""
     assert k_store.is_contiguous() and v_store.is_contiguous() and slots.is_contiguous()
     assert slots.dtype == torch.int64 and len(slots) == len(k) == len(v)
     assert k_store.shape[3] == packing.row_bytes(k.shape[2])
     assert v_store.shape[3] == packing.row_bytes(v.shape[2])
-    library.vb_pack_kv(
-        k.data_ptr(),
-        v.data_ptr(),
-        k_store.data_ptr(),
-        v_store.data_ptr(),
-        slots.data_ptr(),
-        len(slots),
-        k_store.shape[1],
-        k_store.shape[2],
-        k.shape[2],
-        v.shape[2],
+    function = kernel("vb_pack_kv", backend=backend)
+    assert function is not None
+    function(
+        *addresses(k, v, k_store, v_store, slots),
+        *(len(slots), *k_store.shape[1:3], k.shape[2], v.shape[2]),
         (ctypes.c_int64 * 4)(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
         k.dtype == torch.bfloat16,
         packing.bits,
-        torch.get_num_threads(),
     )
 
 
@@ -206,11 +199,9 @@ def packed_attention(
     """
     if backend not in ("auto", "kernel", "reference"):
         raise ValueError(f"backend={backend!r}: 'auto', 'kernel' or 'reference'")
-    library = library_for(q.device) if q.dtype in KERNEL_DTYPES else None
-    if library is not None and backend != "reference":
-        return kernel_attention(
-            library, q, k_store, v_store, batch, options, packed=(packing.bits, value_size)
-        )
+    if backend != "reference" and q.dtype in KERNEL_DTYPES and has_kernels(q.device):
+        packed = packing.bits, value_size
+        return kernel_attention(q, k_store, v_store, batch, options, packed=packed)
     if backend == "kernel":
         raise ValueError(f"no attention kernel for {q.dtype} queries on {q.device}")
     used, renamed = torch.unique(batch.block_tables, return_inverse=True)
