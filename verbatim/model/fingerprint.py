@@ -83,15 +83,18 @@ class Fingerprint:
         """Return whether nothing changed that kernels can't follow.
 
         Args:
-            prepare: is called where tensors lie elsewhere; records the layouts, or raises NotFusable.
+            prepare: is called where tensors lie elsewhere; raises NotFusable if the kernels can't read them.
         """
         if not (self.same_code() and self.same_numbers()):
             return False
+        if self.same_layouts():
+            return True
+        self._layouts = None
         try:
-            if not self.same_layouts():
-                prepare()
+            prepare()
         except NotFusable:
             return False
+        self.record_layouts()
         return True
 
     def record_layouts(self) -> None:
@@ -100,10 +103,6 @@ class Fingerprint:
         self._missing = [place for place in self._tensors if place[0].get(place[1]) is None]
         self._holders, self._tensor_names = [p[0] for p in there], [p[1] for p in there]
         self._layouts = self._layouts_now()
-
-    def forget_layouts(self) -> None:
-        """Let `same_layouts` be false until they are recorded again."""
-        self._layouts = None
 
     def _layouts_now(self) -> list[list[Any]]:
         tensors = [*map(getitem, self._holders, self._tensor_names)]
