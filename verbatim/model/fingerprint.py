@@ -67,13 +67,11 @@ class Fingerprint:
     def same_layouts(self) -> bool:
         """Return whether the tensors lie where they lay at the last `record_layouts`."""
         try:
-            return (
-                self._layouts is not None
-                and self._layouts_now() == self._layouts
-                and all(fields.get(name) is None for fields, name in self._missing)
-            )
+            if self._layouts is None or self._layouts_now() != self._layouts:
+                return False
         except (KeyError, TypeError):  # a tensor is gone
             return False
+        return {*map(dict.get, *self._missing)} <= {None}
 
     def unchanged(self) -> bool:
         """Return whether nothing changed but perhaps the values of tensors."""
@@ -99,13 +97,14 @@ class Fingerprint:
 
     def record_layouts(self) -> None:
         """Record where the tensors lie, and which are missing."""
-        there = [place for place in self._tensors if place[0].get(place[1]) is not None]
-        self._missing = [place for place in self._tensors if place[0].get(place[1]) is None]
-        self._holders, self._tensor_names = [p[0] for p in there], [p[1] for p in there]
+        there = [p for p in self._tensors if p[0].get(p[1]) is not None]
+        missing = [p for p in self._tensors if p[0].get(p[1]) is None]
+        self._present = [p[0] for p in there], [p[1] for p in there]
+        self._missing = [p[0] for p in missing], [p[1] for p in missing]
         self._layouts = self._layouts_now()
 
     def _layouts_now(self) -> list[list[Any]]:
-        tensors = [*map(getitem, self._holders, self._tensor_names)]
+        tensors = [*map(getitem, *self._present)]
         return [[*map(of, tensors)] for of in _LAYOUT]
 
     def _values_now(self) -> list[Any]:
