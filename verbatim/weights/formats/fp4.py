@@ -10,6 +10,7 @@ from torch import Tensor
 
 from verbatim.errors import ModelError
 from verbatim.model.gguf_blocks import SMALLEST_FACTOR, nvfp4_blocks
+from verbatim.model.groups import PIECE
 from verbatim.model.quantization import Quantization
 from verbatim.model.weight_packing import BLOCK, E2M1, Encoding, WeightPacking
 from verbatim.weights.formats.checkpoint import QuantizedCheckpoint, pairs
@@ -75,10 +76,14 @@ def nvfp4(
         matrix: Tensor = (groups * (scales.float() * number)[..., None]).flatten(1)
         return matrix.to(checkpoint.dtype)
 
-    def blocks(*tensors: Tensor) -> Tensor:
-        code, scales, number = read(*tensors)
-        factors = number.expand(len(code), shape[1] // BLOCK)
-        return nvfp4_blocks(code, scales, factors).flatten()
+    def blocks(data: Tensor, scales: Tensor, number: Tensor) -> Tensor:
+        step = max(1, PIECE // shape[1])  # rows laid out at once
+        rows = []
+        for parts in zip(data.split(step), scales.split(step), strict=True):
+            code, scale, factor = read(*parts, number)
+            factors = factor.expand(len(code), shape[1] // BLOCK)
+            rows.append(nvfp4_blocks(code, scale, factors))
+        return torch.cat(rows).flatten()
 
     if shape[1] % BLOCK:
         return Computed(Decoded(shape, checkpoint.dtype, values), parts, {}, None)
