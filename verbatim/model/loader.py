@@ -439,6 +439,12 @@ def read_config(source: str, where: dict[str, Any]) -> Any:
         raise UnsupportedModel(
             f"{source}: model type {config.model_type!r} is not a causal language model in transformers"
         )
+    of_modelopt = (
+        Path(source) / "hf_quant_config.json"
+    )  # where it has not written config.json's field
+    if not is_quantized(config) and of_modelopt.is_file():
+        fields = read_json(of_modelopt).get("quantization")
+        config.quantization_config = {"quant_method": "modelopt", **(fields or {})}
     if not where["trust_remote_code"]:
         resolve_implementations(config)
     return config
