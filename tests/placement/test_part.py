@@ -273,7 +273,7 @@ def test_layers_that_share_keys_stay_together_and_each_part_makes_its_own_inputs
         assert split.cuts == [] and len(split.blocked) == 5
         return
     assert split.cuts == [1, 2]
-    assert split.outside.beside  # the embedding of each layer's own inputs
+    assert split.beside  # the embedding of each layer's own inputs
     assert_cut_anywhere_it_is_the_same(module, held(module))
 
 
@@ -481,7 +481,7 @@ def test_what_stands_between_layers_is_on_every_part(kind: str) -> None:
     split = Split(skeleton)
     assert split.cuts == [1, 2, 3, 4]
     needed = module.model.embed_tokens if kind == "embedding" else module.model.norm
-    assert split.outside.beside == {needed.weight}
+    assert split.beside == {needed.weight}
     assert_cut_anywhere_it_is_the_same(module, skeleton)
 
 

@@ -32,8 +32,7 @@ from verbatim.model.packed import drop_weights, weight_bytes
 from verbatim.model.packing import PackingReport
 from verbatim.model.spec import inner_model
 from verbatim.options import dtype_name
-from verbatim.placement.distributed.outline import hidden_of, hollow_copy
-from verbatim.placement.distributed.split import Split
+from verbatim.placement.distributed.split import Split, hidden_of, hollow_copy
 from verbatim.placement.offload.tiers import Tiers
 from verbatim.weights.files import read_whole
 from verbatim.weights.load import checkpoint_of, load_weights
@@ -301,11 +300,11 @@ class Part:
 
     def _pass(self, *args: Any, **kwargs: Any) -> Any:
         """Pass hidden states through, in place of a layer of an earlier part."""
-        return self._split.returned.passing(hidden_of(args, kwargs))
+        return self._split.passing(hidden_of(args, kwargs))
 
     def _receive(self, *args: Any, **kwargs: Any) -> Any:
         """Return what was received, in the place of the last layer of the part before."""
-        return self._split.returned.passing(self._received_as(hidden_of(args, kwargs)))
+        return self._split.passing(self._received_as(hidden_of(args, kwargs)))
 
     def _enter(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the first own layer on what was received."""
