@@ -17,7 +17,7 @@ from verbatim.kv.store import bytes_per_token
 from verbatim.placement.distributed.choice import Cluster, PipelineParallel, TensorParallel
 from verbatim.placement.distributed.columns import Shared, check_keys
 from verbatim.placement.distributed.drafts import describe
-from verbatim.placement.distributed.following import Follower, Followers, FollowingRunner, described
+from verbatim.placement.distributed.following import Following, FollowingRunner, Leading, described
 from verbatim.placement.distributed.heads import own_layers
 from verbatim.placement.distributed.hosts import LocalHosts
 from verbatim.placement.distributed.launcher import HOST
@@ -50,11 +50,11 @@ def open_tensor_parallel(model: ToOpen, choice: TensorParallel) -> Placed:
     with ExitStack() as undo:
         undo.callback(group.close)
         leading = _lead(group, model, choice)
-        followers = Followers(group.members) if world > 1 else None
-        if followers is not None:
-            followers.tell({"do": "ready", **described(leading)})
+        together = Leading(group.members) if world > 1 else None
+        if together is not None:
+            together.tell(described(leading))
         undo.pop_all()
-    return Placed(leading, model.options, followers)
+    return Placed(leading, model.options, together)
 
 
 def open_pipeline_parallel(model: ToOpen, choice: PipelineParallel) -> Placed:
@@ -73,25 +73,25 @@ def open_pipeline_parallel(model: ToOpen, choice: PipelineParallel) -> Placed:
     ranks = replace(cluster, hosts=hosts, spares=0)
     placed = open_cluster(model, ranks)
     runner: Any = placed.runner
-    followers = Followers(runner.group.members[:-1])
+    together = Leading(runner.group.members[:-1])
     try:
-        followers.tell({"do": "ready", **described(runner)})
+        together.tell(described(runner))
     except BaseException:
         runner.close()
         raise
-    return replace(placed, together=followers)
+    return replace(placed, together=together)
 
 
 def _follow(rank: int, world: int, key: bytes, options: EngineOptions, share: Served) -> Placed:
     """Open a rank other than 0 of ranks that the user started."""
     stage = Stage(key, HOST, share)
-    follower = Follower(stage)
+    together = Following(stage)
     try:
         exchange(rank, world, str(stage.address[1]))
-        runner: Any = FollowingRunner(follower, follower.wait())
-        return Placed(runner, options, follower)
+        runner: Any = FollowingRunner(together, together.wait())
+        return Placed(runner, options, together)
     except BaseException:
-        follower.close()
+        together.close()
         raise
 
 
