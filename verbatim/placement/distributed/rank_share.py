@@ -94,12 +94,8 @@ class RankShare(Served):
 
     def write_cache(self, message: Message) -> None:
         """Write this rank's share of the rows."""
-        super().write_cache({**message, "rows": message["shares"][self._told["rank"]]})
-
-    def load_adapter(self, message: Message) -> Message:
-        """Hold an adapter whole."""
-        self.running.load_adapter(message["adapter"])
-        return {}
+        rows = message.pop("shares")[self._told["rank"]]
+        self.pass_on({**message, "rows": rows})
 
     def _leave(self) -> None:
         if self._ranks is not None:

@@ -191,7 +191,7 @@ class Clustered:
         """
         member = self.group.members[-1 if "mtp_layers" in self.draft_info else 0]
         order = {"do": "draft", "k": k, "batch": batch, "plan": plan}
-        draws: Draws | None = self.group.call_each([(member, order)])[0]["draws"]
+        draws: Draws | None = self.group.call_each([(member, order)])[0]
         return draws
 
     # All stages.
@@ -225,7 +225,7 @@ class Clustered:
         self.choices[name].check(f"the model's {name} can't be recorded")
         asked: Message = {"block_table": list(block_table), "num_tokens": num_tokens}
         answers = self._each("record", in_a_step=True, name=name, **asked)
-        return torch.cat([a["record"] for a in answers if a["record"] is not None], dim=1)
+        return torch.cat([rows for rows in answers if rows is not None], dim=1)
 
     def check_replay(self, name: str) -> None:
         self.choices[name].check(f"its {name} can't be replayed")
@@ -338,7 +338,7 @@ class Clustered:
         """See `Runner`. A stage that is replaced later gets it again."""
         try:
             answers = self._each("load_adapter", patient=True, adapter=adapter)
-            missing = adapter.layers.keys() - {n for answer in answers for n in answer["names"]}
+            missing = adapter.layers.keys() - {name for names in answers for name in names}
             if missing:
                 raise NotSupported(
                     f"adapter {adapter.name!r}: {min(missing)} is not a linear layer that each token goes "
