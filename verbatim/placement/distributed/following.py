@@ -140,10 +140,12 @@ class Following:
         self._stage = stage
 
     def wait(self) -> Message:
-        """Return what rank 0 tells this program next; TierFailed if it is gone."""
+        """Return what rank 0 tells this program next; TierFailed if it is gone, or has closed its LLM."""
         told = self._stage.told.get()
         if told is None:
             raise TierFailed("rank 0 is gone")
+        if told.get("do") == "close":
+            raise TierFailed("rank 0 has closed its LLM in the middle of this call")
         return told
 
     def run(self, handle: Any, requests: list[Request]) -> list[Result]:
@@ -163,8 +165,6 @@ class Following:
     def _outcome(self) -> Any:
         """Return what rank 0's call returned, or raise its error."""
         told = self.wait()
-        if told["do"] == "close":
-            raise TierFailed("rank 0 has closed its LLM in the middle of this call")
         if told["do"] == "failed":
             raise RequestFailed(f"rank 0: {told['error']}")
         return told["results"]
