@@ -154,10 +154,9 @@ class Chain:
                 first[name] += count
             forward = partial(part.decoder.run, store=store, records=records)
             out = part.run(forward, replace(batch, **own), received)
-            if out.leaving is not None:
-                received = out.leaving
+            if not part.is_last:
+                received = out.logits
                 self.leaving.append(received)
-        assert out.logits is not None
         return _computed(Output(out.logits, out.hidden), self.stores, self.records)
 
 

@@ -23,7 +23,7 @@ from verbatim.model.spec import ModelSpec, inner_model
 from verbatim.numerics import numerics_key
 from verbatim.options import available_memory, dtype_name
 from verbatim.placement.distributed.drafts import options_of
-from verbatim.placement.distributed.part import Part, PartOutput
+from verbatim.placement.distributed.part import Part
 from verbatim.placement.distributed.served import Served
 from verbatim.placement.distributed.split import Split
 from verbatim.placement.distributed.wire import Message, dtype_named
@@ -133,8 +133,8 @@ class Layers(Served):
                 self._kept = HiddenStore(width, kept, size, hidden_dtype, cpu)
         return {"kv_bytes": self.runner.store.nbytes, "kept_blocks": kept}
 
-    def run(self, batch: Batch, hidden: Tensor | None, *, kept: bool = False) -> PartOutput:
-        """Run one micro-batch.
+    def run(self, batch: Batch, hidden: Tensor | None, *, kept: bool = False) -> Forward:
+        """Run one micro-batch; return its output, as of `Part.run`.
 
         Args:
             hidden: `[T, H]` from the stage before; None on the first.
@@ -144,12 +144,12 @@ class Layers(Served):
         store = runner.store
         if kept:
             assert self._kept is not None
-            return PartOutput(self._kept.read(batch.slots(store.block_size)), None, None)
+            return Forward(self._kept.read(batch.slots(store.block_size)))
         batch.forced_experts = self._own("routing", batch.forced_experts)
         batch.forced_keys = self._own("indices", batch.forced_keys)
         out = part.run(runner.forward, batch, hidden)
-        if out.leaving is not None and self._kept is not None:
-            self._keep(batch, store, out.leaving)
+        if self._kept is not None:
+            self._keep(batch, store, out.logits)
         return out
 
     def _own(self, name: str, forced: Tensor | None) -> Tensor | None:

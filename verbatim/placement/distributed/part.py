@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,16 +35,9 @@ from verbatim.placement.offload.tiers import Tiers
 from verbatim.weights.files import read_whole
 from verbatim.weights.load import checkpoint_of, load_weights
 
+_Output = TypeVar("_Output")
 _ALIGNED = 64  # bytes; what torch's own products may round differently without
 _STAND_INS = 64  # rows of made-up hidden states for trials
-
-
-class PartOutput(NamedTuple):
-    """The output of one forward of a part; what it does not compute is None."""
-
-    leaving: Tensor | None  # [T, hidden_size], for the part behind
-    logits: Tensor | None  # [R, V], of the last part
-    hidden: Tensor | None  # [R, H], what the head saw, where the batch wants it
 
 
 class _Left(BaseException):
@@ -180,9 +173,9 @@ class Part:
         return self._decoder
 
     def run(
-        self, forward: Callable[[Batch], Any], batch: Batch, received: Tensor | None
-    ) -> PartOutput:
-        """Run one forward.
+        self, forward: Callable[[Batch], _Output], batch: Batch, received: Tensor | None
+    ) -> _Output:
+        """Run one forward; return its output, with the hidden states that leave in the place of logits.
 
         Args:
             forward: runs a batch through the decoder, on a store of `decoder.spec.layers`.
@@ -201,10 +194,7 @@ class Part:
             batch.entering = received.contiguous()
         if not self.is_last:
             batch.logit_rows, batch.wants_hidden = torch.arange(batch.num_tokens), False
-        out = forward(batch)
-        if self.is_last:
-            return PartOutput(None, out.logits, out.hidden)
-        return PartOutput(out.logits, None, None)
+        return forward(batch)
 
     def close(self) -> None:
         """Free the weights; a second call does nothing."""
