@@ -145,7 +145,7 @@ def _open_here(model: ToOpen, weak: bool) -> Placed:
             raise NotSupported(
                 f"draft={draft!r}: the layers of a module with kv_caches can't be run one by one"
             )
-        return Placed(open_kv_caches(loaded.module, options, limit, weak=weak), options)
+        return Placed(open_kv_caches(loaded, options, limit, weak=weak), options)
     if device.is_gpu and not loaded.live:
         move(loaded, device)
     with device.current():

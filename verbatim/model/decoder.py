@@ -183,6 +183,11 @@ class Decoder:
             raise EngineClosed("this engine was closed, or the module it was made for is gone")
         return module
 
+    @property
+    def owner(self) -> nn.Module:
+        """The module whose parameters these are, by the names that callers know: itself."""
+        return self.held
+
     def how_experts_run(self) -> dict[str, int]:
         """Return the number of layers by the way their experts run, in words; empty without experts."""
         fused = self._layers.fused_experts()

@@ -178,11 +178,12 @@ def pieces(module: Any, model: ModelConfig) -> list[Destination]:
         elif name.endswith(".moe_statics.e_score_correction_bias"):
             tensor.zero_()
         else:
-            found.append(Destination(_key(name), tensor, _arrangement(module, model, name)))
+            found.append(Destination(key_of(name), tensor, _arrangement(module, model, name)))
     return found
 
 
-def _key(name: str) -> str:
+def key_of(name: str) -> str:
+    """Return KempnerForge's name of a parameter of a transformers module."""
     for pattern, key in _NAMES:
         if pattern.match(name):
             return pattern.sub(key, name)
