@@ -28,43 +28,43 @@ class Schedule:
 
 
 def _again(trial: Trial) -> None:
-    subset = list(range(1, len(trial.subject.requests), 3))  # alone is slow
-    with trial.plain() as llm:
-        trial.add(trial.alone(llm, subset), numbers=subset)
+    subset = trial.numbers[1::3]  # alone is slow
+    with trial.opened() as llm:
+        trial.add(trial.alone(llm, subset), subset)
     trial.notes.append(f"{len(subset)} of the requests")
 
 
 def _batched(trial: Trial) -> None:
-    with trial.plain() as llm:
-        trial.add(trial.together(llm))
+    with trial.opened() as llm:
+        trial.add(trial.together(llm, trial.numbers))
     trial.check_batched()
 
 
 def _reordered(trial: Trial) -> None:
-    order = list(range(len(trial.subject.requests)))
+    order = trial.numbers
     random.Random(len(order)).shuffle(order)
-    with trial.plain() as llm:
-        trial.add(trial.together(llm, order), numbers=order)
+    with trial.opened() as llm:
+        trial.add(trial.together(llm, order), order)
     trial.check_batched()
 
 
 def _prefix_hit(trial: Trial) -> None:
     # Each prompt twice: the second waits for the first one's blocks, also with a live module.
-    twice = [i for number in range(len(trial.subject.requests)) for i in (number, number)]
-    with trial.plain() as llm:
+    twice = sorted(2 * trial.numbers)
+    with trial.opened() as llm:
         found = trial.together(llm, twice)
     cached = sum(result.num_cached_tokens for result in found)
     if not cached:
         raise NotRun("no prompt is long enough to fill a KV block")
-    trial.add(found, numbers=twice)
+    trial.add(found, twice)
     trial.notes.append(f"{cached} prompt tokens cached")
 
 
 def _streamed(trial: Trial) -> None:
-    with trial.plain() as llm:
+    with trial.opened() as llm:
 
         async def all_at_once() -> None:
-            streams = (trial.streamed(llm, i) for i in range(len(trial.subject.requests)))
+            streams = (trial.streamed(llm, i) for i in trial.numbers)
             trial.add(list(await asyncio.gather(*streams)))
 
         asyncio.run(all_at_once())
@@ -77,17 +77,17 @@ def _threads(trial: Trial) -> None:
     now = torch.get_num_threads()
     counts = [count for count in (1, 3, os.cpu_count() or 1) if count != now]
     counts = list(dict.fromkeys(counts))[:2]
-    with trial.plain() as llm:
+    with trial.opened() as llm:
         for count in counts:
             with threads(count):
-                found = trial.together(llm)
+                found = trial.together(llm, trial.numbers)
             trial.add(found, label=f"{count} thread{'' if count == 1 else 's'}")
     trial.notes.append(f"{' and '.join(map(str, counts))}, not {now}")
 
 
 def _chunked(trial: Trial) -> None:
     with trial.opened(max_batch_tokens=_CHUNK_ROWS, block_size=_CHUNK_BLOCK) as llm:
-        trial.add(trial.together(llm))
+        trial.add(trial.together(llm, trial.numbers))
     longest = max(len(request.prompt) for request in trial.subject.requests)
     if longest <= _CHUNK_ROWS:
         raise NotRun(f"no prompt is longer than {_CHUNK_ROWS} tokens")
@@ -102,7 +102,7 @@ def _evicted(trial: Trial) -> None:
     blocks = -(-longest * 3 // (2 * _EVICTION_BLOCK)) + 3
     nbytes = subject.info["kv_bytes_per_token"] * _EVICTION_BLOCK * blocks
     with trial.opened(kv_memory=nbytes, block_size=_EVICTION_BLOCK) as llm:
-        trial.add(trial.together(llm))
+        trial.add(trial.together(llm, trial.numbers))
         evictions = llm.stats()["preemptions"]
     if not evictions:
         raise NotRun("no request lost its keys and values")
@@ -112,7 +112,7 @@ def _evicted(trial: Trial) -> None:
 def _drafted(trial: Trial) -> None:
     for label, proposer in (("ngram", "ngram"), ("oracle", _Oracle(trial.subject))):
         with trial.opened(draft=proposer, num_draft_tokens=_DRAFT_TOKENS) as llm:
-            trial.add(trial.together(llm), label=label)
+            trial.add(trial.together(llm, trial.numbers), label=label)
             figures = llm.stats()["draft"]
         trial.notes.append(f"{label}: {figures['drafted']} drafted, {figures['accepted']} accepted")
     if not 0 < figures["accepted"] < figures["drafted"]:
@@ -147,23 +147,23 @@ def _unfused(trial: Trial) -> None:
     if not layers:
         raise NotRun("no layer is fused here")
     with trial.opened(fused=False) as llm:
-        trial.add(trial.together(llm))
+        trial.add(trial.together(llm, trial.numbers))
     trial.notes.append(f"{layers} layers, module by module")
 
 
 def _int8_kv(trial: Trial) -> None:
     if trial.subject.options.get("kv_dtype") in ("int8", "int4"):
         raise NotRun("all rows have a quantized KV cache")
-    subset = list(range(0, len(trial.subject.requests), 2))
+    subset = trial.numbers[::2]
     with trial.opened(kv_dtype="int8") as llm:
         alone = trial.alone(llm, subset)
-        trial.add(trial.together(llm, subset), numbers=subset, expected=alone)
+        trial.add(trial.together(llm, subset), subset, expected=alone)
     trial.notes.append("in a batch, against themselves alone")
 
 
 def _offloaded(trial: Trial) -> None:
     with trial.opened(placement=Offload(weights=(0, 50, 50), policy=None)) as llm:
-        trial.add(trial.together(llm))
+        trial.add(trial.together(llm, trial.numbers))
     trial.notes.append("half of the weights on the disk")
 
 
@@ -172,7 +172,7 @@ def _two_stages(trial: Trial) -> None:
     if options.get("fused") is False:
         raise NotRun("stages decide themselves about fused layers")
     with trial.opened(placement=trial.subject.cluster) as llm:
-        trial.add(trial.together(llm))
+        trial.add(trial.together(llm, trial.numbers))
         stages = llm.info()["stages"]
     layers = (f"{first} to {end - 1}" for first, end in (stage["layers"] for stage in stages))
     trial.notes.append(f"layers {' and '.join(layers)}")

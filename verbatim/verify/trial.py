@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from collections.abc import Sequence as SequenceOf
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +13,9 @@ from verbatim.batch import Batch
 from verbatim.core import Delta, Result
 from verbatim.errors import VerbatimError
 from verbatim.llm import LLM
-from verbatim.params import SamplingParams
 from verbatim.placement.distributed.choice import Cluster
+from verbatim.verify.compare import Comparison
+from verbatim.verify.report import Row
 from verbatim.verify.requests import TestRequest
 
 
@@ -59,60 +60,50 @@ class Subject:
             self._plain = None
 
 
-@dataclass(slots=True)
-class ComparedRun:
-    """Results to compare with expected ones."""
-
-    label: str
-    numbers: list[int]  # indices of the requests
-    found: list[Result]
-    expected: list[Result]
-
-
 class Trial:
     """A schedule's runs, notes and counters.
 
     Attributes:
-        runs: results to compare.
+        comparison: of its results with the expected ones.
         notes: evidence that the schedule took effect.
         forwards, rows: forwards of its engines, and rows in them.
         most: maximum of sequences per forward.
     """
 
-    def __init__(self, subject: Subject, name: str) -> None:
+    def __init__(self, subject: Subject, name: str, what: str) -> None:
         self.subject = subject
-        self.name = name
-        self.runs: list[ComparedRun] = []
+        self.name, self.what = name, what
+        self.comparison = Comparison()
         self.notes: list[str] = []
         self.forwards = self.rows = self.most = 0
         self._run = 0
+        self._begin = time.perf_counter()
 
-    @contextmanager
-    def plain(self) -> Iterator[LLM]:
-        """Use the resident engine, which several schedules share."""
-        llm = self.subject.plain()
-        with self._counted(llm):
-            yield llm
+    def row(self, status: str, **rest: Any) -> Row:
+        """Return the row of this schedule, with its notes and counters."""
+        figures: dict[str, Any] = {
+            "note": "; ".join(self.notes),
+            "forwards": self.forwards,
+            "rows_per_forward": self.rows / max(1, self.forwards),
+            "sequences_at_once": self.most,
+            "seconds": time.perf_counter() - self._begin,
+        }
+        return Row(self.name, self.what, status, **(figures | rest))
 
     @contextmanager
     def opened(self, **changes: Any) -> Iterator[LLM]:
-        """Open an engine for this schedule.
+        """Open an engine with these options; without any, use the resident one, which schedules share.
 
         Raises:
             NotRun: it can't be opened.
         """
-        self.subject.plain()  # a schedule may need its `info`
-        self.subject.close()
-        options = {**self.subject.options, **changes}
-        try:
-            llm = LLM(self.subject.model, **options)
-        except VerbatimError as error:
-            raise NotRun(" ".join(str(error).split())) from None
-        with llm, self._counted(llm):
-            yield llm
-
-    @contextmanager
-    def _counted(self, llm: LLM) -> Iterator[None]:
+        llm = self.subject.plain()  # a schedule may need its `info`
+        if changes:
+            self.subject.close()
+            try:
+                llm = LLM(self.subject.model, **(self.subject.options | changes))
+            except VerbatimError as error:
+                raise NotRun(" ".join(str(error).split())) from None
         runner: Any = llm.engine.runner
         forward = runner.forward
 
@@ -124,73 +115,73 @@ class Trial:
 
         runner.forward = counted
         try:
-            yield
+            yield llm
         finally:
             del runner.forward
+            if changes:
+                llm.close()
 
-    def params(self, number: int) -> SamplingParams:
-        """Return the parameters of one request, with a separate prefix cache for each run."""
-        params = self.subject.requests[number].params
+    def _arguments(self, number: int) -> dict[str, Any]:
+        """Return the prompt and parameters of one request, with a separate prefix cache for each run."""
+        request = self.subject.requests[number]
         salt = f"verify/{self.name}/{self._run}"
-        return params.replace(cache_salt=salt, draft=params.num_beams == 1)  # beams draw nothing
+        draft = request.params.num_beams == 1  # beams draw nothing
+        return {
+            "prompt": request.prompt,
+            "params": request.params.replace(cache_salt=salt, draft=draft),
+        }
 
-    def prompt(self, number: int) -> list[int]:
-        return self.subject.requests[number].prompt
+    def alone(self, llm: LLM, numbers: Sequence[int]) -> list[Result]:
+        """Run requests one after the other."""
+        return [self.together(llm, [i])[0] for i in numbers]
 
-    def alone(self, llm: LLM, numbers: SequenceOf[int] | None = None) -> list[Result]:
-        """Run requests one after the other; all of them by default."""
-        return [self.together(llm, [i])[0] for i in self._numbers(numbers)]
-
-    def together(self, llm: LLM, numbers: SequenceOf[int] | None = None) -> list[Result]:
-        """Run requests as one batch; all of them by default."""
+    def together(self, llm: LLM, numbers: Sequence[int]) -> list[Result]:
+        """Run requests as one batch."""
         self._run += 1
-        chosen = self._numbers(numbers)
-        return llm.generate([self.prompt(i) for i in chosen], [self.params(i) for i in chosen])
+        arguments = [self._arguments(i) for i in numbers]
+        return llm.generate(
+            [each["prompt"] for each in arguments], [each["params"] for each in arguments]
+        )
 
     async def streamed(self, llm: LLM, number: int) -> Result:
         """Run one request and join its streamed deltas."""
-        stream = llm.astream(self.prompt(number), self.params(number))
-        return _joined([delta async for delta in stream])
+        return _joined([delta async for delta in llm.astream(**self._arguments(number))])
+
+    @property
+    def numbers(self) -> list[int]:
+        """The indices of all requests."""
+        return list(range(len(self.subject.requests)))
 
     def add(
         self,
         found: list[Result],
+        numbers: Sequence[int] | None = None,
         *,
         label: str = "",
-        numbers: SequenceOf[int] | None = None,
         expected: list[Result] | None = None,
     ) -> None:
-        """Add results to compare, by default with those of the requests run alone."""
-        chosen = self._numbers(numbers)
-        if expected is None:
-            expected = [self.subject.expected[i] for i in chosen]
-        self.runs.append(ComparedRun(label, chosen, found, expected))
+        """Compare the results of requests, by default with those of the requests run alone."""
+        for at, number in enumerate(self.numbers if numbers is None else numbers):
+            before = self.subject.expected[number] if expected is None else expected[at]
+            self.comparison.add(number, before, found[at], label)
 
     def check_batched(self) -> None:
         """Raise NotRun if the engine ran the requests one by one."""
         if self.most <= self.subject.most_alone:
             raise NotRun(f"no forward had more than {self.most} sequences, as in the reference")
 
-    def _numbers(self, numbers: SequenceOf[int] | None) -> list[int]:
-        return list(range(len(self.subject.requests)) if numbers is None else numbers)
-
 
 def _joined(deltas: list[Delta]) -> Result:
     result = deltas[-1].result
     assert result is not None
     outputs = []
-    columns = ("token_ids", "logprobs", "sampled_logprobs", "top_logprobs")
     for output in result.outputs:
-        of_output = [delta for delta in deltas if delta.index == output.index]
+        parts = [delta for delta in deltas if delta.index == output.index]
         joined: dict[str, Any] = {
-            name: _flat([getattr(delta, name) for delta in of_output]) for name in columns
+            name: [entry for part in parts for entry in getattr(part, name) or ()]
+            for name in ("token_ids", "logprobs", "sampled_logprobs", "top_logprobs")
+            if getattr(output, name) is not None
         }
-        joined["text"] = "".join(delta.text for delta in of_output)
-        outputs.append(dataclasses.replace(output, **joined))
+        text = "".join(part.text for part in parts)
+        outputs.append(dataclasses.replace(output, text=text, **joined))
     return dataclasses.replace(result, outputs=outputs)
-
-
-def _flat(parts: SequenceOf[list[Any] | None]) -> list[Any] | None:
-    """Join the parts; return None if any is None."""
-    present = [part for part in parts if part is not None]
-    return [entry for part in present for entry in part] if len(present) == len(parts) else None
