@@ -62,11 +62,10 @@ class Needs:
             elements -= table
         return cls(total, elements, info["kv_bytes_per_token"])
 
-    def decode_s(self, limits: Limits, rows: int, context: int) -> float:
-        """Return the minimum time of a decode step: reading weights and KV, or computing."""
-        nbytes = self.weight_bytes + rows * context * self.kv_bytes
-        return max(nbytes / limits.bandwidth, 2 * rows * self.weights / limits.flops)
+    def seconds(self, limits: Limits, rows: int, context: int) -> float:
+        """Return the minimum time of a decode step; with 0 rows of a prompt, without its attention.
 
-    def prefill_s(self, limits: Limits, length: int) -> float:
-        """Return the minimum time of a prompt, without its attention."""
-        return max(self.weight_bytes / limits.bandwidth, 2 * length * self.weights / limits.flops)
+        That is the time of reading weights and KV, or of computing.
+        """
+        nbytes = self.weight_bytes + rows * context * self.kv_bytes
+        return max(nbytes / limits.bandwidth, 2 * (rows or context) * self.weights / limits.flops)

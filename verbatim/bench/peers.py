@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 
-from verbatim.bench.ours import random_ids
 from verbatim.bench.timing import WARM, seconds, step_times
 from verbatim.errors import InvalidRequest, ModelError, NotSupported
 
@@ -23,12 +22,15 @@ class Peer(Protocol):
 
     name: str
 
-    def prefill(self, length: int) -> float:
-        """Return the seconds for a random prompt of this length, to its next token."""
+    def prefill(self, prompt: list[int]) -> float:
+        """Return the seconds for a prompt, to its next token."""
         ...
 
-    def decode(self, rows: int, context: int, steps: int) -> list[float]:
-        """Return the seconds of each decode step of `rows` sequences with `context` tokens each."""
+    def decode(self, prompts: list[list[int]], steps: int) -> list[float]:
+        """Return the seconds of each decode step after prompts of one length.
+
+        A system may copy the first prompt; the rows then go on with different ids.
+        """
         ...
 
 
@@ -54,35 +56,22 @@ class Transformers:
         self._vocab = self._model.config.get_text_config().vocab_size
         arguments = inspect.signature(self._model.forward).parameters
         self._cache_name = "cache" if "cache" in arguments else "past_key_values"  # before 5.24
-        self._make_cache: Callable[[], Any] = lambda: transformers.DynamicCache(
+        self.make_cache: Callable[[], Any] = lambda: transformers.DynamicCache(
             config=self._model.config
         )
 
-    def prefill(self, length: int) -> float:
-        return self.prefill_of(random_ids(length, self._vocab))
-
-    def prefill_of(self, prompt: list[int]) -> float:
-        """Return the seconds for a prompt, to its next token."""
-        ids, cache = torch.tensor([prompt]), self._make_cache()
+    def prefill(self, prompt: list[int]) -> float:
+        ids, cache = torch.tensor([prompt]), self.make_cache()
         return seconds(lambda: self._next(ids, cache))
 
-    def decode(self, rows: int, context: int, steps: int) -> list[float]:
-        return self.decode_of(random_ids(context, self._vocab), rows, steps)
-
-    def decode_of(
-        self, prompt: list[int], rows: int, steps: int, most_s: float = math.inf
-    ) -> list[float]:
-        """Return the seconds of each decode step of `rows` copies of a prompt, with different next ids.
-
-        `most_s` is as in `step_times`.
-        """
-        cache = self._make_cache()
+    def decode(self, prompts: list[list[int]], steps: int, most_s: float = math.inf) -> list[float]:
+        prompt, rows, cache = prompts[0], len(prompts), self.make_cache()
         self._next(torch.tensor([prompt]), cache)
         if rows > 1:
             try:
                 cache.batch_repeat_interleave(rows)
             except AttributeError:  # caches of recurrent layers can't
-                cache = self._make_cache()
+                cache = self.make_cache()
                 self._next(torch.tensor([prompt] * rows), cache)
         next_ids = torch.randint(self._vocab, (rows,))
 
@@ -92,18 +81,11 @@ class Transformers:
 
         return step_times(step, steps, most_s)
 
-    def logits_behind(self, prompts: list[list[int]], forced: list[list[int]]) -> torch.Tensor:
-        """Return logits `[rows, vocab]` after prompts of one length and forced ids, decoded one by one."""
-        cache = self._make_cache()
-        logits = self._logits(torch.tensor(prompts), cache)
-        for ids in zip(*forced, strict=True):
-            logits = self._logits(torch.tensor(ids)[:, None], cache)
-        return logits
-
     def _next(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
-        return self._logits(ids, cache).argmax(-1)
+        return self.logits(ids, cache).argmax(-1)
 
-    def _logits(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    def logits(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        """Return the logits after the last id of each row."""
         with torch.inference_mode():
             out = self._model(ids, use_cache=True, logits_to_keep=1, **{self._cache_name: cache})
             logits: torch.Tensor = out.logits[:, -1]
@@ -131,18 +113,18 @@ class LlamaCpp:
             raise ModelError(f"llama.cpp can't open {file}")
         self._vocab = self._lib.llama_vocab_n_tokens(self._lib.llama_model_get_vocab(self._model))
 
-    def prefill(self, length: int) -> float:
-        context = self._context(1, length)
+    def prefill(self, prompt: list[int]) -> float:
+        context = self._context(1, len(prompt))
         try:
-            ids = random_ids(length, self._vocab)
-            return seconds(lambda: self._prompt(context, ids))
+            return seconds(lambda: self._prompt(context, prompt))
         finally:
             self._lib.llama_free(context)
 
-    def decode(self, rows: int, context: int, steps: int) -> list[float]:
+    def decode(self, prompts: list[list[int]], steps: int) -> list[float]:
+        rows, context = len(prompts), len(prompts[0])
         handle = self._context(rows, context + steps + WARM)
         try:
-            self._prompt(handle, random_ids(context, self._vocab))
+            self._prompt(handle, prompts[0])
             memory = self._lib.llama_get_memory(handle)
             for row in range(1, rows):
                 self._lib.llama_memory_seq_cp(memory, 0, row, -1, -1)
@@ -173,7 +155,7 @@ class LlamaCpp:
     def _prompt(self, handle: Any, ids: list[int]) -> None:
         for start in range(0, len(ids), self._BATCH):
             part = ids[start : start + self._BATCH]
-            entries = [(token, start + i, 0) for i, token in enumerate(part)]
+            entries = [(token % self._vocab, start + i, 0) for i, token in enumerate(part)]
             self._run(handle, entries, [len(part) - 1])
 
     def _run(self, handle: Any, entries: list[tuple[int, int, int]], outputs: list[int]) -> None:
@@ -220,17 +202,15 @@ class OpenVINO:
         self._inputs = {name for port in self._compiled.inputs for name in port.get_names()}
         if "beam_idx" not in self._inputs:
             raise ModelError(f"{file} keeps no state: export it as a stateful model")
-        self._vocab = int(self._compiled.outputs[0].get_partial_shape()[-1].get_length())
 
-    def prefill(self, length: int) -> float:
-        request = self._compiled.create_infer_request()
-        ids = self._np.array([random_ids(length, self._vocab)])
+    def prefill(self, prompt: list[int]) -> float:
+        request, ids = self._compiled.create_infer_request(), self._np.array([prompt])
         return seconds(lambda: self._run(request, ids, 0))
 
-    def decode(self, rows: int, context: int, steps: int) -> list[float]:
+    def decode(self, prompts: list[list[int]], steps: int) -> list[float]:
         request = self._compiled.create_infer_request()
-        prompts = self._np.array([random_ids(context, self._vocab)] * rows)
-        ids, position = self._run(request, prompts, 0), itertools.count(context)
+        position = itertools.count(len(prompts[0]))
+        ids = self._run(request, self._np.array(prompts[:1] * len(prompts)), 0)
 
         def step() -> None:
             nonlocal ids

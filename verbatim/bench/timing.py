@@ -1,8 +1,9 @@
-"""Timing of calls and of consecutive steps."""
+"""Timing of calls and of consecutive steps, and random prompts."""
 
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable
 
@@ -29,3 +30,8 @@ def step_times(step: Callable[[], object], steps: int, most_s: float = math.inf)
     while len(times) < steps and (len(times) < 3 or sum(times) < most_s):
         times.append(seconds(step))
     return times
+
+
+def random_ids(length: int, vocab: int) -> list[int]:
+    """Return a random prompt, without a prefix in common with others."""
+    return [random.randrange(vocab) for _ in range(length)]
