@@ -593,7 +593,7 @@ def test_what_is_told_of_the_engine_is_not_worked_out_at_each_glance(roomy, monk
         return info()
 
     monkeypatch.setattr(roomy.llm, "info", counted)
-    roomy.service._info = None
+    roomy.service.info._task = None
     told = [roomy.client.get("/v1/engine").json() for _ in range(8)]
     assert count == 1
     assert all(each["info"]["numerics_key"] == info()["numerics_key"] for each in told)
@@ -617,7 +617,7 @@ def test_an_error_is_not_told_again_when_it_is_over(roomy, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(roomy.llm, "info", broken)
-        roomy.service._info = None
+        roomy.service.info._task = None
         assert roomy.client.get("/v1/engine").status_code == 500
     assert roomy.client.get("/v1/engine").status_code == 200
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
@@ -13,38 +14,54 @@ from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams
 from verbatim.serve.errors import LazyList, Refusal
 from verbatim.serve.events import Event
-from verbatim.serve.fields import ChatCompletions, Completions, ForTrainers
+from verbatim.serve.fields import Completions, ForTrainers, Sampling
 from verbatim.serve.service import Client, Service
 
+log = logging.getLogger("verbatim.serve")
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-Body = TypeVar("Body", Completions, ChatCompletions)
+Body = TypeVar("Body", bound=Sampling)
 
 
 class ApiRequest(Generic[Body]):
-    """The model, id, stream options and envelope of a request for completions or for a chat.
+    """A validated request of an endpoint: its model, its id, and what its answers share with others.
+
+    Attributes:
+        adapter: the adapter that the request names as its model.
+        model: the name of its model.
+        texts: the texts of tokens in log-probs.
 
     Raises:
         Refusal: an unknown model, or stream options without a stream.
     """
 
-    def __init__(self, service: Service, body: Body, prefix: str) -> None:
+    prefix = ""  # of ids
+
+    def __init__(self, service: Service, body: Body) -> None:
         self.adapter = service.check_model(body.model)
-        if body.stream_options is not None and not body.stream:
+        self._stream_options = getattr(body, "stream_options", None)
+        if self._stream_options is not None and not body.stream:
             raise Refusal(400, "stream_options requires stream=true", param="stream_options")
         self.service = service
         self.body: Body = body
-        self.id = f"{prefix}-{uuid4().hex}"
+        self.model = body.model or service.name
+        self.id = f"{self.prefix}{uuid4().hex}"
         self.created = int(time.time())
-        service.note_user(self.id, body.user)
-        self.texts = service.id_texts if body.return_tokens_as_token_ids else service.texts
+        user = self._user()
+        if user is not None:
+            log.info("%s is for user %.200r", self.id, user)
+        by_id = getattr(body, "return_tokens_as_token_ids", False)
+        self.texts = service.id_texts if by_id else service.texts
+
+    def _user(self) -> str | None:
+        """Return the user whom the client names."""
+        return self.body.user
 
     @property
     def with_usage(self) -> bool:
         """True if the stream ends with the usage."""
-        options = self.body.stream_options
-        return options is not None and bool(options.include_usage)
+        return self._stream_options is not None and bool(self._stream_options.include_usage)
 
     def envelope(self, kind: str, choices: Iterable[dict[str, Any]]) -> dict[str, Any]:
         """Return an answer, or a chunk of a stream, with these choices."""
@@ -52,10 +69,19 @@ class ApiRequest(Generic[Body]):
             "id": self.id,
             "object": kind,
             "created": self.created,
-            "model": self.body.model or self.service.name,
+            "model": self.model,
             "system_fingerprint": self.service.fingerprint,
             "choices": choices,
         }
+
+    def token_logprobs(self, piece: Completion | Delta) -> LazyList:
+        """Return log-probs in the format of chats."""
+        return self.texts.of_chat(
+            piece.token_ids,
+            self.service.logprobs_of(piece),
+            piece.top_logprobs,
+            getattr(self.body, "top_logprobs", None) or 0,
+        )
 
 
 class CompletionRequest(ApiRequest[Completions]):
@@ -65,8 +91,10 @@ class CompletionRequest(ApiRequest[Completions]):
         Refusal, InvalidRequest: an invalid request.
     """
 
+    prefix = "cmpl-"
+
     def __init__(self, service: Service, body: Completions) -> None:
-        super().__init__(service, body, "cmpl")
+        super().__init__(service, body)
         self.prompts = _prompts(body.prompt)
         self.params = _params(body).replace(adapter=self.adapter)
         service.check_logprobs(body.logprobs, body.prompt_logprobs, body.stream)
