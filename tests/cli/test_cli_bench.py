@@ -9,11 +9,10 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from verbatim.bench.machine import Limits, Needs
-from verbatim.bench.ours import Ours
+from verbatim.bench.machine import Limits, Needs, random_ids
+from verbatim.bench.peers import Ours
 from verbatim.bench.plan import BenchPlan
 from verbatim.bench.run import Cell, measure
-from verbatim.bench.timing import random_ids
 from verbatim.cli.bench import bench
 from verbatim.errors import InvalidRequest
 from verbatim.llm import LLM

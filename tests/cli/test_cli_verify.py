@@ -19,7 +19,7 @@ from verbatim.cli.commands import app
 from verbatim.errors import InvalidRequest
 from verbatim.kv.store import KVStore
 from verbatim.verify import NAMES, verify
-from verbatim.verify.compare import Comparison
+from verbatim.verify.report import Comparison
 from verbatim.verify.requests import make_requests
 
 IN_MEMORY = [name for name in NAMES if name not in ("offloaded", "two-stages")]
@@ -182,7 +182,7 @@ def test_a_schedule_that_fails_is_told_and_the_others_run(toy, monkeypatch):
 def test_a_batch_that_runs_one_by_one_proves_nothing(toy, monkeypatch):
     plain = LLM
     monkeypatch.setattr(
-        "verbatim.verify.trial.LLM", lambda *args, **kw: plain(*args, max_sequences=3, **kw)
+        "verbatim.verify.schedules.LLM", lambda *args, **kw: plain(*args, max_sequences=3, **kw)
     )
     report = verify(toy, only=["batched"])
     (row,) = report.of("not run")

@@ -8,11 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from verbatim.bench.machine import LimitMeter, Limits, Needs
-from verbatim.bench.ours import Ours
-from verbatim.bench.peers import Peer
+from verbatim.bench.machine import LimitMeter, Limits, Needs, random_ids
+from verbatim.bench.peers import Ours, Peer
 from verbatim.bench.plan import BenchPlan
-from verbatim.bench.timing import random_ids
 from verbatim.errors import VerbatimError
 
 

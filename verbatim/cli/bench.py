@@ -105,7 +105,7 @@ def _measure(
     import torch
 
     from verbatim.bench.machine import LimitMeter, Needs
-    from verbatim.bench.ours import Ours
+    from verbatim.bench.peers import Ours
     from verbatim.bench.run import measure
 
     info = llm.info()

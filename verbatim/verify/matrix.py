@@ -12,8 +12,7 @@ from verbatim.options import positive
 from verbatim.placement.distributed.choice import Cluster
 from verbatim.verify.report import DIFFERS, EQUAL, FAILED, NOT_RUN, REFERENCE, Report, Row
 from verbatim.verify.requests import make_requests
-from verbatim.verify.schedules import NAMES, SCHEDULES, Schedule
-from verbatim.verify.trial import NotRun, Subject, Trial
+from verbatim.verify.schedules import NAMES, SCHEDULES, NotRun, Schedule, Subject, Trial
 
 DEFAULT_TOKENS = 16
 OPTIONS = (

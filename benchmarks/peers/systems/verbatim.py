@@ -14,7 +14,7 @@ import torch
 from benchmarks.peers.protocol import random_ids, serve
 from benchmarks.peers.shape import Shape
 from verbatim import LLM, SamplingParams, __version__
-from verbatim.bench.ours import Ours
+from verbatim.bench.peers import Ours
 from verbatim.model.quantization import Quantization
 
 BLOCK = 16
