@@ -25,10 +25,9 @@ from support.tool_templates import (
     QWEN_CODER,
 )
 from verbatim.errors import VerbatimError
-from verbatim.serve.channels import ChannelReader
 from verbatim.serve.fields import Function
 from verbatim.serve.marks import Dropped
-from verbatim.serve.reader import Reader, Reasoning, split_parts
+from verbatim.serve.reader import ChannelReader, Reader, Reasoning, split_parts
 from verbatim.serve.tools import ParsedCall, ToolUse
 
 KINDS: dict[str, dict[str, Any]] = {
