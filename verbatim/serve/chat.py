@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from verbatim.core import Completion, Delta, FinishReason, Request, Result
+from verbatim.core import Completion, Delta, Request, Result
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.params import STRUCTURES
 from verbatim.sampling.json_schema import closed
@@ -17,10 +17,9 @@ from verbatim.serve.arguments import ANY_OBJECT
 from verbatim.serve.completions import (
     ApiRequest,
     Body,
-    finish_reason,
+    ending,
     ids_of,
     prompt_of,
-    stop_reason,
     usage,
 )
 from verbatim.serve.errors import LazyList
@@ -265,10 +264,10 @@ class ChatRequest(ConversationRequest[ChatCompletions]):
                 "logprobs": None,
                 "finish_reason": None,
             } | rest
-            piece = self.envelope("chat.completion.chunk", [choice])
+            piece = self.chunk("chat.completion.chunk", [choice])
             if self.body.return_token_ids and "role" in delta:
                 piece["prompt_token_ids"] = self.request.prompt_ids
-            return piece | {"usage": None} if self.with_usage else piece
+            return piece
 
         async with aclosing(self.stream(client)) as stream:
             async for delta, parts in stream:
@@ -280,16 +279,11 @@ class ChatRequest(ConversationRequest[ChatCompletions]):
                 for piece in self._pieces(delta, parts, reader):
                     yield event(index, **piece)
                 if delta.finish_reason is not None:
-                    yield event(
-                        index,
-                        {},
-                        finish_reason=self._finish(delta.finish_reason, reader.num_calls),
-                        stop_reason=stop_reason(delta.stop_reason),
-                        seed=self.request.seed,
-                    )
+                    called = reader.num_calls > 0
+                    yield event(index, {}, **ending(delta, self.request.seed, called=called))
         if self.with_usage and result is not None:
             await self.count_reasoning(result)
-            yield self.envelope("chat.completion.chunk", []) | {"usage": self._usage(result)}
+            yield self.chunk("chat.completion.chunk", [], self._usage(result))
 
     def _pieces(self, delta: Delta, parts: list[Part], reader: Reader) -> list[dict[str, Any]]:
         """Return the pieces of a delta: its reasoning, its text with log-probs, then its calls."""
@@ -320,20 +314,13 @@ class ChatRequest(ConversationRequest[ChatCompletions]):
             "index": output.index,
             "message": message,
             "logprobs": self._logprobs(output),
-            "finish_reason": self._finish(output.finish_reason, len(calls)),
-            "stop_reason": stop_reason(output.stop_reason),
-            "seed": output.seed,
+            **ending(output, output.seed, called=bool(calls)),
             **ids_of(output, self.body),
         }
 
     def _usage(self, result: Result) -> dict[str, Any]:
         details = {"reasoning_tokens": self.num_reasoning_tokens}
         return usage([result]) | {"completion_tokens_details": details}
-
-    def _finish(self, reason: FinishReason, num_calls: int) -> str | None:
-        if num_calls and reason is FinishReason.STOP:
-            return "tool_calls"
-        return finish_reason(reason)
 
     def _logprobs(self, piece: Completion | Delta) -> dict[str, Any] | None:
         if not self.body.logprobs:

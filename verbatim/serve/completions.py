@@ -64,7 +64,7 @@ class ApiRequest(Generic[Body]):
         return self._stream_options is not None and bool(self._stream_options.include_usage)
 
     def envelope(self, kind: str, choices: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """Return an answer, or a chunk of a stream, with these choices."""
+        """Return an answer with these choices."""
         return {
             "id": self.id,
             "object": kind,
@@ -73,6 +73,13 @@ class ApiRequest(Generic[Body]):
             "system_fingerprint": self.service.fingerprint,
             "choices": choices,
         }
+
+    def chunk(
+        self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return a chunk of a stream; if that ends with the usage, every chunk has the field."""
+        piece = self.envelope(kind, choices)
+        return piece | {"usage": usage} if self.with_usage else piece
 
     def token_logprobs(self, piece: Completion | Delta) -> LazyList:
         """Return log-probs in the format of chats."""
@@ -127,10 +134,9 @@ class CompletionRequest(ApiRequest[Completions]):
                     index = number * self.params.n + delta.index
                     choice = self._piece(index, requests[number], delta, offsets)
                     if choice is not None:
-                        event = self.envelope("text_completion", [choice])
-                        yield event | {"usage": None} if self.with_usage else event
+                        yield self.chunk("text_completion", [choice])
         if self.with_usage:
-            yield self.envelope("text_completion", []) | {"usage": usage(results)}
+            yield self.chunk("text_completion", [], usage(results))
 
     def _choice(
         self, index: int, request: Request, result: Result, output: Completion
@@ -138,9 +144,7 @@ class CompletionRequest(ApiRequest[Completions]):
         return {
             "index": index,
             **self._content(request, output, self.body.echo, 0)[0],
-            "finish_reason": finish_reason(output.finish_reason),
-            "stop_reason": stop_reason(output.stop_reason),
-            "seed": output.seed,
+            **ending(output, output.seed),
             **prompt_of(result, self.body, self.service),
             **ids_of(output, self.body),
         }
@@ -157,9 +161,9 @@ class CompletionRequest(ApiRequest[Completions]):
         ended = delta.finish_reason is not None
         if not (content["text"] or ended or tokens) and self.body.logprobs is None:
             return None
-        choice = {"index": index, **content, "finish_reason": finish_reason(delta.finish_reason)}
+        choice = {"index": index, **content, "finish_reason": None}
         if ended:
-            choice |= {"stop_reason": stop_reason(delta.stop_reason), "seed": request.seed}
+            choice |= ending(delta, request.seed)
         if self.body.return_token_ids and is_first:
             choice["prompt_token_ids"] = request.prompt_ids
         return choice | ids_of(delta, self.body)
@@ -262,13 +266,16 @@ def usage(results: list[Result]) -> dict[str, Any]:
     }
 
 
-def finish_reason(reason: FinishReason | None) -> str | None:
-    """Return OpenAI's finish reason; a timeout becomes "length"."""
-    if reason is None:
-        return None
-    return "stop" if reason is FinishReason.STOP else "length"
+def ending(piece: Completion | Delta, seed: int, *, called: bool = False) -> dict[str, Any]:
+    """Return how a completion ended; a timeout is "length".
 
-
-def stop_reason(reason: Any) -> Any:
-    """Return the stop id, ids or string, an extension of OpenAI's fields."""
-    return list(reason) if isinstance(reason, tuple) else reason
+    The stop id, ids or string and the seed are extensions of OpenAI's fields.
+    """
+    reason, stop = "length", piece.stop_reason
+    if piece.finish_reason is FinishReason.STOP:
+        reason = "tool_calls" if called else "stop"
+    return {
+        "finish_reason": reason,
+        "stop_reason": list(stop) if isinstance(stop, tuple) else stop,
+        "seed": seed,
+    }
