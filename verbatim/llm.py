@@ -64,7 +64,7 @@ class LLM:
         max_waiting: maximum queued requests; further ones raise QueueFull. None: unlimited.
         max_unread: maximum unread deltas of a stream; above it the request ends with RequestFailed.
         max_length: maximum tokens of prompt and completion together. None: the model's limit.
-        deterministic: True: outputs have the same bits in every schedule. Always so on the CPU. On a GPU,
+        deterministic: True: outputs are bit-identical in every schedule. Always so on the CPU. On a GPU,
             "auto" and False leave matrix products to torch, which is faster.
         num_threads: size of torch's thread pool while this engine computes. None: torch's setting.
         revision: branch, tag or commit of a hub id.
@@ -413,7 +413,7 @@ class LLM:
 
     def rebalance(self) -> list[tuple[int, int]]:
         """Reassign the layers of a `Cluster` to its stages by their measured speed. Running requests continue
-        with the same bits.
+        bit-identically.
 
         Returns:
             The layers of each stage as (first, end), end excluded.
@@ -433,7 +433,7 @@ class LLM:
         """Stop the engine's steps until `resume()`; return once they have stopped. Callers keep waiting.
 
         Args:
-            mode: "keep": freeze running requests, which continue later with the same bits. "drain": finish
+            mode: "keep": freeze running requests, which continue later bit-identically. "drain": finish
                 running and queued requests first; new ones are queued. "abort": end all of them with finish
                 reason "abort".
 
@@ -455,7 +455,7 @@ class LLM:
         self.engine.resume()
 
     def sleep(self, weights: bool = False) -> None:
-        """Pause, and free the KV memory until `wake()`. Running requests then continue with the same bits.
+        """Pause, and free the KV memory until `wake()`. Running requests then continue bit-identically.
 
         Args:
             weights: also free the memory of the weights; `wake()` reads them again from their files. Changes

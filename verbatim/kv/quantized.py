@@ -8,7 +8,7 @@ one may be short), and an element of a group is stored as an integer:
 with `low` the group's smallest element and `scale` its range over 2^bits - 1, both bf16 and rounded
 outwards, so that no element is more than half a step off. A group never spans rows: the row of a
 token depends on that token alone. `scale * code` is exact in float32 (8 bits times 8), so
-an element is read back with one rounding and the same bits by every backend.
+an element is read back with one rounding, bit-identically by every backend.
 
 At equal bytes, asymmetric scales err less: groups of 64 with both ends than groups of 32 with a
 symmetric scale at 8 bits, and groups of 32 than groups of 16 at 4 bits, most of all with outlier

@@ -101,7 +101,7 @@ class KVCachesRunner(ExternalRunner):
             if self.rowwise_reason is None:
                 try:
                     return self._run_together(pieces)
-                except NotRowwise as step:  # its K and V are written again, with the same bits
+                except NotRowwise as step:  # its K and V are written again, bit-identically
                     if not self._tree.has_hooks():  # a hook may be removed again
                         self.rowwise_reason = str(step)
             logits = [run_alone(self.module, self._shape, self.store, piece) for piece in pieces]

@@ -35,7 +35,7 @@ class Rollout:
         action_mask: `[B, G, N]` bool: True on the completion, including the token that ended it (end of
             sequence, stop, or length limit); False on padding.
         logprobs: `[B, G, N]` float32: log-probs of the raw model at temperature 1; 0.0 on padding. `score`
-            returns the same bits with the same weights.
+            returns bit-identical outputs with the same weights.
         sampled_logprobs: `[B, G, N]` float32: log-probs of the distribution that was sampled from.
         prompt_lengths: `[B]` int64.
         response_lengths: `[B, G]` int64.

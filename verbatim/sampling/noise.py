@@ -68,7 +68,7 @@ def gumbel_row(seed: int, sample_index: int, position: int, vocab_size: int) -> 
 
 
 def _transform(bits: Tensor) -> Tensor:
-    """Convert words to Gumbel variates, with the same bits on every path and every machine.
+    """Convert words to Gumbel variates, bit-identically on every path and every machine.
 
     Logarithms in float64 may differ in the last place between libraries, and between the vector
     body and the scalar tail of one. That matters only where a value lies next to the middle of two
