@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from verbatim.core import DraftStats, GrammarState, Sequence
-from verbatim.engine.lengths import AdaptiveLengths, FixedLengths
+from verbatim.engine.lengths import DraftLengths
 from verbatim.engine.scheduler import MASK_WAIT_S
 from verbatim.engine.work import Chunk, Draft
 from verbatim.params import as_index
@@ -37,7 +37,7 @@ class Drafting:
     def __init__(
         self,
         proposer: Proposer,
-        lengths: AdaptiveLengths | FixedLengths,
+        lengths: DraftLengths,
         vocab_size: int,
         *,
         owns: bool = False,
