@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verbatim.checks import integer, switch
 from verbatim.core import Completion, FinishReason, Request, Result
 from verbatim.engine.handle import EngineHandle
 from verbatim.engine.lockstep import run_together
 from verbatim.errors import InvalidRequest
 from verbatim.llm import LLM
-from verbatim.options import rank_of, switch
+from verbatim.options import rank_of
 from verbatim.params import SamplingParams
 from verbatim.prompts import as_prompts
 from verbatim.rl.layout import PADDING_SIDES, RolloutLayout
@@ -218,8 +219,7 @@ def _check_params(
     ):
         if getattr(params, name) != off:
             raise InvalidRequest(f"params.{name}={getattr(params, name)}: {instead}")
-    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
-        raise InvalidRequest(f"group_size={group_size!r}: must be an integer, 1 or more")
+    group_size = integer("group_size", group_size)
     if padding_side not in PADDING_SIDES:
         raise InvalidRequest(f"padding_side={padding_side!r}: must be 'left' or 'right'")
     return dataclasses.replace(params, n=group_size)
@@ -249,9 +249,7 @@ def _prompt_rows(prompts: Any, attention_mask: Tensor | None, *, may_be_empty: b
 def _first_seed(seed: Any) -> int:
     if seed is None:
         return int(torch.randint(2**53, ()))
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
-        raise InvalidRequest(f"seed={seed!r}: must be an integer from 0 to {2**64 - 1}, or None")
-    return seed
+    return integer("seed", seed, 0, 2**64 - 1, optional=True)
 
 
 def _mix_seed(seed: int, rank: int, prompt: int) -> int:
