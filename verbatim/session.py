@@ -283,13 +283,13 @@ class Session:
             ids = [self._bos_id()]
         else:
             ids = ids + self._handle.admission.prompt_ids(inputs, begins=not ids)
-        return self._handle.admission.admit_turn(
-            inputs if isinstance(inputs, str) else None,
-            ids,
+        return self._handle.admission.admit(
+            inputs,
             params,
-            self._cache,
+            ids=ids,
             resumed_ids=resumed_ids,
             resumed_text=resumed_text,
+            session_cache=self._cache,
         )
 
     def _take(self, request: Request, result: Result) -> None:
