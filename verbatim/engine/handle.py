@@ -459,7 +459,7 @@ class EngineHandle:
 
         def sleep() -> None:
             self._engine.sleep(weights)
-            self._engine.evict_all()
+            self.scheduler.evict_all()
             self._asleep = True
             self._set_mode(Mode.PAUSED)
 
@@ -504,19 +504,19 @@ class EngineHandle:
         Raises:
             InvalidRequest, NotSupported: as `LoadedAdapters.load`; nothing has changed then.
         """
-        self._together(lambda: self._engine.load_adapter(name, layers, replace=replace))
+        self._together(lambda: self._engine.adapters.load(name, layers, replace=replace))
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter between two steps, as `LLM.unload_adapter`."""
-        self._together(lambda: self._engine.unload_adapter(name))
+        self._together(lambda: self._engine.adapters.unload(name))
 
     def evict_all(self) -> None:
         """Free all blocks and clear the prefix cache; the KV of running requests is recomputed."""
-        self.call(self._engine.evict_all)
+        self.call(self.scheduler.evict_all)
 
     def forget_cached(self) -> None:
         """Clear the prefix cache; running requests keep their blocks."""
-        self.call(self._engine.scheduler.forget_cached)
+        self.call(self.scheduler.forget_cached)
 
     def release_sessions(self) -> None:
         """Free the blocks of closed sessions after the current step."""
