@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verbatim.checks import integer, optional_integer
 from verbatim.errors import (
     EngineClosed,
     InvalidRequest,
@@ -20,7 +21,7 @@ from verbatim.errors import (
 )
 from verbatim.llm import LLM
 from verbatim.model.limits import eos_ids_of, pad_id_of
-from verbatim.options import on_cpu, positive
+from verbatim.options import on_cpu
 from verbatim.params import SamplingParams
 from verbatim.placement.actor import RowRunner, StepForward, limit_of
 from verbatim.placement.callbacks import CallbackRunner, Hooks
@@ -118,8 +119,8 @@ def open_forward(
             range, or modules on another device.
     """
     name = type(model).__name__
-    max_length = positive("max_length", max_length)
-    max_sequences = positive("max_sequences", max_sequences)
+    max_length = integer("max_length", max_length)
+    max_sequences = integer("max_sequences", max_sequences)
     if hooks is not None:
         _check_hooks(hooks, batch)
     if hasattr(model, "run_one_forward_step"):
@@ -202,10 +203,7 @@ def generate(
     """
     check_padded(input_ids, attention_mask)
     _check_names(params)
-    if pad_token_id is not None and (
-        isinstance(pad_token_id, bool) or pad_token_id != int(pad_token_id)
-    ):
-        raise InvalidRequest(f"pad_token_id={pad_token_id!r}: must be an integer or None")
+    pad_token_id = optional_integer("pad_token_id", pad_token_id, -(2**63), 2**63 - 1)
     if params.get("seed") is None:
         params["seed"] = int(torch.randint(2**53, (), device="cpu"))
     settings = SamplingParams(max_tokens=max_new_tokens, **params)

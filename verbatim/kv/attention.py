@@ -19,6 +19,7 @@ from torch import Tensor
 from verbatim import kernels
 from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
+from verbatim.kv.quantized import Packing, pack, unpack
 from verbatim.kv.recurrence import tree_sum
 
 _TILE = 64  # keys per tile of the reference, at absolute positions
@@ -28,11 +29,26 @@ _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, c
 
 
 @kernels.without_overrides
-def write_kv(k: Tensor, v: Tensor, k_store: Tensor, v_store: Tensor, slots: Tensor) -> None:
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_store: Tensor,
+    v_store: Tensor,
+    slots: Tensor,
+    packing: Packing | None = None,
+) -> None:
     """Write the rows `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]` to the stores.
 
-    Slot `[T]` int64 is block * block_size + offset. Other dtypes are converted to the stores'.
+    Slot `[T]` int64 is block * block_size + offset. Other dtypes are converted to the stores', and rows are
+    quantized with `packing`.
     """
+    if packing is not None:
+        library = library_for(k_store.device)
+        supported = k.dtype == v.dtype and k.dtype in KERNEL_DTYPES
+        if library is not None and supported and k.stride(2) == v.stride(2) == 1:
+            kernel_pack(library, k, v, k_store, v_store, slots, packing)
+            return
+        k, v = pack(k, packing), pack(v, packing)
     if k.dtype != k_store.dtype or v.dtype != v_store.dtype:
         k, v = k.to(k_store.dtype), v.to(v_store.dtype)
     library = library_for(k_store.device)
@@ -79,6 +95,8 @@ def paged_attention(
     *,
     backend: str = "auto",
     batch_invariant: bool = True,
+    packing: Packing | None = None,
+    value_size: int = 0,
 ) -> Tensor:
     """Compute causal attention of flat query rows over the stored K and V of their sequences.
 
@@ -88,17 +106,24 @@ def paged_attention(
         batch: fields of `Batch`.
         backend: "kernel", "reference", or "auto" for the kernel if it supports the tensors.
         batch_invariant: False allows faster kernels on a GPU that are not batch-invariant.
+        packing: the stores hold uint8 rows of this format, `[blocks, Hkv, block_size, row_bytes]`. Elements
+            are dequantized to the dtype of the queries: for bf16, `unpack`'s float32 is rounded once more, by
+            far less than a quantization step. The kernel unpacks a tile of rows at a time, the reference all
+            blocks of the batch; the bits are those of attention over the unpacked values.
+        value_size: Dv, with `packing`.
 
     Returns:
         `[T, H, Dv]` in the dtype of `q`.
     """
     if backend not in ("auto", "kernel", "reference"):
         raise ValueError(f"backend={backend!r}: 'auto', 'kernel' or 'reference'")
-    supported = q.dtype in KERNEL_DTYPES and k_store.dtype in KERNEL_DTYPES
+    stored = q.dtype if packing is not None else k_store.dtype
+    supported = q.dtype in KERNEL_DTYPES and stored in KERNEL_DTYPES
     library = library_for(q.device) if supported and backend != "reference" else None
     if library is not None:
-        return kernel_attention(library, q, k_store, v_store, batch, options)
-    if backend == "auto" and kernels.triton_serves(q.device):
+        packed = None if packing is None else (packing.bits, value_size)
+        return kernel_attention(library, q, k_store, v_store, batch, options, packed=packed)
+    if backend == "auto" and packing is None and kernels.triton_serves(q.device):
         from verbatim.kernels.triton import attention
 
         if attention.served(q, k_store, v_store):
@@ -112,13 +137,50 @@ def paged_attention(
             )
     if backend == "kernel":
         raise ValueError(
-            f"no attention kernel for {q.dtype} queries and {k_store.dtype} keys on {q.device} "
+            f"no attention kernel for {q.dtype} queries and {stored} keys on {q.device} "
             f"(instruction set: {kernels.instruction_set()})"
         )
+    if packing is not None:
+        used, renamed = torch.unique(batch.block_tables, return_inverse=True)
+        batch = batch._replace(block_tables=renamed.to(torch.int32))
+        k_store = unpack(k_store[used.long()], q.shape[2], packing).to(q.dtype)
+        v_store = unpack(v_store[used.long()], value_size, packing).to(q.dtype)
     return reference_attention(q, k_store, v_store, batch, options)
 
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def kernel_pack(
+    library: ctypes.CDLL,
+    k: Tensor,
+    v: Tensor,
+    k_store: Tensor,
+    v_store: Tensor,
+    slots: Tensor,
+    packing: Packing,
+) -> None:
+    """Quantize and write rows with a compiled library."""
+    assert k_store.is_contiguous() and v_store.is_contiguous() and slots.is_contiguous()
+    assert slots.dtype == torch.int64 and len(slots) == len(k) == len(v)
+    assert k_store.shape[3] == packing.row_bytes(k.shape[2])
+    assert v_store.shape[3] == packing.row_bytes(v.shape[2])
+    library.vb_pack_kv(
+        k.data_ptr(),
+        v.data_ptr(),
+        k_store.data_ptr(),
+        v_store.data_ptr(),
+        slots.data_ptr(),
+        len(slots),
+        k_store.shape[1],
+        k_store.shape[2],
+        k.shape[2],
+        v.shape[2],
+        (ctypes.c_int64 * 4)(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+        k.dtype == torch.bfloat16,
+        packing.bits,
+        torch.get_num_threads(),
+    )
 
 
 def library_for(device: torch.device) -> ctypes.CDLL | None:

@@ -74,7 +74,7 @@ class Decoder:
         weak: hold only a weak reference to the module.
         order: cuts a forward into micro-batches; None: there is one.
         fused: run supported layers by one or two kernel calls each, or all by one call,
-            with the same bits.
+            bit-identically.
         unseen: the module has no other users, so it is not edited until `module` is read.
         batch_invariant: False leaves products and activations to the module, not batch-invariant; faster on a
             GPU.

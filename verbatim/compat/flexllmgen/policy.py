@@ -10,10 +10,9 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
-from verbatim.compat.batches import integer
+from verbatim.checks import integer, switch
 from verbatim.errors import InvalidRequest, NotSupported, TierFailed
 from verbatim.model.quantization import GROUP_SIZES, Quantization
-from verbatim.options import switch
 from verbatim.placement.offload.choice import Offload, percents
 
 _SWITCHES = (

@@ -67,7 +67,7 @@ def check_keys(keys: Sequence[str]) -> None:
     """Check that all ranks have the same numerics key.
 
     Raises:
-        NotSupported: they don't, so they would not give the same bits.
+        NotSupported: they don't, so their results would not be bit-identical.
     """
     for rank, key in enumerate(keys):
         if key != keys[0]:
