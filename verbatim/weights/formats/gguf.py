@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError, NotSupported
-from verbatim.model.loader import auto_class
+from verbatim.model.loader import empty_module
 from verbatim.model.quantization import Quantization
 from verbatim.model.weight_packing import Encoding, WeightPacking
 from verbatim.weights.formats.checkpoint import laid_out, pairs
@@ -57,8 +57,7 @@ def read_gguf(path: Path, config: Any, dtype: torch.dtype) -> dict[str, Traced]:
             f"{path}: {architecture} in GGUF is decoded to the model's dtype when it is opened, which only a "
             "model in memory, without a placement, can be"
         )
-    with torch.device("meta"):
-        names = get_gguf_hf_weights_map(auto_class(config).from_config(config), processor)
+    names = get_gguf_hf_weights_map(empty_module(path, config), processor)
     with path.open("rb") as file:
         stamp = stamp_of(file.fileno())
     table: dict[str, Any] = {}
