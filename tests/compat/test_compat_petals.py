@@ -873,7 +873,7 @@ def test_a_session_has_ids_or_hidden_states(monkeypatch: pytest.MonkeyPatch) -> 
         session.step(hidden)
 
 
-def test_a_step_that_fails_in_a_layer_ends_its_session() -> None:
+def test_a_session_outlives_a_step_that_fails_in_a_layer() -> None:
     model = AutoDistributedModelForCausalLM.from_pretrained(make_toy("llama"))
     hidden = torch.randn(1, 2, 64)
 
@@ -881,12 +881,21 @@ def test_a_step_that_fails_in_a_layer_ends_its_session() -> None:
         raise ValueError("a layer's")
 
     with model.inference_session(max_length=9) as session:
-        assert not session.step(hidden).requires_grad
+        first = session.step(hidden)
+        assert not first.requires_grad
         with pytest.raises(InvalidRequest, match="rows"):
             session.step(hidden.expand(2, 2, 64))
         with pytest.raises(InvalidRequest, match="hidden states"):
             session.step(torch.tensor([[1]]))
-        session.step(hidden)  # is unchanged by these
+        hook = model.transformer.h[1].register_forward_hook(fail)
+        with pytest.raises(ValueError, match="a layer's"):
+            session.step(hidden)
+        hook.remove()
+        second = session.step(hidden)
+        with model.inference_session(max_length=9) as whole:
+            together = whole.step(torch.cat([hidden, hidden], dim=1))
+        torch.testing.assert_close(torch.cat([first, second], dim=1), together)
+        session._hidden.layers[0].is_croppable = False
         hook = model.transformer.h[1].register_forward_hook(fail)
         with pytest.raises(ValueError, match="a layer's"):
             session.step(hidden)

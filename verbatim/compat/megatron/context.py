@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,7 +19,6 @@ from verbatim.engine.handle import EngineHandle
 from verbatim.errors import InvalidRequest, NotSupported
 
 StopCallback = Callable[[list[int]], Iterable[int]]
-_IDLE_WAIT_S = 0.05  # of a step without work, so that a loop over steps does not spin
 
 
 class _Token(NamedTuple):
@@ -178,12 +176,11 @@ class DynamicInferenceContext:
     def step(self) -> None:
         """Make one step of the engine, unless another thread's step has already produced output.
 
-        If no step is possible, for example while the engine is paused, wait briefly.
+        If no step is possible, as the engine is paused, wait until it is resumed; a second at most, so that a
+        loop over steps does not spin.
         """
-        if not self._entries or any(entry.next for entry in list(self._fresh)):
-            return
-        if not self._handle.step() and not self._fresh:
-            time.sleep(_IDLE_WAIT_S)
+        if self._entries and not any(entry.next for entry in list(self._fresh)):
+            self._handle.step_or_wait(lambda: bool(self._fresh))
 
     def collect(self, stop: StopCallback | None) -> dict[str, Any] | None:
         """Return the output of the step, None without requests. A finished request is reported once."""

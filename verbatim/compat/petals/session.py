@@ -109,7 +109,8 @@ class InferenceSession:
         """Run hidden states `[B, T, H]` through all layers, after those of the steps before.
 
         By transformers' own code and without gradients, for a session in which nothing is generated. T may
-        be 0. An error in a layer closes the session, as some layers have the new columns by then.
+        be 0. An error in a layer leaves the session unchanged, except for caches that can't be shortened (of
+        recurrent states and filled windows), for which it closes the session.
 
         Raises:
             NotSupported: the whole unquantized module is not in this process; `prompts` or `hypo_ids`.
@@ -136,11 +137,22 @@ class InferenceSession:
                 with torch.no_grad():
                     outputs, cache = self._llm.engine.run_layers(inputs, self._hidden)
             except BaseException:
-                if self._hidden is not None:
-                    self.close()
+                self._undo_step()
                 raise
             self._hidden, self._num_hidden, self._hidden_rows = cache, width, len(inputs)
         return outputs
+
+    def _undo_step(self) -> None:
+        """Drop the columns that layers have taken before another one failed, or close the session."""
+        if self._hidden is None:
+            return
+        try:
+            for layer in self._hidden.layers:
+                if not layer.is_croppable:
+                    raise NotSupported(f"{type(layer).__name__} can't be shortened")
+                layer.crop(self._num_hidden - layer.get_seq_length())
+        except Exception:
+            self.close()
 
     def _check_hidden(self, inputs: Any) -> None:
         good = isinstance(inputs, Tensor) and inputs.dim() == 3 and inputs.is_floating_point()
