@@ -428,7 +428,7 @@ def test_a_loop_over_sample_from_logits_draws_what_the_engine_draws(controller, 
         drawn = controller.sample_from_logits(logits, params, position=ids.shape[1])
         ids = torch.cat([ids, drawn[:, None]], dim=1)
     assert ids[0, -5:].tolist() == request.generated_tokens.tolist()
-    with pytest.raises(InvalidRequest, match="give both"):
+    with pytest.raises(InvalidRequest, match="pass both"):
         controller.sample_from_logits(logits, params)
 
 

@@ -118,7 +118,7 @@ def _fill_all(
             error = batch_error if aborted else None
         if error is None:
             try:
-                translation.fill_finished(request, admitted[number])
+                translation.fill(request, admitted[number])
             except Exception as reason:  # of the tokenizer
                 error = reason
         if error is not None:
