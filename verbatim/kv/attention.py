@@ -9,6 +9,8 @@ for bit.)
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from verbatim import kernels
 from verbatim.batch import AttentionBatch
 from verbatim.kernels.functions import addresses, has_kernels, kernel, run
 from verbatim.kernels.options import AttentionOptions
+from verbatim.kv.quantized import Packing, pack, unpack
 from verbatim.kv.recurrence import tree_sum
 
 _TILE = 64  # keys per tile of the reference, at absolute positions
@@ -23,11 +26,25 @@ _MAX_PRODUCTS = 1 << 22  # elements of the reference's largest temporary
 
 
 @kernels.without_overrides
-def write_kv(k: Tensor, v: Tensor, k_store: Tensor, v_store: Tensor, slots: Tensor) -> None:
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_store: Tensor,
+    v_store: Tensor,
+    slots: Tensor,
+    packing: Packing | None = None,
+) -> None:
     """Write the rows `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]` to the stores.
 
-    Slot `[T]` int64 is block * block_size + offset. Other dtypes are converted to the stores'.
+    Slot `[T]` int64 is block * block_size + offset. Other dtypes are converted to the stores', and rows are
+    quantized with `packing`.
     """
+    if packing is not None:
+        supported = k.dtype == v.dtype and k.dtype in KERNEL_DTYPES
+        if has_kernels(k_store.device) and supported and k.stride(2) == v.stride(2) == 1:
+            kernel_pack(k, v, k_store, v_store, slots, packing)
+            return
+        k, v = pack(k, packing), pack(v, packing)
     if k.dtype != k_store.dtype or v.dtype != v_store.dtype:
         k, v = k.to(k_store.dtype), v.to(v_store.dtype)
     compiled = has_kernels(k_store.device)
@@ -60,6 +77,8 @@ def paged_attention(
     *,
     backend: str = "auto",
     batch_invariant: bool = True,
+    packing: Packing | None = None,
+    value_size: int = 0,
 ) -> Tensor:
     """Compute causal attention of flat query rows over the stored K and V of their sequences.
 
@@ -69,16 +88,23 @@ def paged_attention(
         batch: fields of `Batch`.
         backend: "kernel", "reference", or "auto" for the kernel if it supports the tensors.
         batch_invariant: False allows faster kernels on a GPU that are not batch-invariant.
+        packing: the stores hold uint8 rows of this format, `[blocks, Hkv, block_size, row_bytes]`. Elements
+            are dequantized to the dtype of the queries: for bf16, `unpack`'s float32 is rounded once more, by
+            far less than a quantization step. The kernel unpacks a tile of rows at a time, the reference all
+            blocks of the batch; the bits are those of attention over the unpacked values.
+        value_size: Dv, with `packing`.
 
     Returns:
         `[T, H, Dv]` in the dtype of `q`.
     """
     if backend not in ("auto", "kernel", "reference"):
         raise ValueError(f"backend={backend!r}: 'auto', 'kernel' or 'reference'")
-    supported = q.dtype in KERNEL_DTYPES and k_store.dtype in KERNEL_DTYPES
+    stored = q.dtype if packing is not None else k_store.dtype
+    supported = q.dtype in KERNEL_DTYPES and stored in KERNEL_DTYPES
     if supported and backend != "reference" and has_kernels(q.device):
-        return kernel_attention(q, k_store, v_store, batch, options)
-    if backend == "auto" and kernels.triton_serves(q.device):
+        packed = None if packing is None else (packing.bits, value_size)
+        return kernel_attention(q, k_store, v_store, batch, options, packed=packed)
+    if backend == "auto" and packing is None and kernels.triton_serves(q.device):
         from verbatim.kernels.triton import attention
 
         if attention.served(q, k_store, v_store):
@@ -92,13 +118,43 @@ def paged_attention(
             )
     if backend == "kernel":
         raise ValueError(
-            f"no attention kernel for {q.dtype} queries and {k_store.dtype} keys on {q.device} "
+            f"no attention kernel for {q.dtype} queries and {stored} keys on {q.device} "
             f"(instruction set: {kernels.instruction_set()})"
         )
+    if packing is not None:
+        used, renamed = torch.unique(batch.block_tables, return_inverse=True)
+        batch = batch._replace(block_tables=renamed.to(torch.int32))
+        k_store = unpack(k_store[used.long()], q.shape[2], packing).to(q.dtype)
+        v_store = unpack(v_store[used.long()], value_size, packing).to(q.dtype)
     return reference_attention(q, k_store, v_store, batch, options)
 
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def kernel_pack(
+    k: Tensor,
+    v: Tensor,
+    k_store: Tensor,
+    v_store: Tensor,
+    slots: Tensor,
+    packing: Packing,
+    backend: str = "kernel",
+) -> None:
+    """Quantize and write rows by the compiled kernels of `backend` (`functions.library_of`)."""
+    assert k_store.is_contiguous() and v_store.is_contiguous() and slots.is_contiguous()
+    assert slots.dtype == torch.int64 and len(slots) == len(k) == len(v)
+    assert k_store.shape[3] == packing.row_bytes(k.shape[2])
+    assert v_store.shape[3] == packing.row_bytes(v.shape[2])
+    function = kernel("vb_pack_kv", backend=backend)
+    assert function is not None
+    function(
+        *addresses(k, v, k_store, v_store, slots),
+        *(len(slots), *k_store.shape[1:3], k.shape[2], v.shape[2]),
+        (ctypes.c_int64 * 4)(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+        k.dtype == torch.bfloat16,
+        packing.bits,
+    )
 
 
 def kernel_attention(

@@ -75,7 +75,7 @@ class Decoder:
         weak: hold only a weak reference to the module.
         order: cuts a forward into micro-batches; None: there is one.
         fused: run supported layers by one or two kernel calls each, or all by one call,
-            with the same bits.
+            bit-identically.
         unseen: the module has no other users, so it is not edited until `module` is read.
         batch_invariant: False leaves products and activations to the module, not batch-invariant; faster on a
             GPU.
@@ -183,6 +183,11 @@ class Decoder:
         if module is None:
             raise EngineClosed("this engine was closed, or the module it was made for is gone")
         return module
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module whose parameters these are, by the names that callers know: itself."""
+        return self.held
 
     def how_experts_run(self) -> dict[str, int]:
         """Return the number of layers by the way their experts run, in words; empty without experts."""

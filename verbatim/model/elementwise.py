@@ -1,6 +1,6 @@
 """Norms and activations by the compiled kernels.
 
-They are the functions of fused layers (`layer.py`), so a layer run module by module has the same bits.
+They are the functions of fused layers (`layer.py`), so a layer run module by module is bit-identical.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ weight is `low + scale * code` (`quantize.py`), so a group contributes
 
 in float32, each step rounded; contributions are added in the order of the groups, then the bias, and the sum
 is rounded to the model's dtype. D and S are integers below 2^24, so they are exact in any order of
-additions: `kernels/integer*` and the torch code below give the same bits on every machine.
+additions: `kernels/integer*` and the torch code below are bit-identical on every machine.
 
 Such a matrix is interleaved: `[blocks, words, 32]` of int32, with blocks of 32 columns of the product (rows
 of the matrix), padded with zeros. A column's words are, group by group, its (scale, low), then its codes:

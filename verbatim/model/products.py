@@ -1,7 +1,7 @@
 """Matrix products in which a row's bits depend on that row alone.
 
-`linear` and `matmul` give each row the same bits whatever the rows beside it, the number of rows and
-the number of threads. Three backends hold to that:
+`linear` and `matmul` give each row one result, bit for bit, whatever the rows beside it, their number and the
+number of threads. Three backends hold to that:
 
 - the kernels (`kernels/linear.cpp`), where every element is one fixed sequence of arithmetic;
 - on a GPU, the kernel in Triton (`kernels/triton/linear.py`), the same;

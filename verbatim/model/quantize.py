@@ -37,7 +37,7 @@ def pack(
 
     Args:
         name: name of the weight, for errors.
-        backend: as in `unpack`; encodings of checkpoints are packed by torch. All give the same bits.
+        backend: as in `unpack`; encodings of checkpoints are packed by torch. All are bit-identical.
 
     Raises:
         ModelError: a NaN, an infinity, or a number too large.
@@ -106,7 +106,7 @@ def unpack(
     Args:
         out: contiguous tensor to fill and return; None allocates one.
         backend: "kernel", "torch", "auto" for the kernel if it supports the tensors, or one of
-            `kernels.available()`. All give the same bits.
+            `kernels.available()`. All are bit-identical.
     """
     assert packed.dtype == torch.uint8 and packed.shape == (packing.nbytes,)
     assert not packing.interleaved
