@@ -14,10 +14,10 @@ from verbatim import kernels
 from verbatim.draft.config import DraftOptions
 from verbatim.drafters import open_drafting
 from verbatim.engine.admission import Admission
-from verbatim.engine.collective import collective_of
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.engine import Engine
 from verbatim.engine.handle import Collective, EngineHandle
+from verbatim.engine.lockstep import collective_of
 from verbatim.engine.recompute import recompute_batches
 from verbatim.engine.scheduler import Scheduler
 from verbatim.errors import EngineClosed, InvalidRequest, NotSupported

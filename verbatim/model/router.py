@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import functools
 import inspect
 import itertools
 import sys
@@ -22,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from verbatim import kernels
+from verbatim.kernels.functions import SUFFIX, addresses, run, struct_of
 from verbatim.model import products
 from verbatim.model.context import active_context
-from verbatim.model.elementwise import SUFFIX, declared
 from verbatim.model.fingerprint import Place
 from verbatim.model.products import Matrix
 
@@ -86,11 +85,8 @@ class RouterParts:
     takes_correction: bool
     returns: tuple[str, ...]
 
-    def places(self) -> list[Place]:
-        """Return the references of its tensors."""
-        return [p for p in (self.weight, self.bias, self.correction) if p is not None]
 
-
+@struct_of("router")
 class RouterStruct(ctypes.Structure):
     """`Router` of kernels/experts.h."""
 
@@ -148,27 +144,10 @@ def choose(
     logits = logits.clone(memory_format=torch.contiguous_format)  # the kernel writes to it
     weights = torch.empty(rows, k, dtype=torch.float32)  # the default dtype may differ
     experts = torch.empty(rows, k, dtype=torch.int32)
-    _kernel(kernels.library(), dtype)(
-        ctypes.addressof(struct),
-        logits.data_ptr(),
-        rows,
-        None,
-        None if forced is None else forced.data_ptr(),
-        k,
-        experts.data_ptr(),
-        weights.data_ptr(),
-        torch.get_num_threads(),
-    )
+    inputs, outputs = addresses(logits, forced), addresses(experts, weights)
+    at = ctypes.addressof(struct)
+    run("vb_choose", dtype, at, inputs[0], rows, None, inputs[1], k, *outputs)
     return weights.to(dtype) if form.rounded else weights, experts.long()
-
-
-@functools.cache
-def _kernel(library: ctypes.CDLL | None, dtype: torch.dtype) -> Callable[..., None]:
-    assert library is not None
-    library.vb_router_size.restype = _LONG
-    assert library.vb_router_size() == ctypes.sizeof(RouterStruct)
-    arguments = [*[_POINTER] * 2, _LONG, *[_POINTER] * 2, _LONG, *[_POINTER] * 2, _INT]
-    return declared(library, "vb_choose", dtype, arguments)
 
 
 def _choose_in_torch(

@@ -17,7 +17,7 @@ from verbatim.heap import give_back_freed
 from verbatim.kv.flat import BlockStore, read_rows, write_rows
 from verbatim.kv.quantized import resolve_kv_dtype
 from verbatim.kv.states import open_states
-from verbatim.kv.store import KVStore, bytes_per_token, cache_info, make_store
+from verbatim.kv.store import KVStore, bytes_per_token, cache_info
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.loader import Checkpoint, LoadedModel
@@ -286,7 +286,7 @@ def _make_store(
     draft_layers.open_stores(blocks, options.block_size, dtype)
     device = options.device
     try:
-        store = make_store(spec.layers, blocks, options.block_size, dtype, device.torch)
+        store = KVStore(spec.layers, blocks, options.block_size, dtype, device.torch)
         store.states = open_states(spec.states, num_states, device.torch)
     except RuntimeError as error:  # of torch's allocators, also on a GPU
         nbytes = blocks * options.block_size * token_bytes

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verbatim.checks import integer, switch
 from verbatim.core import FinishReason, Request, Result
 from verbatim.engine.handle import EngineHandle
 from verbatim.engine.lockstep import run_together
 from verbatim.errors import InvalidRequest
 from verbatim.llm import LLM
-from verbatim.options import rank_of, switch
+from verbatim.options import rank_of
 from verbatim.params import SamplingParams
 from verbatim.prompts import as_prompts
 from verbatim.tensors import check_padded, engine_of, rows_of
@@ -36,7 +37,7 @@ class Rollout:
         action_mask: `[B, G, N]` bool: True on the completion, including the token that ended it (end of
             sequence, stop, or length limit); False on padding.
         logprobs: `[B, G, N]` float32: log-probs of the raw model at temperature 1; 0.0 on padding. `score`
-            returns the same bits with the same weights.
+            returns bit-identical outputs with the same weights.
         sampled_logprobs: `[B, G, N]` float32: log-probs of the distribution that was sampled from.
         prompt_lengths: `[B]` int64.
         response_lengths: `[B, G]` int64.
@@ -209,8 +210,7 @@ def _check_params(
     ):
         if getattr(params, name) != off:
             raise InvalidRequest(f"params.{name}={getattr(params, name)}: {instead}")
-    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
-        raise InvalidRequest(f"group_size={group_size!r}: must be an integer, 1 or more")
+    group_size = integer("group_size", group_size)
     if padding_side not in ("left", "right"):
         raise InvalidRequest(f"padding_side={padding_side!r}: must be 'left' or 'right'")
     return dataclasses.replace(params, n=group_size)
@@ -240,9 +240,7 @@ def _prompt_rows(prompts: Any, attention_mask: Tensor | None, *, may_be_empty: b
 def _first_seed(seed: Any) -> int:
     if seed is None:
         return int(torch.randint(2**53, ()))
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
-        raise InvalidRequest(f"seed={seed!r}: must be an integer from 0 to {2**64 - 1}, or None")
-    return seed
+    return integer("seed", seed, 0, 2**64 - 1, optional=True)
 
 
 def _mix_seed(seed: int, rank: int, prompt: int) -> int:

@@ -118,7 +118,7 @@ def _built(module: nn.Module) -> nn.Module | None:
         # The memory of these weights is reserved and freed without being written.
         with building, no_init_weights(), torch.inference_mode(False):
             skeleton: nn.Module = auto.from_config(transformers_config(model))
-            adjust(skeleton, model)
+            adjust(skeleton, model, {})
     except VerbatimError:
         return None
     return skeleton.eval()
