@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from verbatim.draft.chain import Chain
-from verbatim.draft.config import NAMES, DraftModel, DraftOptions
+from verbatim.draft.config import NAMES, Drafter, DraftModel
 from verbatim.draft.layers import EarlyExitProposer, MtpProposer
 from verbatim.draft.model import DraftModelProposer
 from verbatim.engine.drafting import Drafting
@@ -32,10 +32,17 @@ _MAX_PADDING = 1024  # maximum number of padding ids of a vocabulary
 
 
 def open_drafting(
-    drafts: DraftOptions, runner: Runner, options: EngineOptions, loaded: LoadedModel
+    draft: Drafter | None,
+    num_tokens: int | None,
+    runner: Runner,
+    options: EngineOptions,
+    loaded: LoadedModel,
 ) -> Drafting | None:
-    """Open the proposer for `runner`; return None without `draft`."""
-    draft, num_tokens = drafts.draft, drafts.num_tokens
+    """Open the proposer for `runner`; return None without `draft`.
+
+    Args:
+        num_tokens: tokens per draft; None: adaptive.
+    """
     if draft is None:
         return None
     proposer: Proposer

@@ -14,7 +14,7 @@ from torch import nn
 from verbatim.checks import integer, optional_integer, switch
 from verbatim.core import Delta, Request, Result, TopLogprobs
 from verbatim.device import refuse_on_gpu, resolve_device
-from verbatim.draft.config import DraftOptions, resolve_draft, resolve_draft_tokens
+from verbatim.draft.config import resolve_draft, resolve_draft_tokens
 from verbatim.engine.admission import Prompt
 from verbatim.engine.handle import EngineHandle, check_not_forked
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
@@ -177,16 +177,14 @@ class LLM:
                 f"quantization={quantized.name!r}: not supported for a live module, which is used in place; "
                 "save it with save_pretrained and open the folder"
             )
-        drafts = DraftOptions(
-            resolve_draft(draft),
-            num_tokens=resolve_draft_tokens(num_draft_tokens, draft),
-        )
+        num_draft_tokens = resolve_draft_tokens(num_draft_tokens, draft)
+        draft = resolve_draft(draft)
         refuse_on_gpu(
             placed,
             placement=placement,
             quantization=quantization,
             kv_dtype=options.kv_dtype,
-            draft=drafts.draft,
+            draft=draft,
         )
         max_unread = integer("max_unread", max_unread)
         unused_weights = check_unused_weights(unused_weights)
@@ -214,7 +212,8 @@ class LLM:
         handle = open_engine(
             loaded,
             options,
-            drafts,
+            draft=draft,
+            num_draft_tokens=num_draft_tokens,
             weak=_weak,
             placement=placement,
             source=None
