@@ -155,6 +155,11 @@ def test_the_seeds_example_runs_and_gives_the_tokens_of_the_bare_prompt(worded):
         torch.manual_seed(3)
         bare = tokenizer(scope["prompts"]).input_ids
         stop = tokenizer("\n").input_ids[0]
+        alone = model.generate(bare, 32, True, 0.7, stop, seed=3)
+        assert (model.generate(bare, 32, True, 0.7, "\n", seed=3) == alone).all()
+        with pytest.raises(InvalidRequest, match="stop='the fox': must be one token, and has"):
+            model.generate(bare, stop="the fox")
+        torch.manual_seed(3)
         alone = model.generate(bare, 32, True, 0.7, stop)
     assert len(bare[0]) < 128 and (alone[0, len(bare[0]) :] == ids[0, 128:]).all()
     assert scope["outputs"][0].startswith("Question: What is the capital of France?\nAnswer:")
