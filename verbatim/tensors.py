@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verbatim.checks import integer, optional_integer
 from verbatim.errors import (
     EngineClosed,
     InvalidRequest,
@@ -20,8 +21,8 @@ from verbatim.errors import (
 )
 from verbatim.llm import LLM
 from verbatim.model.limits import eos_ids_of, pad_id_of
-from verbatim.options import on_cpu, positive
-from verbatim.params import SamplingParams, as_index
+from verbatim.options import on_cpu
+from verbatim.params import SamplingParams
 from verbatim.placement.actor import RowRunner, StepForward, limit_of
 from verbatim.placement.callbacks import CallbackRunner, Hooks
 from verbatim.placement.external import ExternalRunner
@@ -121,11 +122,11 @@ def open_forward(
             range, or modules on another device.
     """
     name = type(model).__name__
-    max_length = positive("max_length", max_length)
-    max_sequences = positive("max_sequences", max_sequences)
+    max_length = integer("max_length", max_length)
+    max_sequences = integer("max_sequences", max_sequences)
     if not isinstance(arguments, Mapping):
         raise InvalidRequest(f"arguments={arguments!r}: must be a dict of names and values")
-    _check_pad(pad_token_id)
+    pad_token_id = optional_integer("pad_token_id", pad_token_id, -(2**63), 2**63 - 1)
     if hooks is not None:
         _check_hooks(hooks, batch)
     if hasattr(model, "run_one_forward_step"):
@@ -209,7 +210,7 @@ def generate(
     """
     check_padded(input_ids, attention_mask)
     _check_names(params)
-    _check_pad(pad_token_id)
+    pad_token_id = optional_integer("pad_token_id", pad_token_id, -(2**63), 2**63 - 1)
     if params.get("seed") is None:
         params["seed"] = int(torch.randint(2**53, (), device="cpu"))
     settings = SamplingParams(max_tokens=max_new_tokens, **params)
@@ -228,11 +229,6 @@ def generate(
 _NOT_TAKEN = frozenset(
     "n max_tokens logprobs prompt_logprobs hidden_states record_routing record_indices".split()
 )
-
-
-def _check_pad(pad_token_id: Any) -> None:
-    if pad_token_id is not None and as_index(pad_token_id) is None:
-        raise InvalidRequest(f"pad_token_id={pad_token_id!r}: must be an integer or None")
 
 
 def _check_names(params: dict[str, Any]) -> None:

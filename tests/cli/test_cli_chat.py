@@ -80,7 +80,9 @@ def test_chat_commands():
 
 
 def test_chat_refuses_bad_options_and_binary_lines():
-    assert run("chat", "--top-k", "-1").stderr == "verbatim: top_k=-1: must be 0 or more\n"
+    assert (
+        run("chat", "--top-k", "-1").stderr == "verbatim: top_k=-1: must be an integer, 0 or more\n"
+    )
     done = run("chat", input=b"Hi\n\xff\n")
     assert done.exit_code == 1
     assert done.stderr.endswith("verbatim: stdin is not UTF-8 text: line 2\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,27 +14,6 @@ from verbatim.core import Completion, FinishReason, Request
 from verbatim.core import Sequence as Row
 from verbatim.errors import InvalidRequest, NotSupported, RequestFailed
 from verbatim.tensors import check_padded
-
-
-def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """Return `value`, an integer of Python, numpy or a tensor with one element, as Python's.
-
-    Raises:
-        InvalidRequest: `value` is not an integer, or is outside of `low` to `high`.
-    """
-    try:
-        number = low - 1 if isinstance(value, bool) else operator.index(value)
-    except (TypeError, RuntimeError):  # a tensor without data is the latter
-        number = low - 1
-    if number < low or (high is not None and number > high):
-        upper = " or more" if high is None else f" to {high}"
-        raise InvalidRequest(f"{name}={value!r}: must be an integer, {low}{upper}")
-    return number
-
-
-def optional_integer(name: str, value: Any, low: int, high: int | None = None) -> int | None:
-    """Return `integer`, or None for None."""
-    return None if value is None else integer(name, value, low, high)
 
 
 def accepts(function: Any, *args: Any, unknown: bool = False, **kwargs: Any) -> bool:

@@ -10,15 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from verbatim.compat.batches import (
-    PaddedRows,
-    check_search,
-    draw_seed,
-    flag,
-    integer,
-    new_rows,
-    optional_integer,
-)
+from verbatim.checks import integer, optional_integer
+from verbatim.compat.batches import PaddedRows, check_search, draw_seed, flag, new_rows
 from verbatim.core import Request
 from verbatim.engine.handle import EngineHandle
 from verbatim.engine.lockstep import run_together

@@ -12,15 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from verbatim.compat.batches import (
-    PaddedRows,
-    draw_seed,
-    integer,
-    new_rows,
-    optional_integer,
-    pad_id_of,
-    pad_rows,
-)
+from verbatim.checks import integer, optional_integer, switch
+from verbatim.compat.batches import PaddedRows, draw_seed, new_rows, pad_id_of, pad_rows
 from verbatim.compat.flexllmgen.config import OptConfig, check_config, config_by_name, find_model
 from verbatim.compat.flexllmgen.policy import ExecutionEnv, Policy, offload_of, options_of
 from verbatim.compat.flexllmgen.timings import Clock, Spent, Timings
@@ -28,7 +21,6 @@ from verbatim.compat.opened import Opened
 from verbatim.core import Request
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
-from verbatim.options import switch
 from verbatim.params import SamplingParams
 
 _FEW_TOKENS = 5  # of "fewer_batch": the prefill's, and four of decoding

@@ -11,10 +11,9 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from verbatim.compat.batches import integer
+from verbatim.checks import integer, switch
 from verbatim.errors import InvalidRequest, NotSupported, TierFailed
 from verbatim.model.quantization import GROUP_SIZES, Quantization
-from verbatim.options import switch
 from verbatim.placement.offload.choice import Offload, percents
 
 _CACHE_GROUPS = {8: 64, 4: 32}  # elements of a group of K and V, by bits

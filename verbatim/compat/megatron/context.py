@@ -78,7 +78,7 @@ class _RunningRequest:
         if place == self.num_taken:
             return None
         routing = self.routing[place] if self.routing else None
-        return _Token(sequence.output_ids[place], sequence.logprobs[place], routing)
+        return _Token(sequence.output_ids[place], sequence.tokens[place].logprob, routing)
 
 
 class DynamicInferenceContext:

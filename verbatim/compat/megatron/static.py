@@ -165,7 +165,7 @@ class _StreamFeed:
 
     def _put(self, delta: Delta) -> None:
         sequence, last = self._admitted.sequences[0], delta.finish_reason is not None
-        ids, logprobs = sequence.output_ids, sequence.logprobs
+        ids, logprobs = sequence.output_ids, [token.logprob for token in sequence.tokens]
         self._text += delta.text
         if last and self._translation.tokenizer is not None:
             self._text = self._translation.with_end(self._params, ids, self._text)

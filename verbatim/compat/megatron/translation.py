@@ -119,7 +119,7 @@ class Translation:
         """
         params = cast(SamplingParams, request.sampling_params)
         metrics, sequence = admitted.metrics, admitted.sequences[0]
-        ids = sequence.output_ids[:count]
+        ids, tokens = sequence.output_ids[:count], sequence.tokens[:count]
         is_dynamic = isinstance(request, DynamicInferenceRequest)
         # A request that ended during prefill has only part of its prompt's log-probs.
         whole = len(admitted.prompt_logprobs) == len(admitted.prompt_ids) - 1
@@ -129,11 +129,13 @@ class Translation:
         request.generated_tokens = list(ids) if is_dynamic else torch.tensor(ids, dtype=torch.int64)
         request.tpot = [metrics.first_token_s, *[metrics.per_token_s] * (len(ids) - 1)][: len(ids)]
         if params.return_log_probs:
-            request.generated_log_probs = sequence.logprobs[:count]
+            request.generated_log_probs = [token.logprob for token in tokens]
             if prompt_logprobs and whole:
                 request.prompt_log_probs = list(admitted.prompt_logprobs)
         if params.top_n_logprobs:
-            request.generated_top_n_logprobs = self.by_text(sequence.top_logprobs[:count])
+            request.generated_top_n_logprobs = self.by_text(
+                [token.top_logprobs or [] for token in tokens]
+            )
             if prompt_tops and whole:
                 request.prompt_top_n_logprobs = self.by_text(admitted.prompt_top_logprobs)
         if params.detokenize_generations and self.text is not None:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.compat.batches import PaddedRows, draw_seed, integer
+from verbatim.checks import integer
+from verbatim.compat.batches import PaddedRows, draw_seed
 from verbatim.compat.petals.call import GenerateCall
 from verbatim.compat.petals.settings import Settings
 from verbatim.core import SessionCache
