@@ -6,8 +6,11 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from support.scripted_llm import ScriptedLLM, interrupted_after, run
 from verbatim._version import __version__
+from verbatim.cli.offload import PLACING
 from verbatim.params import SamplingParams
 
 
@@ -101,7 +104,11 @@ def test_version():
     assert run("--version").stdout == f"verbatim {__version__}\n"
 
 
-def test_help_does_not_import_torch():
+@pytest.mark.parametrize(
+    ("args", "names"),
+    [(["--help"], ["generate"]), (["plan", "--help"], [option.flags for option in PLACING])],
+)
+def test_help_does_not_import_torch(args, names):
     code = (
         "import sys\n"
         "from verbatim.cli.commands import app\n"
@@ -110,8 +117,7 @@ def test_help_does_not_import_torch():
         "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
         "print(heavy, file=sys.stderr)"
     )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code, "--help"], capture_output=True, text=True, check=True
-    )
-    assert "generate" in done.stdout
+    command = [sys.executable, "-P", "-c", code, *args]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert all(name in done.stdout for name in names)
     assert done.stderr.strip() == "set()"

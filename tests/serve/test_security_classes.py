@@ -1,8 +1,8 @@
 """The classes of vulnerabilities that other engines had: each a test by that name.
 
 More of each is in tests/unit/test_untrusted.py (checkpoints), tests/placement (DCP, transport of clusters),
-tests/unit/test_text.py (templates), tests/unit/test_grammar.py (structures) and test_serve_hostile.py (values
-of every body).
+tests/unit/test_text.py (templates), tests/unit/test_grammar.py (structures) and test_serve_starving.py
+(values of every body).
 """
 
 from __future__ import annotations
