@@ -113,11 +113,11 @@ def interruptible(stream: Any, *, at_once: bool = False) -> Iterator[Iterator[An
 
     if not at_once:
         signal.signal(signal.SIGINT, press)
-    with closing(stream):
-        try:
+    try:
+        with closing(stream):
             yield deltas()
-        finally:
-            signal.signal(signal.SIGINT, before)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def size_text(nbytes: float) -> str:
