@@ -394,7 +394,7 @@ def test_leak_by_abort(served: Served) -> None:
     body = {"prompt": "x", "max_tokens": 400, "stream": True}
     sent = request_of(body, Authorization=f"Bearer {KEY}")
     for _ in range(20):
-        with socket.create_connection(("127.0.0.1", served.port), timeout=20) as connection:
+        with served.connect() as connection:
             connection.sendall(sent)
             connection.recv(100)
     assert served.idle()

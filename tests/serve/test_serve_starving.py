@@ -19,7 +19,7 @@ import pytest
 
 from support.hostile import BODIES, MARK, marked
 from support.pairwise import slow_but
-from support.serving import Client, Served, request_of, routes_of, running, serving, until
+from support.serving import Client, Served, received, request_of, routes_of, running, serving, until
 from verbatim import LLM
 from verbatim.errors import InvalidRequest
 from verbatim.serve.app import make_app
@@ -138,13 +138,11 @@ def test_a_body_in_chunks_is_refused_and_what_follows_is_not_read(served):
     """Beside a Content-Length, it would be another request to a proxy than to this server."""
     hidden = b"0\r\n\r\nGET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
     for length in (b"", b"Content-Length: %d\r\n" % len(hidden)):
-        with socket.create_connection(("127.0.0.1", served.port), timeout=20) as link:
+        with served.connect() as link:
             link.sendall(HEAD + length + b"Transfer-Encoding: chunked\r\n\r\n" + hidden)
-            answer = b""
-            while more := link.recv(65536):
-                answer += more
+            answer = received(link)
         assert answer.startswith(b"HTTP/1.1 411") and answer.count(b"HTTP/1.1") == 1
-    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as link:
+    with served.connect() as link:
         link.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
         with pytest.raises(ConnectionError):
             link.sendall(b"1\r\na\r\n" * 10_000_000)
@@ -162,7 +160,7 @@ def test_large_bodies_in_progress_have_a_limit_together(llm):
     with serving(llm, ServeSettings(max_body_bytes=300_000)) as server:
         links = []
         for _ in range(17):  # 16 times 300,000 bytes are allowed
-            links.append(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+            links.append(server.connect())
             links[-1].sendall(HEAD + b"Content-Length: 299000\r\n\r\n" + b" " * 290_000)
         with links.pop() as link:
             assert link.recv(65536).startswith(b"HTTP/1.1 429")
@@ -189,7 +187,7 @@ def test_a_client_that_fills_the_batch_gives_way_to_others():
     with LLM(kv_memory="64MB", max_sequences=4) as llm, serving(llm) as server:
         alone = server.post("/v1/completions", **SHORT, seed=1)["choices"]
         body = {"prompt": "x", "n": 4, "max_tokens": 1900, "ignore_eos": True, "stream": True}
-        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as link:
+        with server.connect() as link:
             link.sendall(request_of(body))
             assert link.recv(100).startswith(b"HTTP/1.1 200")
             other = httpx.HTTPTransport(local_address="127.0.0.2")
@@ -241,7 +239,7 @@ def test_unchecked_values_of_every_body(served: Served, value: str) -> None:
 def test_requests_that_come_in_one_packet_are_answered_in_order(served):
     bodies = [SHORT | {"temperature": 1, "seed": seed} for seed in range(4)]
     alone = [served.post("/v1/completions", **body) for body in bodies]
-    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as connection:
+    with served.connect() as connection:
         connection.sendall(b"".join(map(request_of, bodies)))
         found = b""
         while found.count(b"}}}") < 4:  # where an answer ends
@@ -259,7 +257,7 @@ def test_a_storm_of_clients_that_hang_up_leaves_nothing(served):
     tasks = served.num_tasks()
     for number in range(120):
         body = SHORT | {"max_tokens": 500, "n": 4, "seed": number, "stream": bool(number % 2)}
-        connection = socket.create_connection(("127.0.0.1", served.port), timeout=20)
+        connection = served.connect()
         connection.sendall(request_of(body)[: None if number % 7 else 60])  # some in mid-sentence
         if number % 3 == 0:
             time.sleep(0.002)
@@ -289,7 +287,7 @@ def test_responses_in_progress_are_limited_together(llm):
     with serving(llm, settings) as server:
         links = []
         for _ in range(16):  # that many of the largest responses
-            link = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+            link = server.connect()
             link.sendall(request_of(body | {"stream": True}))
             links.append(link)
         for link in links:
@@ -336,21 +334,19 @@ def plain(answer: dict[str, Any]) -> dict[str, Any]:
 def test_connections_that_send_no_head_are_closed(llm):
     with serving(llm, ServeSettings(idle_timeout_s=0.2)) as server:
         for start in (b"", b"GET / HTTP/1.1\r\nX: "):
-            with socket.create_connection(("127.0.0.1", server.port), timeout=20) as link:
+            with server.connect() as link:
                 link.sendall(start)
                 assert link.recv(100) == b""
-        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as link:
+        with server.connect() as link:
             # the second head is late
             link.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /hea")
-            answer = b""
-            while more := link.recv(1000):
-                answer += more
+            answer = received(link)
             assert answer.endswith(b'{"status":"ok"}')
 
 
 def test_a_new_connection_replaces_the_one_that_has_waited_longest(llm):
     with serving(llm, ServeSettings(max_connections=4, max_connections_per_address=4)) as server:
-        links = [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(4)]
+        links = [server.connect() for _ in range(4)]
         for link in links:
             link.sendall(b"GET / HTTP/1.1\r\nX: ")
         until(lambda: server.num_connections() >= 4)
@@ -366,7 +362,7 @@ def test_where_all_connections_are_busy_health_is_answered_and_nothing_else(llm)
     with serving(llm, settings) as server:
         links = []
         for _ in range(3):
-            link = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+            link = server.connect()
             link.sendall(request_of(body))
             assert link.recv(100)
             links.append(link)
@@ -376,9 +372,7 @@ def test_where_all_connections_are_busy_health_is_answered_and_nothing_else(llm)
             assert refused.status_code == 503
             assert refused.headers["connection"] == "close"
             assert "too many connections" in refused.text
-        other = socket.create_connection(  # from another address
-            ("127.0.0.1", server.port), timeout=20, source_address=("127.0.0.2", 0)
-        )
+        other = server.connect("127.0.0.2")
         other.sendall(request_of(SHORT))
         assert other.recv(100).startswith(b"HTTP/1.1 200")
         for link in (*links, other):
@@ -388,14 +382,12 @@ def test_where_all_connections_are_busy_health_is_answered_and_nothing_else(llm)
 
 def test_a_client_that_closes_its_side_gets_its_answer(served):
     for stream in (False, True):
-        with socket.create_connection(("127.0.0.1", served.port), timeout=20) as link:
+        with served.connect() as link:
             link.sendall(
                 request_of(SHORT | {"max_tokens": 200, "ignore_eos": True, "stream": stream})
             )
             link.shutdown(socket.SHUT_WR)
-            answer = b""
-            while more := link.recv(65536):
-                answer += more
+            answer = received(link)
         answer = answer.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
         assert answer.startswith(b"HTTP/1.1 200")
         assert b'"finish_reason":"length"' in answer
