@@ -10,7 +10,7 @@ from verbatim.draft.config import NAMES, DraftModel, DraftOptions
 from verbatim.draft.layers import EarlyExitProposer, MtpProposer
 from verbatim.draft.model import DraftModelProposer
 from verbatim.engine.drafting import Drafting
-from verbatim.engine.lengths import AdaptiveLengths, FixedLengths
+from verbatim.engine.lengths import DraftLengths
 from verbatim.errors import InvalidRequest, ModelError, NotSupported, OutOfBlocks
 from verbatim.kv.store import bytes_per_token
 from verbatim.model.decoder import Decoder
@@ -53,7 +53,7 @@ def open_drafting(
         live = loaded.live and isinstance(proposer, Chain)
     return Drafting(
         proposer,
-        AdaptiveLengths() if num_tokens is None else FixedLengths(num_tokens),
+        DraftLengths(num_tokens),
         runner.vocab_size,
         owns=proposer is not draft,
         runs_live_module=live,

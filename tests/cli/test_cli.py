@@ -314,10 +314,10 @@ def _nothing_given():
 @pytest.mark.parametrize(
     ("args", "status", "says"),
     [
-        (["x", "--temperature", "-1"], 1, "temperature=-1.0: must be 0 or more"),
-        (["x", "--top-p", "0"], 1, "top_p=0.0: must be above 0 and at most 1"),
-        (["x", "--top-p", "1.5"], 1, "top_p=1.5: must be above 0 and at most 1"),
-        (["x", "--top-k", "-1"], 1, "top_k=-1: must be 0 or more"),
+        (["x", "--temperature", "-1"], 1, "temperature=-1.0: must be a finite number, 0 or more"),
+        (["x", "--top-p", "0"], 1, "top_p=0.0: must be a finite number above 0 and at most 1"),
+        (["x", "--top-p", "1.5"], 1, "top_p=1.5: must be a finite number above 0 and at most 1"),
+        (["x", "--top-k", "-1"], 1, "top_k=-1: must be an integer, 0 or more"),
         (["x", "--max-tokens", "-1"], 1, "max_tokens=-1"),
         (["x", "--seed", str(2**64)], 1, "seed=18446744073709551616"),
         (["x", "--temperature", "nan"], 1, "temperature=nan"),
@@ -341,8 +341,8 @@ def _nothing_given():
         (["x", "--regex", ""], 1, "regex='': must be a non-empty string"),
         (["x", "--choice", ""], 1, "choice=['']: must be a list of non-empty strings"),
         (["x", "--regex", "a", "--choice", "a"], 1, "regex and choice: at most one"),
-        (["x", "--timeout-s", "0"], 1, "timeout_s=0.0: must be above 0"),
-        (["x", "--num-beams", "0"], 1, "num_beams=0: must be 1 to 64"),
+        (["x", "--timeout-s", "0"], 1, "timeout_s=0.0: must be a finite number of seconds above 0"),
+        (["x", "--num-beams", "0"], 1, "num_beams=0: must be an integer, 1 to 64"),
         (["x", "--num-beams", "2", "--n", "3"], 1, "n=3: must be at most num_beams=2"),
         (["x", "--num-beams", "2", "--top-k", "5"], 1, "top_k=5 with num_beams=2: beam search"),
         (["x", "--length-penalty", "2"], 1, "length_penalty=2.0: requires num_beams above 1"),
@@ -518,7 +518,8 @@ def test_chat_commands():
 
 
 def test_chat_refuses_bad_options_and_binary_lines():
-    assert run("chat", "--top-k", "-1").stderr == "verbatim: top_k=-1: must be 0 or more\n"
+    done = run("chat", "--top-k", "-1")
+    assert done.stderr == "verbatim: top_k=-1: must be an integer, 0 or more\n"
     done = run("chat", input=b"Hi\n\xff\n")
     assert done.exit_code == 1
     assert done.stderr.endswith("verbatim: stdin is not UTF-8 text: line 2\n")

@@ -99,10 +99,10 @@ def test_what_the_engine_refuses_is_one_line(run, args, says):
 
 
 def test_a_kv_cache_that_can_not_be_allocated_is_one_line(run, monkeypatch):
-    def make_store(*_):
+    def allocate(*_):
         return torch.empty(2**50)
 
-    monkeypatch.setattr("verbatim.placement.resident.make_store", make_store)
+    monkeypatch.setattr("verbatim.placement.resident.KVStore", allocate)
     done = run("generate", "x", "--kv-memory", "1MB")
     assert (done.exit_code, done.stdout) == (1, "")
     assert re.fullmatch(

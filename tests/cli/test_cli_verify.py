@@ -38,7 +38,7 @@ def test_every_schedule_of_the_storyteller_gives_the_same_bits():
     told, names = [], [name for name in NAMES if name != "two-stages"]
     report = verify(only=names, tokens=8, on_row=told.append)
     assert report.ok
-    assert report.verdict() == "the same bits in all 12 schedules"
+    assert report.verdict() == "bit-identical in all 12 schedules"
     assert statuses(report) == {"alone": "reference"} | dict.fromkeys(names, "equal")
     assert told == list(report.rows)
     rows = {row.name: row for row in report.rows}
@@ -60,7 +60,7 @@ def test_every_schedule_of_the_storyteller_gives_the_same_bits():
 
 def test_two_stages_give_the_same_bits():
     report = verify(only=["two-stages"], tokens=6, cluster=Cluster(stages=2, hosts=ThreadHosts()))
-    assert report.verdict() == "the same bits in the schedule"
+    assert report.verdict() == "bit-identical in the schedule"
     assert report.rows[1].note == "layers 0 to 2 and 3 to 4"
 
 
@@ -81,7 +81,7 @@ def test_every_schedule_of_the_command_gives_the_same_bits():
     done = CliRunner().invoke(app, ["verify"])
     assert done.exit_code == 0
     *_, last = done.stdout.splitlines()
-    assert last == "the same bits in all 13 schedules"
+    assert last == "bit-identical in all 13 schedules"
 
 
 def broken(monkeypatch, is_wrong):
@@ -150,7 +150,7 @@ def test_the_command_tells_which_rows_broke(monkeypatch):
     *_, where, verdict = done.stdout.splitlines()
     assert where.startswith("batched (")
     assert ", not " in where
-    assert verdict == "1 of 2 schedules gave the same bits; different or failed: batched"
+    assert verdict == "1 of 2 schedules are bit-identical; different or failed: batched"
     table = [line.split("│")[1:-1] for line in done.stdout.splitlines() if line.startswith("│")]
     assert [[cell.strip() for cell in row[:2]] for row in table] == [
         ["alone", "reference"],

@@ -743,7 +743,7 @@ class CountingEngine:
 
     def __init__(self) -> None:
         self.inside: dict[Request, Any] = {}
-        self.runner = self
+        self.runner = self.scheduler = self
         self.sessions = Sessions(BlockPool(2), StateSlots(0), 1)
         self.busy = threading.Lock()
         self.steps = 0

@@ -322,13 +322,13 @@ from pathlib import Path
 import torch
 from invariance.test_whole import BATCHES, logits_of, make_toy, whole
 from verbatim.kv.quantized import resolve_kv_dtype
-from verbatim.kv.store import LayerShape, make_store
+from verbatim.kv.store import KVStore, LayerShape
 
 def threads():
     return len(list(Path("/proc/self/task").iterdir()))
 
 decoder = whole(make_toy("llama"))
-store = make_store([LayerShape(8, 64, 64)], 40, 16, resolve_kv_dtype("int8"), torch.device("cpu"))
+store = KVStore([LayerShape(8, 64, 64)], 40, 16, resolve_kv_dtype("int8"), torch.device("cpu"))
 rows = torch.randn(600, 8, 64)
 
 def both():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from verbatim.batch import Adapter, LowRank
@@ -23,10 +23,13 @@ class LoadedAdapters:
     """Loads and unloads adapters of a runner, under the engine lock; names are read from any thread.
 
     An unloaded adapter stays in memory until the requests that use it have ended.
+
+    Args:
+        used: returns the numbers that unfinished requests use.
     """
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+    def __init__(self, runner: Runner, used: Callable[[], list[int]]) -> None:
+        self._runner, self._used = runner, used
         self._loaded: dict[str, _Loaded] = {}
         self._retired: set[int] = set()  # numbers of unloaded adapters that are still in memory
         self._last = 0
@@ -72,19 +75,21 @@ class LoadedAdapters:
             "parameters": sum(low.a.numel() + low.b.numel() for low in layers.values()),
         }
         self._loaded[name] = _Loaded(self._last, info)
+        self.free()
 
     def unload(self, name: str) -> None:
-        """Remove an adapter's name; `free` frees its memory.
+        """Remove an adapter's name; requests that use it go on.
 
         Raises:
             InvalidRequest: no adapter has this name.
         """
         self._retired.add(self.number_of(name))
         del self._loaded[name]
+        self.free()
 
-    def free(self, used: Iterable[int]) -> None:
-        """Free the unloaded adapters whose numbers are not in `used`."""
-        for number in self._retired - set(used) if self._retired else ():
+    def free(self) -> None:
+        """Free the unloaded adapters that no request uses any more."""
+        for number in self._retired - set(self._used()) if self._retired else ():
             self._retired.discard(number)
             self._runner.unload_adapter(number)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any
 
-from verbatim.batch import DRAW_FAILED, Draws, LowRank
+from verbatim.batch import DRAW_FAILED, Draws
 from verbatim.core import Delta, FinishReason, Request, Sequence
 from verbatim.engine.adapters import LoadedAdapters
 from verbatim.engine.commit import commit, delta, finish, valid_rows
@@ -47,7 +47,9 @@ class Engine:
         live: bool = False,
     ) -> None:
         self.runner = runner
-        self.adapters = LoadedAdapters(runner)
+        self.adapters = LoadedAdapters(
+            runner, lambda: [request.adapter for request, _ in self._active.values()]
+        )
         self.drafting = drafting
         self.scheduler = scheduler
         self.max_waiting = max_waiting
@@ -141,7 +143,7 @@ class Engine:
             self.scheduler.roll_back(work)
             raise
         self._commit(work, forward, draws)
-        self._free_adapters()
+        self.adapters.free()
         if drafting is not None:
             drafting.note_step(work.chunks, time.perf_counter() - begin)
         return True
@@ -260,10 +262,6 @@ class Engine:
         self._active.pop(request.request_id, None)
         self.on_end(request)
 
-    def evict_all(self) -> None:
-        """Free every block and clear all caches; running requests are recomputed later."""
-        self.scheduler.evict_all()
-
     def update_weights(
         self, write: Callable[[], None], *, version: int | None, restart: bool
     ) -> None:
@@ -274,7 +272,7 @@ class Engine:
             restart: running requests start over, unless they are streamed and a delta was sent; else they
                 continue after the tokens they have.
         """
-        self.evict_all()  # before the write: new weights must never read old K and V
+        self.scheduler.evict_all()  # before the write: new weights must never read old K and V
         write()
         self._use_new_weights(version, restart=restart)
 
@@ -284,7 +282,7 @@ class Engine:
         if self.prefix_folder is not None:
             self.prefix_folder.stop("the weights were updated")
         self.weight_version = self.weight_version + 1 if version is None else version
-        self.evict_all()
+        self.scheduler.evict_all()
         for request, _ in self._active.values():
             sent = any(sequence.num_sent for sequence in request.sequences)
             if restart and not (request.streamed and sent):
@@ -295,19 +293,6 @@ class Engine:
             else:
                 self.scheduler.discard_pending(request)
             request.weight_version = self.weight_version
-
-    def load_adapter(self, name: str, layers: Mapping[str, LowRank], *, replace: bool) -> None:
-        """Load an adapter for later requests, as `LoadedAdapters.load`."""
-        self.adapters.load(name, layers, replace=replace)
-        self._free_adapters()
-
-    def unload_adapter(self, name: str) -> None:
-        """Unload an adapter; requests that use it go on."""
-        self.adapters.unload(name)
-        self._free_adapters()
-
-    def _free_adapters(self) -> None:
-        self.adapters.free(request.adapter for request, _ in self._active.values())
 
     def sleep(self, weights: bool) -> None:
         """Release memory, as `Runner.sleep`, also that of the proposer."""

@@ -255,8 +255,6 @@ class Scheduler:
         for beam in request.sequences:
             if beam.candidates is not None:
                 beam.candidates = None
-                for entries in (beam.top_logprobs, beam.hidden):
-                    del entries[len(beam.output_ids) :]
                 self.waiting.add(beam)
 
     def _schedule_running(self, sequence: Sequence, budget: _Budget) -> None:

@@ -6,7 +6,7 @@ memory is the limit, and a tenth from 16 rows on (measured). So unaligned weight
 model is opened; aligned ones stay mapped.
 
 Matrices `[in, out]`, as GPT-2, Llama 4 and gpt-oss have them, are copied to the layout of `[out, in]`, which
-products read faster, with the same bits. The parameters keep their shapes.
+products read faster, with bit-identical results. The parameters keep their shapes.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
+from verbatim.checks import integer
 from verbatim.errors import InvalidRequest
 from verbatim.model.patching import threads
-from verbatim.options import positive
 from verbatim.placement.distributed.choice import Cluster
 from verbatim.verify.report import DIFFERS, EQUAL, FAILED, NOT_RUN, REFERENCE, Report, Row
 from verbatim.verify.requests import make_requests
@@ -62,7 +62,7 @@ def verify(
     if unknown is not None:
         raise InvalidRequest(f"only={unknown!r}: must be one of {', '.join(NAMES)}")
     if num_threads is not None:
-        positive("num_threads", num_threads)
+        integer("num_threads", num_threads)
     chosen = [schedule for schedule in SCHEDULES if only is None or schedule.name in only]
     subject = Subject(model, options, cluster or Cluster(stages=2))
     rows = []

@@ -88,10 +88,10 @@ class Report:
             return f"nothing was compared{rest}"
         if self.ok:
             return (
-                f"the same bits in {'the schedule' if run == 1 else f'all {run} schedules'}{rest}"
+                f"bit-identical in {'the schedule' if run == 1 else f'all {run} schedules'}{rest}"
             )
         bad = ", ".join(row.name for row in self.of(DIFFERS, FAILED))
-        return f"{equal} of {run} schedules gave the same bits; different or failed: {bad}{rest}"
+        return f"{equal} of {run} schedules are bit-identical; different or failed: {bad}{rest}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values, for JSON."""

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verbatim.compat.batches import integer
+from verbatim.checks import integer, switch
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.options import switch
 from verbatim.params import SamplingParams as EngineParams
 
 # The lowest and the highest value of each integer field.
