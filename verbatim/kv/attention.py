@@ -20,7 +20,7 @@ from verbatim import kernels
 from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.quantized import Packing, pack, unpack
-from verbatim.kv.recurrence import tree_sum
+from verbatim.kv.recurrence import pointers, tree_sum
 
 _TILE = 64  # keys per tile of the reference, at absolute positions
 _MAX_PRODUCTS = 1 << 22  # elements of the reference's largest temporary
@@ -66,23 +66,12 @@ def write_kv(
     assert k_store.is_contiguous() and v_store.is_contiguous() and slots.is_contiguous()
     assert slots.dtype == torch.int64 and len(slots) == len(k) == len(v)
     k_bytes, v_bytes = k.element_size(), v.element_size()
-    library.vb_write_kv(
-        k.data_ptr(),
-        v.data_ptr(),
-        k_store.data_ptr(),
-        v_store.data_ptr(),
-        slots.data_ptr(),
-        len(slots),
-        k_store.shape[1],
-        k_store.shape[2],
-        k_store.shape[3] * k_bytes,
-        v_store.shape[3] * v_bytes,
-        k.stride(0) * k_bytes,
-        k.stride(1) * k_bytes,
-        v.stride(0) * v_bytes,
-        v.stride(1) * v_bytes,
-        torch.get_num_threads(),
-    )
+    operands = pointers(k, v, k_store, v_store, slots)
+    row_bytes = k_store.shape[3] * k_bytes, v_store.shape[3] * v_bytes
+    strides = [step * k_bytes for step in k.stride()[:2]]
+    strides += [step * v_bytes for step in v.stride()[:2]]
+    sizes = len(slots), *k_store.shape[1:3], *row_bytes, *strides
+    library.vb_write_kv(*operands, *sizes, torch.get_num_threads())
 
 
 @kernels.without_overrides
@@ -165,22 +154,11 @@ def kernel_pack(
     assert slots.dtype == torch.int64 and len(slots) == len(k) == len(v)
     assert k_store.shape[3] == packing.row_bytes(k.shape[2])
     assert v_store.shape[3] == packing.row_bytes(v.shape[2])
-    library.vb_pack_kv(
-        k.data_ptr(),
-        v.data_ptr(),
-        k_store.data_ptr(),
-        v_store.data_ptr(),
-        slots.data_ptr(),
-        len(slots),
-        k_store.shape[1],
-        k_store.shape[2],
-        k.shape[2],
-        v.shape[2],
-        (ctypes.c_int64 * 4)(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-        k.dtype == torch.bfloat16,
-        packing.bits,
-        torch.get_num_threads(),
-    )
+    operands = pointers(k, v, k_store, v_store, slots)
+    sizes = len(slots), *k_store.shape[1:3], k.shape[2], v.shape[2]
+    strides = (ctypes.c_int64 * 4)(*k.stride()[:2], *v.stride()[:2])
+    formats = k.dtype == torch.bfloat16, packing.bits
+    library.vb_pack_kv(*operands, *sizes, strides, *formats, torch.get_num_threads())
 
 
 def library_for(device: torch.device) -> ctypes.CDLL | None:
@@ -231,7 +209,7 @@ def kernel_attention(
     if packed is not None:
         kv_format, value_size = packed
     query_starts, context_lens, block_tables = batch
-    num_sequences, max_blocks = block_tables.shape
+    num_sequences = len(block_tables)
     sinks, alibi = options.sinks, options.alibi
     assert k_store.shape[1:3] == (kv_heads, block_size) and heads % kv_heads == 0
     assert packed is not None or k_store.shape[3] == key_size
@@ -245,33 +223,12 @@ def kernel_attention(
     if q.stride(2) != 1:
         q = q.contiguous()
     out = q.new_empty((num_tokens, heads, value_size))
-    library.vb_attention(
-        q.data_ptr(),
-        out.data_ptr(),
-        k_store.data_ptr(),
-        v_store.data_ptr(),
-        query_starts.data_ptr(),
-        context_lens.data_ptr(),
-        block_tables.data_ptr(),
-        num_sequences,
-        max_blocks,
-        q.stride(0),
-        q.stride(1),
-        heads,
-        kv_heads,
-        key_size,
-        value_size,
-        block_size,
-        options.window,
-        options.chunk,
-        q.dtype == torch.bfloat16,
-        kv_format,
-        options.scale,
-        options.softcap,
-        None if sinks is None else sinks.data_ptr(),
-        None if alibi is None else alibi.data_ptr(),
-        torch.get_num_threads(),
-    )
+    operands = pointers(q, out, k_store, v_store, *batch)
+    sizes = *block_tables.shape, *q.stride()[:2], heads, kv_heads, key_size, value_size, block_size
+    seen = options.window, options.chunk
+    formats = q.dtype == torch.bfloat16, kv_format
+    scores = options.scale, options.softcap, *pointers(sinks, alibi)
+    library.vb_attention(*operands, *sizes, *seen, *formats, *scores, torch.get_num_threads())
     return out
 
 

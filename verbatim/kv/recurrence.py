@@ -57,7 +57,7 @@ def causal_conv(
         function = getattr(library, f"vb_causal_conv_{_SUFFIX[x.dtype]}")
         x, weight = x.contiguous(), weight.to(x.dtype).contiguous()
         bias = None if bias is None else bias.to(x.dtype).contiguous()
-        operands = _pointers(out, x, weight, bias, state, *at)
+        operands = pointers(out, x, weight, bias, state, *at)
         sizes = len(at.sources), len(at.rows), *weight.shape
         function(*operands, *sizes, torch.get_num_threads())
         return out
@@ -115,7 +115,7 @@ def linear_recurrence(
     if library is not None:
         q, k, v, decay = (x.contiguous() for x in (q, k, v, decay))
         beta = None if beta is None else beta.contiguous()
-        operands = _pointers(out, q, k, v, decay, beta, state, *at)
+        operands = pointers(out, q, k, v, decay, beta, state, *at)
         sizes = len(at.sources), len(at.rows), v.shape[1], *k.shape[1:], v.shape[2]
         library.vb_linear_recurrence(*operands, *sizes, decay.dim() == 3, torch.get_num_threads())
         return out
@@ -204,7 +204,7 @@ def weighted_mean(
         return scan(partial(_mean_step, first), rows, state, at)
     out = torch.empty_like(key, memory_format=torch.contiguous_format)
     key, value, first, decay = (x.contiguous() for x in (key, value, first, decay))
-    operands = _pointers(out, key, value, first, decay, state, *at)
+    operands = pointers(out, key, value, first, decay, state, *at)
     sizes = len(at.sources), len(at.rows), key.shape[1]
     library.vb_weighted_mean(*operands, *sizes, decay.dim() == 2, torch.get_num_threads())
     return out
@@ -241,7 +241,8 @@ def _bound(library: ctypes.CDLL | None) -> ctypes.CDLL | None:
     return library
 
 
-def _pointers(*tensors: Tensor | None) -> list[int | None]:
+def pointers(*tensors: Tensor | None) -> list[int | None]:
+    """Return the addresses of tensors, for a kernel."""
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
