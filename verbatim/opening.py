@@ -14,10 +14,10 @@ from verbatim import kernels
 from verbatim.draft.config import DraftOptions
 from verbatim.drafters import open_drafting
 from verbatim.engine.admission import Admission
-from verbatim.engine.collective import collective_of
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.engine import Engine
 from verbatim.engine.handle import EngineHandle
+from verbatim.engine.lockstep import collective_of
 from verbatim.engine.recompute import recompute_batches
 from verbatim.engine.scheduler import Scheduler
 from verbatim.errors import EngineClosed, InvalidRequest, NotSupported
@@ -145,7 +145,7 @@ def _open_here(model: ToOpen, weak: bool) -> Placed:
             raise NotSupported(
                 f"draft={draft!r}: the layers of a module with kv_caches can't be run one by one"
             )
-        return Placed(open_kv_caches(loaded.module, options, limit, weak=weak), options)
+        return Placed(open_kv_caches(loaded, options, limit, weak=weak), options)
     if device.is_gpu and not loaded.live:
         move(loaded, device)
     with device.current():

@@ -33,6 +33,9 @@ from verbatim.placement.wrapped import check_runnable, is_transformers, unwrap
 _ID_BLOCK = 64  # block size of an engine whose blocks hold only ids
 # Tokens of a row, if no config states a limit: blocks are allocated for all of them.
 _FREE_LENGTH = 2**20
+_MOST_IDS = (
+    2**22
+)  # of all rows of such an engine, unless one row needs more; rows beyond are evicted
 
 # One engine per live module, dropped with its module.
 _engines: weakref.WeakKeyDictionary[nn.Module, LLM] = weakref.WeakKeyDictionary()
@@ -121,10 +124,13 @@ def open_forward(
     name = type(model).__name__
     max_length = integer("max_length", max_length)
     max_sequences = integer("max_sequences", max_sequences)
+    if not isinstance(arguments, Mapping):
+        raise InvalidRequest(f"arguments={arguments!r}: must be a dict of names and values")
+    pad_token_id = optional_integer("pad_token_id", pad_token_id, -(2**63), 2**63 - 1)
     if hooks is not None:
         _check_hooks(hooks, batch)
     if hasattr(model, "run_one_forward_step"):
-        model = StepForward(model)
+        model = type(name, (StepForward,), {})(model)  # errors name the wrapper
     check_runnable(model)
     model = unwrap(model)
     config: Any = getattr(model, "config", None)
@@ -137,10 +143,11 @@ def open_forward(
         raise PromptTooLong(f"max_length={max_length}: at most {_FREE_LENGTH} ({source})")
     if limit is None or max_length < limit:
         limit, source = max_length, "max_length"
-    sizes = {
-        "block_size": _ID_BLOCK,
-        "num_blocks": 1 + max_sequences * (1 + -(-limit // _ID_BLOCK)),
-    }
+    row = 1 + -(-limit // _ID_BLOCK)
+    rows = max_sequences * row
+    if hooks is None:
+        rows = min(rows, max(row, _MOST_IDS // _ID_BLOCK))
+    sizes = {"block_size": _ID_BLOCK, "num_blocks": 1 + rows}
     options = engine_options(
         block_size=_ID_BLOCK,
         max_batch_tokens=max(1, max_sequences * limit),

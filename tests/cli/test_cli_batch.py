@@ -49,6 +49,10 @@ def read(path):
     return [json.loads(text) for text in path.read_bytes().splitlines()]
 
 
+def records_in(folder):
+    return Records(folder / "out.jsonl", folder / "in.jsonl")
+
+
 def texts_of(records):
     return {r["custom_id"]: r["response"]["body"]["choices"][0]["text"] for r in records}
 
@@ -66,8 +70,8 @@ def answer(llm, tmp_path):
     def answer(lines=None, on_record=lambda: None, **options):
         if lines is not None:
             write(tmp_path / "in.jsonl", lines)
-        with Records(tmp_path / "out.jsonl") as records:
-            run = BatchRun(llm, tmp_path / "in.jsonl", records, **options)
+        with records_in(tmp_path) as records:
+            run = BatchRun(llm, records, **options)
             asyncio.run(run.run(on_record))
         assert run.bytes_done == run.num_bytes
         return run, read(tmp_path / "out.jsonl")
@@ -142,8 +146,8 @@ def test_many_lines_run_at_once_and_no_more_than_allowed(answer, llm, tmp_path):
         nonlocal most
         most = max(most, run.service.under_way)
 
-    with Records(tmp_path / "out.jsonl") as records:
-        run = BatchRun(llm, tmp_path / "in.jsonl", records, in_flight=3)
+    with records_in(tmp_path) as records:
+        run = BatchRun(llm, records, in_flight=3)
         asyncio.run(run.run(note))
     assert most in (2, 3)  # the one that is written has given its reservation back
     assert len(read(tmp_path / "out.jsonl")) == 40
@@ -168,15 +172,15 @@ def test_whatever_is_left_of_the_answers_it_goes_on_to_the_same_ones(answer, tmp
 
 
 BAD = [
-    ("nonsense\n", None, "invalid_line", "line 2: not JSON"),
-    ("[1]\n", None, "invalid_line", "line 3: must be a JSON object"),
-    ('{"custom_id": 7}\n', None, "invalid_line", "line 4: custom_id=7"),
-    (json.dumps(line("r0", {})) + "\n", "r0", "duplicate_custom_id", "line 5: an earlier line"),
-    (json.dumps(line("u", {}, "/v1/x")) + "\n", "u", "invalid_url", "'/v1/x': must be one of"),
-    (json.dumps(line("m", {}, method="GET")) + "\n", "m", "invalid_method", "must be 'POST'"),
-    (json.dumps(line("f", {}, more=1)) + "\n", "f", "invalid_request", "'more': unsupported field"),
-    (json.dumps(line("b", [])) + "\n", "b", "invalid_request", "body must be a JSON object"),
-    ("[" * 100_000 + "\n", None, "invalid_line", "line 10: not JSON"),
+    ("nonsense", None, "invalid_line", "line 2: not JSON"),
+    ([1], None, "invalid_line", "line 3: must be a JSON object"),
+    ({"custom_id": 7}, None, "invalid_line", "line 4: custom_id=7"),
+    (line("r0", {}), "r0", "duplicate_custom_id", "line 5: an earlier line"),
+    (line("u", {}, "/v1/x"), "u", "invalid_url", "url: '/v1/x': Input should be '/v1/compl"),
+    (line("m", {}, method="GET"), "m", "invalid_method", "method: 'GET': Input should be 'POST'"),
+    (line("f", {}, more=1), "f", "invalid_request", "unsupported field 'more'"),
+    (line("b", []), "b", "invalid_request", "body: Input should be a valid dictionary"),
+    ("[" * 100_000, None, "invalid_line", "line 10: not JSON"),
 ]
 REFUSED = [
     ({"prompt": "a", "foo": 1}, 400, "unsupported field 'foo'"),
@@ -191,7 +195,8 @@ def test_bad_lines_become_error_records_and_the_run_goes_on(command, tmp_path):
     good = [json.dumps(line("r0", {"prompt": "The fox", "max_tokens": 3})) + "\n"]
     refused = [json.dumps(line(f"x{i}", body)) + "\n" for i, (body, _, _) in enumerate(REFUSED)]
     last = json.dumps(line("last", {"prompt": "The fox", "max_tokens": 3}))  # without a line end
-    text = "\ufeff" + "".join([*good, *(bad[0] for bad in BAD), "\n", *refused, last])
+    bad = [(text if isinstance(text, str) else json.dumps(text)) + "\n" for text, *_ in BAD]
+    text = "\ufeff" + "".join([*good, *bad, "\n", *refused, last])
     (tmp_path / "in.jsonl").write_text(text)
     done = command()
     assert done.exit_code == 1
@@ -278,8 +283,8 @@ def test_a_full_disk_is_one_line_and_leaves_whole_lines(command, monkeypatch, tm
 
 def test_an_engine_that_fails_ends_the_run_and_loses_no_line(llm, monkeypatch, tmp_path):
     write(tmp_path / "in.jsonl", some(6))
-    with Records(tmp_path / "out.jsonl") as records:
-        run = BatchRun(llm, tmp_path / "in.jsonl", records, in_flight=2)
+    with records_in(tmp_path) as records:
+        run = BatchRun(llm, records, in_flight=2)
         plain = run.service.results
 
         async def lost(requests):
@@ -291,8 +296,8 @@ def test_an_engine_that_fails_ends_the_run_and_loses_no_line(llm, monkeypatch, t
         with pytest.raises(StageFailed, match="stage 1 was lost"):
             asyncio.run(run.run())
     assert "r3" not in texts_of(read(tmp_path / "out.jsonl"))
-    with Records(tmp_path / "out.jsonl") as records:
-        asyncio.run(BatchRun(llm, tmp_path / "in.jsonl", records).run())
+    with records_in(tmp_path) as records:
+        asyncio.run(BatchRun(llm, records).run())
     assert set(texts_of(read(tmp_path / "out.jsonl"))) == {f"r{i}" for i in range(6)}
 
 
@@ -316,7 +321,7 @@ def test_an_error_nobody_foresaw_is_that_of_its_line(answer, monkeypatch):
 
 def test_two_runs_can_not_write_one_file(command, tmp_path):
     write(tmp_path / "in.jsonl", some(1))
-    with Records(tmp_path / "out.jsonl"):
+    with records_in(tmp_path):
         done = command()
     assert done.exit_code == 1
     assert done.stderr == f"verbatim: another run is writing to {tmp_path / 'out.jsonl'}\n"
@@ -335,7 +340,7 @@ def test_a_file_of_something_else_is_left_alone(tmp_path, text):
     path = tmp_path / "out.jsonl"
     path.write_bytes(text)
     with pytest.raises(InvalidRequest, match=r"out\.jsonl, line 1: not a batch answer"):
-        Records(path)
+        Records(path, __file__)
     assert path.read_bytes() == text
 
 
@@ -376,8 +381,11 @@ def test_a_line_without_end_takes_no_memory(tmp_path):
 def test_the_engine_of_ranks_is_refused(llm, monkeypatch, tmp_path):
     monkeypatch.setattr(llm.engine, "collective", object())
     write(tmp_path / "in.jsonl", some(1))
-    with Records(tmp_path / "out.jsonl") as records, pytest.raises(VerbatimError, match="rank"):
-        BatchRun(llm, tmp_path / "in.jsonl", records)
+    with (
+        records_in(tmp_path) as records,
+        pytest.raises(VerbatimError, match="rank"),
+    ):
+        BatchRun(llm, records)
 
 
 def test_metrics_tell_of_drafts():

@@ -11,144 +11,115 @@ from typing import Any
 
 import pytest
 
-from support.serving import Served, serving
+from support.pairwise import slow_but
+from support.serving import Served, request_of, routes_of, serving, until
 from verbatim import LLM
+from verbatim.serve.app import make_app
+from verbatim.serve.settings import ServeSettings
 
-pytestmark = pytest.mark.slow
-
-SMALL = {"model": "storyteller", "prompt": "x", "max_tokens": 2, "seed": 1}
-NUMBERS = ["1e308", "1e-320", "1e400", "NaN", "-Infinity", "-0.0", "true", "9" * 30, "-" + "9" * 30]
+SMALL = {"prompt": "x", "max_tokens": 2, "seed": 1}
+SAYS = [{"role": "user", "content": "Hi"}]
+TOOL = {"name": "f", "parameters": {"type": "object"}}
+MARK = "\ue000"  # stands for a hostile value
+# Bodies for each route that takes one.
+BODIES: dict[str, list[dict[str, Any]]] = {
+    "/v1/completions": [
+        {"prompt": [1], "stop": ["e"], "stop_token_ids": [1, [2]], "logit_bias": {"5": 1}},
+        {"prompt": ["x"], "stop": ["e"], "bad_words": ["q", [1]], "choice": ["a"]},
+        {"prompt": "x", "stop": "e", "json_schema": {"const": 1, "pattern": "a"}},
+    ],
+    "/v1/chat/completions": [
+        {"messages": SAYS, "stop": ["e"], "allowed_token_ids": [1, 2, 3]},
+        {
+            "messages": [*SAYS, {"role": "tool", "content": "x", "tool_call_id": "y"}],
+            "max_tokens": 2,
+        },
+        {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+            "max_tokens": 2,
+        },
+        {"messages": SAYS, "tools": [{"type": "function", "function": TOOL}]},
+        {"messages": SAYS, "chat_template_kwargs": {"x": 1}},
+    ],
+    "/v1/responses": [
+        {"input": "Hi", "stop": ["e"], "bad_words": [[1, 2]], "metadata": {"a": "b"}},
+        {"input": SAYS, "instructions": "x", "max_output_tokens": 2},
+    ],
+    "/v1/messages": [{"messages": SAYS, "max_tokens": 2, "system": "x"}],
+    "/v1/messages/count_tokens": [{"messages": SAYS}],
+    "/v1/generate": [
+        {"prompt": [1], "params": {"max_tokens": 2, "top_k": 1, "seed": 1, "n": 1, "stop": ["e"]}},
+        {"prompt": "x", "params": {"max_tokens": 2, "replay_routing": 1, "json_schema": {}}},
+    ],
+    "/v1/logprobs": [{"prompts": [[1, 2]]}, {"prompts": ["x"]}],
+    "/tokenize": [{"text": "x", "return_tokens": True}, {"messages": SAYS}],
+    "/detokenize": [{"ids": [1]}],
+    "/v1/load_lora_adapter": [{"lora_name": "x", "lora_path": "x"}],
+    "/v1/unload_lora_adapter": [{"lora_name": "x"}],
+    "/init_weight_transfer_engine": [
+        {"init_info": {"master_address": "x", "master_port": 1, "rank_offset": 1, "world_size": 1}}
+    ],
+    "/start_weight_update": [{"trainer": "x"}],
+    "/finish_weight_update": [{"version": 1}],
+}
+INTEGERS = [2**31, 2**63, 2**64, 10**30, -1, -(2**63) - 1]
+NUMBERS = ["1e308", "1e-320", "1e400", "NaN", "-Infinity", "-0.0", "true", "-" + "9" * 30]
 TEXTS = [
-    "\ud800",
-    "\x00",
-    "\u202e\ufeff",
-    "\U0010ffff",
-    "a\u0301" * 500,
-    "<|endoftext|>",
-    "<tool_call>",
-    "{{ 7 * 7 }}",
-    "\r\n\r\nHTTP/1.1 200 OK\r\n",
-    "\N{MATHEMATICAL DOUBLE-STRUCK DIGIT ONE}",
-]
+    "\ud83d", "\x00", "\u202e\ufeff", "\U0010ffff", "a\u0301" * 500, "<|endoftext|>", "<tool_call>",
+    "{{ 7 * 7 }}", "\r\n\r\nHTTP/1.1 200 OK\r\n", "\N{MATHEMATICAL DOUBLE-STRUCK DIGIT ONE}",
+]  # fmt: skip
+VALUES = [*map(str, INTEGERS), *NUMBERS, *map(json.dumps, TEXTS)]
+for depth in (50, 400, 3000):
+    VALUES += ["[" * depth + "]" * depth, '{"items":' * depth + "1" + "}" * depth]
+    VALUES += ['{"not":' * depth + "{}" + "}" * depth]
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with LLM(kv_memory="64MB") as llm, serving(llm) as server:
+    with LLM(kv_memory="64MB") as llm, serving(llm, ServeSettings(training=True)) as server:
         yield server
 
 
-def answered(served: Served, path: str, body: str | dict[str, Any]) -> None:
-    """It is served, or refused as what it is."""
-    text = body if isinstance(body, str) else json.dumps(body)
+def marked(value: Any) -> Iterator[Any]:
+    """Copies of a body with the mark in the place of each part in turn, and as one more name."""
+    inner = value.items() if isinstance(value, dict) else []
+    for key, part in enumerate(value) if isinstance(value, list) else inner:
+        for changed in (MARK, *marked(part)):
+            copy = value.copy()
+            copy[key] = changed
+            yield copy
+    if isinstance(value, dict):
+        yield value | {MARK: 1}
+
+
+@pytest.mark.parametrize("value", slow_but(VALUES[::4], VALUES), ids=lambda value: value[:12])
+def test_unchecked_values_of_every_body(served: Served, value: str) -> None:
+    models = {
+        route.path: route.body_field.field_info.annotation
+        for route in routes_of(make_app(served.llm, served.service.settings).routes)
+        if getattr(route, "body_field", None) is not None
+    }
+    assert models.keys() == BODIES.keys()
     headers = {"content-type": "application/json"}
-    answer = served.client.post(path, content=text.encode(), headers=headers)
-    assert answer.status_code in (200, 400, 404), (answer.status_code, text[:200])
-    assert "server_error" not in answer.text, text[:200]  # in a stream neither
-    if answer.status_code != 200:
-        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-
-
-@pytest.mark.parametrize("number", NUMBERS, ids=[number[:8] for number in NUMBERS])
-def test_a_number_beyond_all_ranges(served, number):
-    for name in (
-        "max_tokens seed top_k n priority timeout_s temperature logprobs min_tokens top_p min_p typical_p "
-        "repetition_penalty num_beams length_penalty stream"
-    ).split():
-        answered(served, "/v1/completions", json.dumps(SMALL)[:-1] + f', "{name}": {number}}}')
-        answered(
-            served,
-            "/v1/generate",
-            f'{{"prompt": "x", "params": {{"{name}": {number}, "stop": "e"}}}}',
-        )
+    for path, bodies in BODIES.items():
+        fields = models[path].model_fields
+        named = {"model": "storyteller"} if "model" in fields else {}
+        changes = [bodies[0] | {name: MARK} for name in fields]
+        for body in [*changes, *(changed for one in bodies for changed in marked(one))]:
+            text = json.dumps(named | body).replace(json.dumps(MARK), value)
+            answer = served.client.post(path, content=text, headers=headers)
+            assert answer.status_code in (200, 400, 403, 404, 409), (path, text[:300], answer.text)
+            assert "server_error" not in answer.text, text[:300]  # in a stream neither
+            if answer.status_code != 200:
+                assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     assert served.idle()
 
 
-@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
-def test_a_text_of_odd_characters(served, text):
-    for stream in (False, True):
-        more = SMALL | {"stream": stream}
-        answered(
-            served,
-            "/v1/completions",
-            more | {"prompt": text, "stop": text, "user": text, "echo": True, "logprobs": 1},
-        )
-        for name in ("regex", "grammar", "cache_salt", "model", text):
-            answered(served, "/v1/completions", more | {name: text})
-        for schema in (
-            {"const": text},
-            {"properties": {text: {}}, "required": [text]},
-            {"pattern": text},
-        ):
-            answered(served, "/v1/completions", more | {"json_schema": schema})
-        answered(
-            served,
-            "/v1/completions",
-            more | {"choice": [text, "a"], "bad_words": [text], "logit_bias": {text: 1}},
-        )
-        messages = [{"role": "user", "content": text}]
-        answered(
-            served,
-            "/v1/chat/completions",
-            {
-                "messages": messages,
-                "max_tokens": 2,
-                "stream": stream,
-                "chat_template_kwargs": {text: text},
-            },
-        )
-        answered(
-            served,
-            "/v1/responses",
-            {
-                "input": text,
-                "instructions": text,
-                "metadata": {text: text},
-                "max_output_tokens": 2,
-                "stream": stream,
-            },
-        )
-    answered(served, "/tokenize", {"text": text, "return_tokens": True})
-    answered(served, "/v1/logprobs", {"prompts": [text]})
-    assert served.idle()
-
-
-@pytest.mark.parametrize("depth", [50, 400, 3000])
-def test_json_of_great_depth(served, depth):
-    lists, objects = "[" * depth + "]" * depth, '{"items":' * depth + "1" + "}" * depth
-    nots = '{"not":' * depth + "{}" + "}" * depth
-    for schema in (objects, nots, f'{{"const": {lists}}}', f'{{"description": {lists}}}'):
-        answered(
-            served,
-            "/v1/completions",
-            f'{{"model": "storyteller", "prompt": "x", "max_tokens": 2, "json_schema": {schema}}}',
-        )
-    for value in (lists, objects):
-        for name in ("stop", "logit_bias", "cache_salt", "replay_routing", "json_schema"):
-            answered(
-                served,
-                "/v1/generate",
-                f'{{"prompt": "x", "params": {{"max_tokens": 2, "{name}": {value}}}}}',
-            )
-        answered(served, "/v1/responses", f'{{"input": {value}}}')
-        answered(
-            served,
-            "/v1/chat/completions",
-            f'{{"messages": {value}, "chat_template_kwargs": {{"a": {value}}}}}',
-        )
-    assert served.idle()
-
-
-def request(body: dict[str, Any]) -> bytes:
-    content = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
-
-
+@pytest.mark.slow
 def test_requests_that_come_in_one_packet_are_answered_in_order(served):
     alone = [served.post("/v1/completions", **SMALL | {"seed": seed}) for seed in range(4)]
     with socket.create_connection(("127.0.0.1", served.port), timeout=20) as connection:
-        connection.sendall(b"".join(request(SMALL | {"seed": seed}) for seed in range(4)))
+        connection.sendall(b"".join(request_of(SMALL | {"seed": seed}) for seed in range(4)))
         found = b""
         while found.count(b"}}}") < 4:  # where an answer ends
             more = connection.recv(65536)
@@ -159,21 +130,19 @@ def test_requests_that_come_in_one_packet_are_answered_in_order(served):
     assert [a["choices"] for a in answers] == [a["choices"] for a in alone]
 
 
+@pytest.mark.slow
 def test_a_storm_of_clients_that_hang_up_leaves_nothing(served):
     served.post("/v1/completions", **SMALL)
     tasks = served.num_tasks()
     for number in range(120):
         body = SMALL | {"max_tokens": 500, "n": 4, "seed": number, "stream": bool(number % 2)}
         connection = socket.create_connection(("127.0.0.1", served.port), timeout=20)
-        connection.sendall(request(body)[: None if number % 7 else 60])  # some in mid-sentence
+        connection.sendall(request_of(body)[: None if number % 7 else 60])  # some in mid-sentence
         if number % 3 == 0:
             time.sleep(0.002)
         if number % 5 == 0:  # without a farewell
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.close()
-    end = time.monotonic() + 20
-    while served.num_tasks() > tasks:  # the last ones may not have been heard of yet
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: served.num_tasks() <= tasks)  # the last ones may not have been heard of yet
     assert served.idle()
     assert served.post("/v1/completions", **SMALL)["choices"]

@@ -16,14 +16,14 @@ from typing import Any
 import httpx
 import pytest
 
-from support.serving import Client, Served, running, serving
+from support.serving import Client, Served, request_of, running, serving, until
 from verbatim import LLM
 from verbatim.errors import InvalidRequest
 from verbatim.serve.bodies import MAX_CONTAINERS
 from verbatim.serve.connections import connection_limit
 from verbatim.serve.settings import ServeSettings
 
-MODEL = {"model": "storyteller"}
+MODEL = {"model": Client.model}
 SHORT = {"prompt": "Once", "max_tokens": 4, "temperature": 0}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 NUM_BODIES = int(os.environ.get("VERBATIM_FUZZ_BODIES", "150"))
@@ -42,12 +42,6 @@ def served(llm: LLM) -> Iterator[Served]:
 
 
 # ---- bodies
-
-
-def whole(body: dict[str, Any]) -> bytes:
-    """A request with a body, as it is sent."""
-    content = json.dumps(MODEL | body).encode()
-    return HEAD + b"Content-Length: %d\r\n\r\n" % len(content) + content
 
 
 @pytest.mark.parametrize(
@@ -171,11 +165,8 @@ def test_large_bodies_in_progress_have_a_limit_together(llm):
         assert server.post("/v1/completions", **SHORT)["choices"]
         for link in links:
             link.close()
-        while (
-            server.refused("/v1/completions", {"prompt": "a" * 290_000})["code"]
-            == "rate_limit_exceeded"
-        ):
-            time.sleep(0.1)  # the server has yet to notice
+        large = {"prompt": "a" * 290_000}
+        until(lambda: server.refused("/v1/completions", large)["code"] != "rate_limit_exceeded")
 
 
 def test_no_client_runs_in_place_of_another(llm, served):
@@ -195,7 +186,7 @@ def test_a_client_that_fills_the_batch_gives_way_to_others():
         alone = server.post("/v1/completions", **SHORT, seed=1)["choices"]
         body = {"prompt": "x", "n": 4, "max_tokens": 1900, "ignore_eos": True, "stream": True}
         with socket.create_connection(("127.0.0.1", server.port), timeout=20) as link:
-            link.sendall(whole(body))
+            link.sendall(request_of(body))
             assert link.recv(100).startswith(b"HTTP/1.1 200")
             other = httpx.HTTPTransport(local_address="127.0.0.2")
             with Client(transport=other, base_url=server.url, timeout=60) as client:
@@ -224,7 +215,7 @@ def test_responses_in_progress_are_limited_together(llm):
         links = []
         for _ in range(16):  # that many of the largest responses
             link = socket.create_connection(("127.0.0.1", server.port), timeout=60)
-            link.sendall(whole(body | {"stream": True}))
+            link.sendall(request_of(body | {"stream": True}))
             links.append(link)
         for link in links:
             assert link.recv(100).startswith(b"HTTP/1.1 200")
@@ -287,8 +278,7 @@ def test_a_new_connection_replaces_the_one_that_has_waited_longest(llm):
         links = [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(4)]
         for link in links:
             link.sendall(b"GET / HTTP/1.1\r\nX: ")
-        while server.num_connections() < 4:
-            time.sleep(0.005)
+        until(lambda: server.num_connections() >= 4)
         assert server.client.get("/health").status_code == 200
         assert links[0].recv(10) == b""
         for link in links:
@@ -302,7 +292,7 @@ def test_where_all_connections_are_busy_health_is_answered_and_nothing_else(llm)
         links = []
         for _ in range(3):
             link = socket.create_connection(("127.0.0.1", server.port), timeout=20)
-            link.sendall(whole(body))
+            link.sendall(request_of(body))
             assert link.recv(100)
             links.append(link)
         for _ in range(3):
@@ -314,7 +304,7 @@ def test_where_all_connections_are_busy_health_is_answered_and_nothing_else(llm)
         other = socket.create_connection(  # from another address
             ("127.0.0.1", server.port), timeout=20, source_address=("127.0.0.2", 0)
         )
-        other.sendall(whole(SHORT))
+        other.sendall(request_of(SHORT))
         assert other.recv(100).startswith(b"HTTP/1.1 200")
         for link in (*links, other):
             link.close()
@@ -324,7 +314,9 @@ def test_where_all_connections_are_busy_health_is_answered_and_nothing_else(llm)
 def test_a_client_that_closes_its_side_gets_its_answer(served):
     for stream in (False, True):
         with socket.create_connection(("127.0.0.1", served.port), timeout=20) as link:
-            link.sendall(whole(SHORT | {"max_tokens": 200, "ignore_eos": True, "stream": stream}))
+            link.sendall(
+                request_of(SHORT | {"max_tokens": 200, "ignore_eos": True, "stream": stream})
+            )
             link.shutdown(socket.SHUT_WR)
             answer = b""
             while more := link.recv(65536):
@@ -523,12 +515,12 @@ def partial_body(link: socket.socket) -> None:
 
 
 def half_closed(link: socket.socket) -> None:
-    link.sendall(whole(SHORT))
+    link.sendall(request_of(SHORT))
     link.shutdown(socket.SHUT_WR)
 
 
 def never_reading(link: socket.socket) -> None:
-    link.sendall(whole(SHORT | {"max_tokens": 1500, "logprobs": 20, "ignore_eos": True}))
+    link.sendall(request_of(SHORT | {"max_tokens": 1500, "logprobs": 20, "ignore_eos": True}))
 
 
 @pytest.mark.slow

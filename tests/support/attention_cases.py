@@ -125,8 +125,7 @@ def attend(
     width = first.v.shape[2]
     if backend != "reference":
         packed = None if packing is None else (packing.bits, width)
-        library = attention.bind(kernels.load(backend))
-        out = attention.kernel_attention(library, *batch, packed=packed)
+        out = attention.kernel_attention(*batch, packed=packed, backend=backend)
     else:
         out = paged_attention(*batch, value_size=width, packing=packing, backend=backend)
     return list(out.split(lens))

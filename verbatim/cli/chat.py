@@ -23,7 +23,6 @@ from verbatim.cli.terminal import (
     WrongUsage,
     command,
     end_line,
-    ending,
     interruptible,
     note,
     one_line,
@@ -128,14 +127,12 @@ class Transcript:
         params = seeded(self.params)
         stream = self.llm.chat_stream(messages, params)
         try:
-            with interruptible() as interrupt, ending(stream) as deltas:
+            with interruptible(stream) as deltas:
                 for delta in deltas:
                     answer += delta.text
                     sys.stdout.write(delta.text)
                     sys.stdout.flush()
                     result = delta.result or result
-                    if interrupt.pressed:
-                        break
         except (KeyboardInterrupt, VerbatimError):
             end_line(answer)
             raise

@@ -6,17 +6,15 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import wraps
 from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import typer
 
 from verbatim.cli.interrupts import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED
 from verbatim.errors import VerbatimError
-
-T = TypeVar("T")
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
@@ -93,41 +91,37 @@ def _leave(status: int) -> NoReturn:
     raise typer.Exit(status) from None
 
 
-class Interrupt:
-    """A flag: Ctrl-C was pressed since the answer began."""
-
-    def __init__(self) -> None:
-        self.pressed = False
-
-    def press(self, _number: int, _frame: FrameType | None) -> None:
-        if self.pressed:
-            raise KeyboardInterrupt
-        self.pressed = True
-
-
 @contextmanager
-def interruptible() -> Iterator[Interrupt]:
-    """Turn the first Ctrl-C into a flag, so that an answer ends between two steps of the engine.
+def interruptible(stream: Any, *, at_once: bool = False) -> Iterator[Iterator[Any]]:
+    """Give the deltas of a stream up to the first Ctrl-C, so that it ends between two steps of the engine.
 
-    A second Ctrl-C raises KeyboardInterrupt, also in the middle of a step.
+    A second Ctrl-C raises KeyboardInterrupt, also in the middle of a step. At the end of the block the
+    stream is closed, which aborts its request.
+
+    Args:
+        at_once: the first Ctrl-C raises KeyboardInterrupt.
     """
-    interrupt = Interrupt()
-    before = signal.signal(signal.SIGINT, interrupt.press)
-    try:
-        yield interrupt
-    finally:
-        signal.signal(signal.SIGINT, before)
+    pressed, before = False, signal.getsignal(signal.SIGINT)
 
+    def press(_number: int, _frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
 
-@contextmanager
-def ending(stream: Iterator[T]) -> Iterator[Iterator[T]]:
-    """Close a stream of deltas on exit, which aborts its request in the engine."""
-    try:
-        yield stream
-    finally:
-        close = getattr(stream, "close", None)
-        if close is not None:
-            close()
+    def deltas() -> Iterator[Any]:
+        for delta in stream:
+            yield delta
+            if pressed:
+                return
+
+    if not at_once:
+        signal.signal(signal.SIGINT, press)
+    with closing(stream):
+        try:
+            yield deltas()
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 def size_text(nbytes: float) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.core import Completion, FinishReason
+from verbatim.core import Completion, FinishReason, Request
 from verbatim.core import Sequence as Row
 from verbatim.errors import InvalidRequest, NotSupported, RequestFailed
 from verbatim.tensors import check_padded
@@ -200,3 +200,20 @@ def check_complete(row: int, output: Completion | Row) -> None:
     """Raise RequestFailed if the row was aborted, for example by closing a shared engine."""
     if output.finish_reason is FinishReason.ABORT:
         raise RequestFailed(f"row {row} was ended from outside, by close() or pause('abort')")
+
+
+def new_rows(requests: Sequence[Request]) -> tuple[list[list[int]], int]:
+    """Return the new ids of each row so far, and the number of columns that no step changes.
+
+    Raises:
+        RequestFailed: a row was aborted. Or the error of one.
+    """
+    rows, growing = [], []
+    for number, request in enumerate(requests):
+        if request.error is not None:
+            raise request.error
+        row = request.sequences[0]
+        check_complete(number, row)
+        rows.append(list(row.output_ids))
+        growing += [] if request.finished else [len(row.output_ids)]
+    return rows, min(growing) if growing else max(map(len, rows), default=0)

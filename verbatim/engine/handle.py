@@ -226,10 +226,16 @@ class EngineHandle:
             return self.call(work)
         return self.collective.agree(lambda: self.call(work))
 
-    def run_here(self, requests: list[Request]) -> list[Result]:
-        """Run requests to their end on this process alone."""
+    def run_here(
+        self, requests: list[Request], deliver: Callable[[Delta], None] | None = None
+    ) -> list[Result]:
+        """Run requests to their end on this process alone.
+
+        Args:
+            deliver: called with their deltas in the thread that runs the step; an exception ends the request.
+        """
         waiter = ThreadWaiter()
-        call = Call(requests, waiter, driven=False)
+        call = Call(requests, waiter, deliver=deliver, driven=False)
         with self._submitted(call):
             self._wait(waiter, lambda: not call.num_open)
             return call.results()
@@ -315,6 +321,23 @@ class EngineHandle:
         An error of a step is set on the requests that it ended, and not raised.
         """
         return self.call(self._step)
+
+    def step_or_wait(self, has_output: Callable[[], bool]) -> None:
+        """Run a step; if none is possible, wait until `resume`, `close` or a deadline, at most a second.
+
+        Args:
+            has_output: returns whether a step of another thread has left nothing to wait for.
+        """
+        wait_s = self.call(self._step_if_due)
+        if not wait_s or has_output():
+            return
+        waiter = ThreadWaiter()
+        _join(self._waiting, waiter)
+        try:  # a `resume` since the step has woken no one
+            waiter.wait(min(wait_s, _CHECK_S if self._mode is Mode.PAUSED else _POLL_S))
+        finally:
+            self._waiting.remove(waiter)
+            self._hand_on()
 
     def abort(self, request: Request) -> None:
         """End a request after the current step, with the output it has; from any thread."""

@@ -10,22 +10,19 @@ for bit.)
 from __future__ import annotations
 
 import ctypes
-import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from verbatim import kernels
 from verbatim.batch import AttentionBatch
+from verbatim.kernels.functions import addresses, has_kernels, kernel, run
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.quantized import Packing, pack, unpack
-from verbatim.kv.recurrence import pointers, tree_sum
+from verbatim.kv.recurrence import tree_sum
 
 _TILE = 64  # keys per tile of the reference, at absolute positions
 _MAX_PRODUCTS = 1 << 22  # elements of the reference's largest temporary
-
-_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 
 @kernels.without_overrides
@@ -43,35 +40,31 @@ def write_kv(
     quantized with `packing`.
     """
     if packing is not None:
-        library = library_for(k_store.device)
         supported = k.dtype == v.dtype and k.dtype in KERNEL_DTYPES
-        if library is not None and supported and k.stride(2) == v.stride(2) == 1:
-            kernel_pack(library, k, v, k_store, v_store, slots, packing)
+        if has_kernels(k_store.device) and supported and k.stride(2) == v.stride(2) == 1:
+            kernel_pack(k, v, k_store, v_store, slots, packing)
             return
         k, v = pack(k, packing), pack(v, packing)
     if k.dtype != k_store.dtype or v.dtype != v_store.dtype:
         k, v = k.to(k_store.dtype), v.to(v_store.dtype)
-    library = library_for(k_store.device)
-    if library is None and kernels.triton_serves(k_store.device):
+    compiled = has_kernels(k_store.device)
+    if not compiled and kernels.triton_serves(k_store.device):
         from verbatim.kernels.triton import rope
 
         if rope.served(k, v, k_store):
             rope.write_kv(k, v, k_store, v_store, slots)
             return
-    if library is None or k.stride(2) != 1 or v.stride(2) != 1:
+    if not compiled or k.stride(2) != 1 or v.stride(2) != 1:
         blocks, offsets = slots // k_store.shape[2], slots % k_store.shape[2]
         k_store[blocks, :, offsets] = k
         v_store[blocks, :, offsets] = v
         return
     assert k_store.is_contiguous() and v_store.is_contiguous() and slots.is_contiguous()
     assert slots.dtype == torch.int64 and len(slots) == len(k) == len(v)
-    k_bytes, v_bytes = k.element_size(), v.element_size()
-    operands = pointers(k, v, k_store, v_store, slots)
-    row_bytes = k_store.shape[3] * k_bytes, v_store.shape[3] * v_bytes
-    strides = [step * k_bytes for step in k.stride()[:2]]
-    strides += [step * v_bytes for step in v.stride()[:2]]
-    sizes = len(slots), *k_store.shape[1:3], *row_bytes, *strides
-    library.vb_write_kv(*operands, *sizes, torch.get_num_threads())
+    strides = (x.stride(i) * x.element_size() for x in (k, v) for i in (0, 1))
+    widths = (x.shape[3] * x.element_size() for x in (k_store, v_store))
+    at, sizes = addresses(k, v, k_store, v_store, slots), (len(slots), *k_store.shape[1:3])
+    run("vb_write_kv", None, *at, *sizes, *widths, *strides)
 
 
 @kernels.without_overrides
@@ -108,10 +101,9 @@ def paged_attention(
         raise ValueError(f"backend={backend!r}: 'auto', 'kernel' or 'reference'")
     stored = q.dtype if packing is not None else k_store.dtype
     supported = q.dtype in KERNEL_DTYPES and stored in KERNEL_DTYPES
-    library = library_for(q.device) if supported and backend != "reference" else None
-    if library is not None:
+    if supported and backend != "reference" and has_kernels(q.device):
         packed = None if packing is None else (packing.bits, value_size)
-        return kernel_attention(library, q, k_store, v_store, batch, options, packed=packed)
+        return kernel_attention(q, k_store, v_store, batch, options, packed=packed)
     if backend == "auto" and packing is None and kernels.triton_serves(q.device):
         from verbatim.kernels.triton import attention
 
@@ -141,56 +133,31 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def kernel_pack(
-    library: ctypes.CDLL,
     k: Tensor,
     v: Tensor,
     k_store: Tensor,
     v_store: Tensor,
     slots: Tensor,
     packing: Packing,
+    backend: str = "kernel",
 ) -> None:
-    """Quantize and write rows with a compiled library."""
+    """Quantize and write rows by the compiled kernels of `backend` (`functions.library_of`)."""
     assert k_store.is_contiguous() and v_store.is_contiguous() and slots.is_contiguous()
     assert slots.dtype == torch.int64 and len(slots) == len(k) == len(v)
     assert k_store.shape[3] == packing.row_bytes(k.shape[2])
     assert v_store.shape[3] == packing.row_bytes(v.shape[2])
-    operands = pointers(k, v, k_store, v_store, slots)
-    sizes = len(slots), *k_store.shape[1:3], k.shape[2], v.shape[2]
-    strides = (ctypes.c_int64 * 4)(*k.stride()[:2], *v.stride()[:2])
-    formats = k.dtype == torch.bfloat16, packing.bits
-    library.vb_pack_kv(*operands, *sizes, strides, *formats, torch.get_num_threads())
-
-
-def library_for(device: torch.device) -> ctypes.CDLL | None:
-    """Return the compiled kernels for tensors on `device`, or None for the reference."""
-    return _bound(kernels.library()) if device.type == "cpu" else None
-
-
-def bind(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Declare the arguments of the attention kernels in `library`."""
-    library.vb_write_kv.restype = None
-    library.vb_write_kv.argtypes = [*[_POINTER] * 5, *[_LONG] * 9, _INT]
-    library.vb_pack_kv.restype = None
-    library.vb_pack_kv.argtypes = [*[_POINTER] * 5, *[_LONG] * 5, _POINTER, *[_INT] * 3]
-    library.vb_attention.restype = None
-    library.vb_attention.argtypes = [
-        *[_POINTER] * 7,
-        *[_LONG] * 11,
-        *[_INT] * 2,
-        *[_FLOAT] * 2,
-        *[_POINTER] * 2,
-        _INT,
-    ]
-    return library
-
-
-@functools.cache  # keyed by library: a process may change VERBATIM_KERNELS
-def _bound(library: ctypes.CDLL | None) -> ctypes.CDLL | None:
-    return None if library is None else bind(library)
+    function = kernel("vb_pack_kv", backend=backend)
+    assert function is not None
+    function(
+        *addresses(k, v, k_store, v_store, slots),
+        *(len(slots), *k_store.shape[1:3], k.shape[2], v.shape[2]),
+        (ctypes.c_int64 * 4)(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+        k.dtype == torch.bfloat16,
+        packing.bits,
+    )
 
 
 def kernel_attention(
-    library: Any,
     q: Tensor,
     k_store: Tensor,
     v_store: Tensor,
@@ -198,8 +165,9 @@ def kernel_attention(
     options: AttentionOptions,
     *,
     packed: tuple[int, int] | None = None,
+    backend: str = "kernel",
 ) -> Tensor:
-    """Compute `paged_attention` with a compiled library.
+    """Compute `paged_attention` by the compiled kernels of `backend` (`functions.library_of`).
 
     `packed` is (bits, Dv) if the stores hold uint8 rows of `verbatim.kv.quantized`.
     """
@@ -209,7 +177,7 @@ def kernel_attention(
     if packed is not None:
         kv_format, value_size = packed
     query_starts, context_lens, block_tables = batch
-    num_sequences = len(block_tables)
+    num_sequences, max_blocks = block_tables.shape
     sinks, alibi = options.sinks, options.alibi
     assert k_store.shape[1:3] == (kv_heads, block_size) and heads % kv_heads == 0
     assert packed is not None or k_store.shape[3] == key_size
@@ -223,12 +191,14 @@ def kernel_attention(
     if q.stride(2) != 1:
         q = q.contiguous()
     out = q.new_empty((num_tokens, heads, value_size))
-    operands = pointers(q, out, k_store, v_store, *batch)
-    sizes = *block_tables.shape, *q.stride()[:2], heads, kv_heads, key_size, value_size, block_size
-    seen = options.window, options.chunk
-    formats = q.dtype == torch.bfloat16, kv_format
-    scores = options.scale, options.softcap, *pointers(sinks, alibi)
-    library.vb_attention(*operands, *sizes, *seen, *formats, *scores, torch.get_num_threads())
+    function = kernel("vb_attention", backend=backend)
+    assert function is not None
+    function(
+        *addresses(q, out, k_store, v_store, query_starts, context_lens, block_tables),
+        *(num_sequences, max_blocks, *q.stride()[:2], heads, kv_heads, key_size, value_size),
+        *(block_size, options.window, options.chunk, q.dtype == torch.bfloat16, kv_format),
+        *(options.scale, options.softcap, *addresses(sinks, alibi)),
+    )
     return out
 
 

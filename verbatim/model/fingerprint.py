@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from verbatim.model.packed import PackedLinear
 from verbatim.model.structs import NotFusable
 
 # A reference to a tensor or a number: its dictionary and name.
@@ -126,8 +125,7 @@ def numbers_of(modules: list[nn.Module]) -> list[Place]:
     ]
 
 
-def places_of(linear: nn.Module) -> list[Place]:
-    """Return references of the tensors of a linear layer."""
-    if type(linear) is PackedLinear:
-        return [(linear._buffers, "packed"), (linear._parameters, "bias")]
-    return [(linear._parameters, "weight"), (linear._parameters, "bias")]
+def tensors_of(modules: Iterable[nn.Module]) -> list[Place]:
+    """Return references of the parameters and buffers of modules, without those of their children."""
+    held = [fields for m in modules for fields in (m._parameters, m._buffers)]
+    return [(fields, name) for fields in held for name in fields]

@@ -17,15 +17,13 @@ with 8 bits four neighbours per word; with 4 bits eight, the later four in the u
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from verbatim.model.quantize import find_library, pack_and_measure, unpack
+from verbatim.kernels.functions import addresses, kernel
+from verbatim.model.quantize import pack_and_measure, unpack
 from verbatim.model.weight_packing import WeightPacking, stretches
 
 BLOCK = 32  # columns per block, also in `WeightPacking.nbytes`
@@ -71,18 +69,11 @@ def pack_as_held(
 def _interleave_one(packed: Tensor, packing: WeightPacking, out: Tensor, backend: str) -> None:
     """Convert one matrix."""
     rows = packed.view(packing.width, -1)
-    function = _interleave(backend)
+    function = kernel("vb_interleave", backend=backend)
     if function is not None and packed.is_cpu:
         kind = packing.quantization
-        function(
-            out.data_ptr(),
-            rows.data_ptr(),
-            packing.width,
-            packing.depth,
-            kind.bits,
-            kind.group_size,
-            torch.get_num_threads(),
-        )
+        sizes = packing.width, packing.depth, kind.bits, kind.group_size
+        function(*addresses(out, rows), *sizes)
         return
     words = _words(rows, packing)
     missing = -len(words) % BLOCK
@@ -151,17 +142,6 @@ def integer_linear(
     if bias is not None:
         out += bias.float()
     return (out if float32 else out.to(x.dtype)).view(*x.shape[:-1], packing.width)
-
-
-@functools.cache
-def _interleave(backend: str) -> Any:
-    library = find_library(backend)
-    if library is None:
-        return None
-    function = library.vb_interleave
-    function.restype = None
-    function.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 2 + [ctypes.c_int] * 3
-    return function
 
 
 # ---- rows of bytes, in `pack`'s layout, and rows of words ----

@@ -439,6 +439,12 @@ def read_config(source: str, where: dict[str, Any]) -> Any:
         raise UnsupportedModel(
             f"{source}: model type {config.model_type!r} is not a causal language model in transformers"
         )
+    of_modelopt = (
+        Path(source) / "hf_quant_config.json"
+    )  # where it has not written config.json's field
+    if not is_quantized(config) and of_modelopt.is_file():
+        fields = read_json(of_modelopt).get("quantization")
+        config.quantization_config = {"quant_method": "modelopt", **(fields or {})}
     if not where["trust_remote_code"]:
         resolve_implementations(config)
     return config
@@ -462,6 +468,25 @@ def auto_class(config: Any) -> Any:
     if type(config) in causal._model_mapping or type(config) not in multimodal._model_mapping:
         return causal  # the checkpoint's own code, where it is in neither
     return multimodal
+
+
+def empty_module(source: object, config: Any, trust_remote_code: bool = False) -> Any:
+    """Return the module of a transformers config on the meta device.
+
+    Raises:
+        ModelError: the config can't be built.
+    """
+    from transformers.initialization import no_init_weights
+
+    try:
+        # Without it, torch draws meta tensors through its compiler, whose import takes half a second.
+        with building, torch.device("meta"), no_init_weights():
+            return auto_class(config).from_config(
+                copy.deepcopy(config), trust_remote_code=trust_remote_code
+            )
+    except Exception as error:  # config classes raise arbitrary exceptions
+        what = first_line(error)
+        raise ModelError(f"{source}: no model can be built by the config: {what}") from error
 
 
 def built_module(
@@ -519,7 +544,7 @@ def _check_fit(source: str, config: Any, where: dict[str, Any]) -> None:
     Raises:
         ModelError: a model far larger than the files, or integer weights.
     """
-    folder, trust = Path(source), where["trust_remote_code"]
+    folder = Path(source)
     if "gguf_file" not in where and not folder.is_dir():
         from transformers.utils.hub import cached_file
 
@@ -533,11 +558,7 @@ def _check_fit(source: str, config: Any, where: dict[str, Any]) -> None:
             if index is not None:
                 shards_of(Path(index))
         return
-    from transformers.initialization import no_init_weights
-
-    # Without it, torch draws meta tensors through its compiler, whose import takes half a second.
-    with torch.device("meta"), no_init_weights():
-        module = auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=trust)
+    module = empty_module(source, config, where["trust_remote_code"])
     if "gguf_file" in where:
         check_size(source, module, (folder / where["gguf_file"]).stat().st_size)
         return

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from verbatim.model.fingerprint import Place
+from verbatim.kernels.functions import struct_of
 from verbatim.model.norms import Gate, Norm, group_width, norm_parts
 from verbatim.model.structs import NormStruct, NotFusable, address_of, norm_of
 
@@ -46,10 +46,6 @@ class Mixer:
         """Columns of the inputs' products."""
         raise NotImplementedError
 
-    def places(self) -> list[Place]:
-        """Return references of the tensors that the kernels read, without the linears'."""
-        raise NotImplementedError
-
     def fill(self, struct: Any, dtype: torch.dtype) -> None:
         """Fill in a struct of its kind.
 
@@ -59,16 +55,12 @@ class Mixer:
         raise NotImplementedError
 
 
-def _places_of(mixer: Mixer, conv: str, *names: str) -> list[Place]:
-    """Return references of the convolution's weight and bias, of parameters, and of the norm's weight."""
+def _tensors_of(mixer: Mixer, conv: str, *names: str) -> list[Any]:
+    """Return the convolution's weight and bias, and parameters of the mixer; None for a missing one."""
     child = mixer.module._modules[conv]
     assert child is not None
-    found: list[Place] = [(child._parameters, "weight"), (child._parameters, "bias")]
-    found += [(mixer.module._parameters, name) for name in names]
-    if mixer.norm is not None:
-        assert mixer.norm.parts.weight is not None
-        found.append((mixer.norm.module._parameters, mixer.norm.parts.weight))
-    return found
+    found = [child._parameters["weight"], child._parameters.get("bias")]
+    return [*found, *(mixer.module._parameters.get(name) for name in names)]
 
 
 class _Slice(ctypes.Structure):
@@ -85,6 +77,7 @@ _DELTA_INPUTS: tuple[dict[str, str], ...] = (
 _BY_KEY_HEAD = ("in_proj_qkvz", "in_proj_ba")  # all roles of one key head, then those of the next
 
 
+@struct_of("delta")
 class DeltaRuleStruct(ctypes.Structure):
     """`DeltaRule` of kernels/layer.cpp."""
 
@@ -120,9 +113,6 @@ class DeltaRule(Mixer):
         value = group * value_dim
         return dict(zip(_ROLES, (key_dim, key_dim, value, value, group, group), strict=True))
 
-    def places(self) -> list[Place]:
-        return _places_of(self, "conv1d", "A_log", "dt_bias")
-
     def fill(self, struct: Any, dtype: torch.dtype) -> None:
         heads, key_heads, key_dim, value_dim = self.sizes
         of, at = self._widths(), 0
@@ -135,7 +125,7 @@ class DeltaRule(Mixer):
                 at += of[role] * (1 if by_head else key_heads)
             if name in _BY_KEY_HEAD:
                 at += together * (key_heads - 1)
-        weight, bias, a_log, dt_bias, _ = (fields.get(name) for fields, name in self.places())
+        weight, bias, a_log, dt_bias = _tensors_of(self, "conv1d", "A_log", "dt_bias")
         channels = 2 * key_heads * key_dim + heads * value_dim
         if bias is not None or a_log is None or dt_bias is None:
             raise NotFusable("its convolution has a bias, or parameters are missing")
@@ -151,6 +141,7 @@ class DeltaRule(Mixer):
         struct.beta_scale = 2.0 if getattr(self.module, "allow_neg_eigval", False) else 1.0
 
 
+@struct_of("mamba2")
 class Mamba2Struct(ctypes.Structure):
     """`Mamba2` of kernels/layer.cpp."""
 
@@ -172,17 +163,15 @@ class Mamba2(Mixer):
         heads, groups, key_dim, value_dim = self.sizes
         return [2 * heads * value_dim + 2 * groups * key_dim + heads]
 
-    def places(self) -> list[Place]:
-        return _places_of(self, "conv1d", "A_log", "dt_bias", "D")
-
     def fill(self, struct: Any, dtype: torch.dtype) -> None:
         heads, groups, key_dim, value_dim = self.sizes
         width = heads * value_dim
         channels = width + 2 * groups * key_dim
-        weight, bias, *vectors, norm_weight = (fields.get(name) for fields, name in self.places())
+        weight, bias, *vectors = _tensors_of(self, "conv1d", "A_log", "dt_bias", "D")
         if any(x is None or x.shape != (heads,) for x in vectors):
             raise NotFusable("its parameters do not fit together")
-        assert self.norm is not None
+        assert self.norm is not None and self.norm.parts.weight is not None
+        norm_weight = self.norm.module._parameters[self.norm.parts.weight]
         if norm_weight is None or norm_weight.shape != (width,):
             raise NotFusable("its norm has another width")
         struct.weight, struct.taps = _taps(weight, channels, dtype)
@@ -194,6 +183,7 @@ class Mamba2(Mixer):
         struct.dt_min, struct.dt_max = getattr(self.module, "time_step_limit", (0.0, math.inf))
 
 
+@struct_of("conv")
 class ShortConvStruct(ctypes.Structure):
     """`ShortConv` of kernels/layer.cpp."""
 
@@ -210,16 +200,10 @@ class ShortConv(Mixer):
     def widths(self) -> list[int]:
         return [3 * self.sizes[3]]
 
-    def places(self) -> list[Place]:
-        return _places_of(self, "conv")
-
     def fill(self, struct: Any, dtype: torch.dtype) -> None:
-        weight, bias = (fields.get(name) for fields, name in self.places())
+        weight, bias = _tensors_of(self, "conv")
         struct.weight, struct.taps = _taps(weight, self.sizes[3], dtype)
         struct.bias = _bias(bias, self.sizes[3], dtype)
-
-
-MIXER_STRUCTS = {mixer.field: mixer.kind for mixer in (DeltaRule, Mamba2, ShortConv)}
 
 
 def _bias(bias: Any, channels: int, dtype: torch.dtype) -> int:

@@ -12,11 +12,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from verbatim.errors import InvalidRequest, ModelError, NotSupported, first_line
-from verbatim.model.dcp.filling import names_in
-from verbatim.model.dcp.folder import DcpCheckpoint, find_dcp
+from verbatim.model.dcp.checkpoint import DcpCheckpoint, find_dcp
 from verbatim.model.decoder import Decoder
 from verbatim.model.hidden import head_of
 from verbatim.model.loader import LoadedModel, building, read_config
@@ -224,14 +223,13 @@ def _files(inner: Any, folder: Path) -> Iterator[Path]:
         return
     from safetensors.torch import save_file
 
-    checkpoint, tensors = DcpCheckpoint(dcp), dict[str, Tensor]()
+    checkpoint = DcpCheckpoint(dcp)
     pattern = re.compile("|".join(mtp_names(inner.config)))
-    found = names_in(checkpoint, list(inner.state_dict()))
-    chosen = {short: name for short, name in found.items() if pattern.search(short)}
-    checkpoint.check(chosen.values())
+    found = checkpoint.names(list(inner.state_dict()))
     with torch.inference_mode(False):
-        for short, name in chosen.items():
-            tensors[short] = checkpoint.read(name)
+        tensors = {
+            short: checkpoint.tensor(name) for short, name in found.items() if pattern.search(short)
+        }
     with TemporaryDirectory(prefix="verbatim-mtp-") as place:
         save_file(tensors, Path(place) / "model.safetensors", {"format": "pt"})
         tensors.clear()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from verbatim.kernels.functions import struct_of
 from verbatim.kernels.options import NormKind
 from verbatim.model.norms import Norm
 from verbatim.model.packed import PackedLinear
@@ -39,6 +39,7 @@ ROLES = (
 )
 
 
+@struct_of("layer")
 class LayerStruct(ctypes.Structure):
     """`Layer` of kernels/layer.cpp."""
 
@@ -64,14 +65,6 @@ class LayerStruct(ctypes.Structure):
         ("gated", _INT),
         ("index", _INT),
     ]
-
-
-def check_sizes(library: ctypes.CDLL, structs: Mapping[str, type[ctypes.Structure]]) -> None:
-    """Check that structs are as large as the kernels', by the names of these."""
-    for name, struct in structs.items():
-        size = getattr(library, f"vb_{name}_size")
-        size.restype = _LONG
-        assert size() == ctypes.sizeof(struct)
 
 
 def address_of(tensor: Any, dtype: torch.dtype) -> int:

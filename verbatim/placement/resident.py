@@ -192,7 +192,7 @@ class Resident:
     ) -> Callable[[], None]:
         if self.checkpoint is not None and self.checkpoint.dropped:
             raise VerbatimError("the weights are asleep; call wake() before they are updated")
-        new = NewWeights(self.original or self.decoder.held, tensors, check_finite=check_finite)
+        new = NewWeights(self.original or self.decoder.owner, tensors, check_finite=check_finite)
         writer = self.writer()
         writer.prepare(new.tensors)
 
@@ -206,7 +206,7 @@ class Resident:
 
     def writer(self, *, whole: bool = True) -> WeightWriter:
         """Return what writes new weights to the module, all of them or those that are here."""
-        return WeightWriter(self.decoder.held, self.cuts, whole=whole)
+        return WeightWriter(self.decoder.owner, self.cuts, whole=whole)
 
     def load_adapter(self, adapter: Adapter) -> None:
         self.decoder.load_adapter(adapter)
@@ -215,7 +215,7 @@ class Resident:
         self.decoder.unload_adapter(number)
 
     def stamp(self) -> object:
-        return writes_to(self.decoder.held)
+        return writes_to(self.decoder.owner)
 
     def sleep(self, weights: bool) -> None:
         if weights:

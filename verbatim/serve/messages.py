@@ -7,12 +7,11 @@ import re
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
-from uuid import uuid4
 
 from verbatim.core import Completion, FinishReason, Result
 from verbatim.errors import InvalidRequest
 from verbatim.sampling.json_schema import closed
-from verbatim.serve.chat import Conversation, text_of
+from verbatim.serve.chat import ConversationRequest, text_of
 from verbatim.serve.events import Event
 from verbatim.serve.fields import NamedFunction
 from verbatim.serve.messages_fields import (
@@ -30,51 +29,50 @@ from verbatim.serve.service import Client, Service
 from verbatim.serve.tools import ParsedCall, call_of
 
 
-class MessagesRequest:
+class MessagesRequest(ConversationRequest[CountTokens]):
     """A validated request for a message, or for the number of its tokens.
 
     Raises:
         Refusal, InvalidRequest, NotSupported: an invalid or unsupported request.
     """
 
+    prefix = "msg_"
+
     def __init__(self, service: Service, body: CountTokens) -> None:
-        adapter = service.check_model(body.model)
-        self.service = service
-        self.model = body.model or service.name
-        self.id = f"msg_{uuid4().hex}"
-        service.note_user(self.id, body.user or (body.metadata or {}).get("user_id"))
-        self.conversation = Conversation(
+        super().__init__(
             service,
+            body,
             _messages(body),
-            _fields(body) | {"adapter": adapter},
+            _fields(body),
             body.tools or (),
             *_choice(body.tool_choice),
             effort=None if body.output_config is None else body.output_config.effort,
             thinking=None if body.thinking is None else body.thinking.type != "disabled",
         )
 
+    def _user(self) -> str | None:
+        return self.body.user or (self.body.metadata or {}).get("user_id")
+
     async def count(self) -> dict[str, Any]:
         """Return the number of the prompt's tokens."""
         with self.service.reserve():
-            return {"input_tokens": len(await self.conversation.prompt())}
+            return {"input_tokens": len(await self.prompt())}
 
     async def answer(self, client: Client) -> dict[str, Any]:
         """Return the whole message."""
-        result = await self.conversation.result(client)
-        output = result.outputs[0]
-        parts = self.conversation.answers.reader().push(output.text, last=True)
-        return self._message([_block(part) for part in parts], result)
+        result = await self.result(client)
+        return self._message([_block(part) for part in self.parts_of(result.outputs[0])], result)
 
     async def events(self, client: Client) -> AsyncGenerator[Event, None]:
         """Stream the message as named events."""
         result: Result | None = None
         index, kind, called = -1, None, False
         begun = False
-        async with aclosing(self.conversation.stream(client)) as stream:
+        async with aclosing(self.stream(client)) as stream:
             async for delta, parts in stream:
                 if not begun:
                     begun = True
-                    num_input = self.conversation.request.num_input_tokens
+                    num_input = self.request.num_input_tokens
                     usage = {"input_tokens": num_input, "output_tokens": 0}
                     yield _event(
                         "message_start", message=self._message([], None) | {"usage": usage}
@@ -92,7 +90,7 @@ class MessagesRequest:
         if index >= 0:
             yield _event("content_block_stop", index=index)
         assert result is not None
-        await self.conversation.count_reasoning(result)
+        await self.count_reasoning(result)
         whole = self._message([], result, called)
         ended = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
         yield _event("message_delta", delta=ended, usage=whole["usage"])
@@ -121,7 +119,7 @@ class MessagesRequest:
 
     def _usage(self, result: Result) -> dict[str, Any]:
         cached = result.num_cached_tokens
-        thinking = self.conversation.num_reasoning_tokens
+        thinking = self.num_reasoning_tokens
         return {
             "input_tokens": len(result.prompt_token_ids) - cached,
             "cache_creation": None,

@@ -9,11 +9,11 @@ import torch
 
 from verbatim import storyteller
 from verbatim.errors import InvalidRequest
-from verbatim.model.dcp.folder import find_dcp
+from verbatim.model.dcp.checkpoint import find_dcp
 from verbatim.model.gguf import find_gguf, load_gguf
 from verbatim.model.loader import LoadedModel, ModelSource, Skeleton, load
 from verbatim.model.quantization import Quantization
-from verbatim.weights.dcp_model import config_from_dict, load_dcp
+from verbatim.weights.dcp import config_from_dict, load_dcp
 from verbatim.weights.skeleton import open_skeleton
 
 
@@ -55,6 +55,7 @@ def open_files(
             revision=revision,
             trust_remote_code=trust_remote_code,
             with_config=skeleton is not None,
+            unused_weights=unused_weights,
         )
     gguf = None if model is None else find_gguf(model)
     own: dict[str, Any] = {

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from verbatim.errors import ModelError, NotSupported, VerbatimError, first_line
-from verbatim.model.loader import auto_class, building, refuse_missing
+from verbatim.model.loader import building, empty_module, refuse_missing
 from verbatim.model.packed import placeholder
 from verbatim.model.patching import quiet
 from verbatim.untrusted import check_dtypes, check_size, shards_of
 from verbatim.weights.adapter import read_folder
+from verbatim.weights.files import read_whole
 from verbatim.weights.formats import decode, forget_quantization, quantization_of
 from verbatim.weights.formats.gguf import read_gguf
 from verbatim.weights.headers import stored_in
-from verbatim.weights.lazy import LazyWeight, Stored, Traced, traced
+from verbatim.weights.lazy import Held, LazyWeight, Stored, Traced, materialize, traced
 from verbatim.weights.lora import merge_adapter, merge_experts
 
 
@@ -59,43 +60,60 @@ def open_skeleton(
         if adapter is not None:
             adapter, table = merge_experts(adapter, table, dtype)
         tensors = {name: traced(lazy) for name, lazy in table.items()}
-    with building, quiet(progress=False):
-        module, report = _load_traced(folder, config, dtype, trust_remote_code, tensors, nbytes)
-    refuse_missing(folder, report, is_plain=quantization is None and folder.is_dir())
-    lazy_weights = _hollow_parameters(module)
-    _read_buffers(module)
+    empty = empty_module(folder, config, trust_remote_code)
+    is_plain = quantization is None and folder.is_dir()
+    module, lazy_weights, unused = load_traced(
+        folder, empty, dtype, tensors, nbytes, is_plain=is_plain
+    )
     if adapter is not None:
         merge_adapter(adapter, module, lazy_weights)
-    return module.eval(), lazy_weights, sorted(map(str, report["unexpected_keys"]))
+    return module, lazy_weights, unused
 
 
-def _load_traced(
-    folder: Path,
-    config: Any,
+def load_traced(
+    source: Path,
+    empty: Any,
     dtype: torch.dtype,
-    trust_remote_code: bool,
-    tensors: Mapping[str, Traced],
+    tensors: Mapping[str, Tensor],
     nbytes: int,
-) -> tuple[Any, dict[str, Any]]:
+    *,
+    is_plain: bool = False,
+    adjust: Callable[[Any], None] | None = None,
+) -> tuple[Any, dict[nn.Parameter, LazyWeight], list[str]]:
+    """Let transformers assign the traced tensors of a checkpoint to a module.
+
+    Args:
+        empty: the module of the config on the meta device.
+        tensors: by the checkpoint's names. Plain ones are in memory.
+        nbytes: size of the checkpoint.
+        is_plain: the config says nothing of quantization.
+        adjust: changes the module, whose parameters are traced, after it got the tensors.
+
+    Returns:
+        As `open_skeleton`.
+    """
+    tensors = {n: t if isinstance(t, Traced) else traced(Held(t)) for n, t in tensors.items()}
+    check_size(source, empty, nbytes)
+    check_dtypes(source, empty, {name: str(tensor.dtype) for name, tensor in tensors.items()})
     try:
-        with torch.device("meta"):
-            empty: Any = auto_class(config).from_config(
-                copy.deepcopy(config), trust_remote_code=trust_remote_code
+        with building, quiet(progress=False):
+            module, report = type(empty).from_pretrained(
+                None,
+                config=empty.config,  # the language model's, if the folder's also has towers
+                state_dict=tensors,
+                dtype=dtype,
+                output_loading_info=True,
             )
-        check_size(folder, empty, nbytes)
-        check_dtypes(folder, empty, {name: str(tensor.dtype) for name, tensor in tensors.items()})
-        module, report = type(empty).from_pretrained(
-            None,
-            config=empty.config,  # the language model's, if `config` also has towers
-            state_dict=tensors,
-            dtype=dtype,
-            output_loading_info=True,
-        )
     except VerbatimError:
         raise
     except Exception as error:  # damaged files and modules' own code raise any type
-        raise ModelError(f"{folder}: can't be loaded: {first_line(error)}") from error
-    return module, report
+        raise ModelError(f"{source}: can't be loaded: {first_line(error)}") from error
+    refuse_missing(source, report, is_plain=is_plain)
+    if adjust is not None:
+        adjust(module)
+    lazy_weights = _hollow_parameters(module)
+    _read_buffers(module)
+    return module.eval(), lazy_weights, sorted(map(str, report["unexpected_keys"]))
 
 
 def _hollow_parameters(module: nn.Module) -> dict[nn.Parameter, LazyWeight]:
@@ -121,9 +139,6 @@ def _hollow_parameters(module: nn.Module) -> dict[nn.Parameter, LazyWeight]:
 
 def _read_buffers(module: nn.Module) -> None:
     """Read the buffers of the checkpoint, which are small."""
-    from verbatim.weights.files import read_whole
-    from verbatim.weights.lazy import materialize
-
     for layer in module.modules():
         for name, buffer in layer._buffers.items():
             if isinstance(buffer, Traced):

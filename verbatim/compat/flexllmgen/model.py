@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.checks import integer, optional_integer, switch
-from verbatim.compat.batches import PaddedRows, check_complete, draw_seed, pad_id_of, pad_rows
+from verbatim.compat.batches import PaddedRows, draw_seed, new_rows, pad_id_of, pad_rows
 from verbatim.compat.flexllmgen.config import OptConfig, check_config, config_by_name, find_model
 from verbatim.compat.flexllmgen.policy import ExecutionEnv, Policy, offload_of, options_of
 from verbatim.compat.flexllmgen.timings import Clock, Spent, Timings
@@ -63,9 +63,9 @@ class OptLM(Opened):
         self.timings = Timings()
         if isinstance(config, LLM | nn.Module):
             for name in ("env", "path", "policy"):
-                if getattr(self, name) is not None:
+                if (given := getattr(self, name)) is not None:
                     raise InvalidRequest(
-                        f"{name}={getattr(self, name)!r}: the config is an {type(config).__name__}, "
+                        f"{name}={given!r}: the config is an {type(config).__name__}, "
                         "which is open already; leave it at None"
                     )
             self._source = config
@@ -75,28 +75,23 @@ class OptLM(Opened):
             raise InvalidRequest(
                 f"config={config!r}: must be an OptConfig, a folder, a hub id or name, an LLM or a module"
             )
-        llm = self._source = self._open(config)
-        self.config = config if isinstance(config, OptConfig) else llm.engine.config
-        self._close_with(llm)
-        if env is not None:
-            env._models.add(self)
-
-    def _open(self, config: OptConfig | str | os.PathLike[str]) -> LLM:
         by_name = not isinstance(config, OptConfig)
         expected = config if isinstance(config, OptConfig) else config_by_name(os.fspath(config))
-        disk = None if self.env is None else self.env.disk.path
-        llm = LLM(
-            find_model(config, self.path),
-            placement=offload_of(self.policy, disk),
-            **options_of(self.policy),
+        disk = None if env is None else env.disk.path
+        placement = offload_of(policy, disk)
+        llm = self._source = LLM(
+            find_model(config, path), placement=placement, **options_of(policy)
         )
+        self._close_with(llm)
         try:
             if expected is not None:
                 check_config(expected, llm.engine.config, by_name=by_name)
         except BaseException:
-            llm.close()
+            self.close()
             raise
-        return llm
+        self.config = llm.engine.config if by_name else config
+        if env is not None:
+            env._models.add(self)
 
     @property
     def num_gpu_batches(self) -> int | None:
@@ -159,9 +154,7 @@ class OptLM(Opened):
         llm, pad_id = self.llm, self.pad_token_id
         largest_id = llm.engine.admission.vocab_size - 1
         switch("do_sample", do_sample)
-        if not (
-            isinstance(debug_mode, str | None) and debug_mode in (None, "fewer_batch", "breakdown")
-        ):
+        if debug_mode not in (None, "fewer_batch", "breakdown"):
             raise InvalidRequest(
                 f"debug_mode={debug_mode!r}: must be None, 'fewer_batch' or 'breakdown'"
             )
@@ -198,8 +191,7 @@ class OptLM(Opened):
         self.timings.project(len(ids), num_new, num_run)
         if verbose or spent is not None:
             _log(*self.timings.lines())
-        new_rows = [request.sequences[0].output_ids for request in requests]
-        return columns.joined(new_rows, pad_id, num_new).numpy().astype(np.int32)
+        return columns.joined(new_rows(requests)[0], pad_id, num_new).numpy().astype(np.int32)
 
     def delete_all_weights(self) -> None:
         """Free everything, as `close` does."""
@@ -217,8 +209,6 @@ def _run_timed(llm: LLM, requests: list[Request], spent: Spent | None, verbose: 
             if verbose > 1 and tokens:
                 costs = clock.timings.costs
                 _log(f"step {len(costs)}: {costs[-1]:.3f} s, {tokens} tokens")
-    for row, request in enumerate(requests):
-        check_complete(row, request.sequences[0])
     return clock.timings
 
 
@@ -256,7 +246,8 @@ def _log(*lines: str) -> None:
 def _rows(inputs: Any) -> list[list[int]]:
     """Return rows of ids from a 2-D array or tensor, or from a list of rows."""
     if isinstance(inputs, np.ndarray | Tensor):
-        if inputs.ndim != 2 or not _holds_integers(inputs):
+        has_data = isinstance(inputs, np.ndarray) or inputs.device.type != "meta"
+        if inputs.ndim != 2 or "int" not in str(inputs.dtype) or not has_data:
             raise InvalidRequest(
                 f"inputs is {inputs.dtype} {list(inputs.shape)}; it must be integers [batch, prompt_len]"
             )
@@ -267,25 +258,15 @@ def _rows(inputs: Any) -> list[list[int]]:
         )
     if not len(inputs):
         raise InvalidRequest("inputs holds no row; at least one is needed")
-    return [_row(f"inputs[{number}]", row) for number, row in enumerate(inputs)]
-
-
-def _holds_integers(array: np.ndarray[Any, Any] | Tensor) -> bool:
-    if isinstance(array, np.ndarray):
-        return array.dtype.kind in "iu"
-    floats = array.is_floating_point() or array.is_complex() or array.dtype == torch.bool
-    return not floats and array.layout == torch.strided and not array.is_meta
-
-
-def _row(name: str, row: Any) -> list[int]:
-    is_list = isinstance(row, Sequence) and not isinstance(row, str | bytes)
-    if not is_list and getattr(row, "ndim", 0) != 1:
-        raise InvalidRequest(f"{name}={row!r}: must be a list of ids")
-    values = row.tolist() if hasattr(row, "tolist") else row
-    ids = [integer(name, value, 0, _LARGEST_ID) for value in values]
-    if not ids:
-        raise InvalidRequest(f"{name} is empty: at least one id is needed")
-    return ids
+    rows = []
+    for number, row in enumerate(inputs):
+        name, values = f"inputs[{number}]", row.tolist() if hasattr(row, "tolist") else row
+        if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+            raise InvalidRequest(f"{name}={row!r}: must be a list of ids")
+        if not values:
+            raise InvalidRequest(f"{name} is empty: at least one id is needed")
+        rows.append([integer(name, value, 0, _LARGEST_ID) for value in values])
+    return rows
 
 
 def _columns(ids: Tensor, attention_mask: Any, pad_id: int) -> PaddedRows:
@@ -295,11 +276,7 @@ def _columns(ids: Tensor, attention_mask: Any, pad_id: int) -> PaddedRows:
         mask[:, -1] = True
         return PaddedRows.of(ids, mask, None)
     try:
-        mask = (
-            attention_mask
-            if isinstance(attention_mask, Tensor)
-            else torch.from_numpy(np.array(attention_mask))
-        )
+        mask = torch.from_numpy(np.array(attention_mask))
     except (TypeError, ValueError):
         raise InvalidRequest(
             f"attention_mask={attention_mask!r}: must be 0 and 1, in the shape of inputs"

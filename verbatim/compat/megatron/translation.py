@@ -112,18 +112,16 @@ class Translation:
             request.arrival_time = time.time()
         request.status = Status.ACTIVE_AND_GENERATING_TOKENS
 
-    def fill(
-        self,
-        request: InferenceRequest,
-        admitted: Request,
-        ids: list[int],
-        logprobs: list[float],
-        tops: Sequence[TopLogprobs],
-        text: str,
-    ) -> None:
-        """Fill in the outputs of a finished request."""
+    def fill(self, request: InferenceRequest, admitted: Request, count: int | None = None) -> None:
+        """Fill in the outputs of an ended request.
+
+        Args:
+            count: tokens that count, of a request that its caller ended; None: all, with the engine's result.
+        """
         params = cast(SamplingParams, request.sampling_params)
-        metrics, is_dynamic = admitted.metrics, isinstance(request, DynamicInferenceRequest)
+        metrics, sequence = admitted.metrics, admitted.sequences[0]
+        ids, tokens = sequence.output_ids[:count], sequence.tokens[:count]
+        is_dynamic = isinstance(request, DynamicInferenceRequest)
         # A request that ended during prefill has only part of its prompt's log-probs.
         whole = len(admitted.prompt_logprobs) == len(admitted.prompt_ids) - 1
         prompt_logprobs, prompt_tops = params.prompt_outputs(is_dynamic)
@@ -132,32 +130,32 @@ class Translation:
         request.generated_tokens = list(ids) if is_dynamic else torch.tensor(ids, dtype=torch.int64)
         request.tpot = [metrics.first_token_s, *[metrics.per_token_s] * (len(ids) - 1)][: len(ids)]
         if params.return_log_probs:
-            request.generated_log_probs = list(logprobs)
+            request.generated_log_probs = [token.logprob for token in tokens]
             if prompt_logprobs and whole:
                 request.prompt_log_probs = list(admitted.prompt_logprobs)
         if params.top_n_logprobs:
-            request.generated_top_n_logprobs = self.by_text(tops)
+            request.generated_top_n_logprobs = self.by_text(
+                [token.top_logprobs or [] for token in tokens]
+            )
             if prompt_tops and whole:
                 request.prompt_top_n_logprobs = self.by_text(admitted.prompt_top_logprobs)
         if params.detokenize_generations and self.text is not None:
+            if count is None and admitted.result is not None:
+                text = admitted.result.outputs[0].text
+            else:
+                text = self.detokenize(ids, remove_EOD=not params.detokenize_stop_sequence)
             prompt_ids = admitted.prompt_ids
             request.generated_text = self.with_end(params, ids, text)
             request.text = self._prompt_text(request, prompt_ids) + request.generated_text
             if params.return_segments:
                 request.generated_segments = self.segments(ids, prompt_ids)
                 request.segments = self.segments(prompt_ids) + request.generated_segments
+        if count is None and admitted.result is not None:
+            request.routing_indices = admitted.result.outputs[0].routing
         if isinstance(request, DynamicInferenceRequest):
             request.ttft = metrics.first_token_s if ids else None
             request.latency = metrics.total_s or time.monotonic() - admitted.arrival
             request.num_cached_tokens = metrics.num_cached_tokens
-
-    def fill_finished(self, request: InferenceRequest, admitted: Request) -> None:
-        """Fill in the outputs of a request from the engine's result."""
-        assert admitted.result is not None
-        done = admitted.result.outputs[0]
-        tops = done.top_logprobs or []
-        self.fill(request, admitted, done.token_ids, done.logprobs, tops, done.text)
-        request.routing_indices = done.routing
 
     def by_text(self, tops: Iterable[TopLogprobs]) -> TopN:
         """Return {text: log-prob} for each position; of ids with equal texts, keep the likeliest."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from verbatim.placement.distributed.wire import MAGIC, PREFIX, Buffer, Garbage, bytes_of
 
-_HEADER = struct.Struct("<BBHqqqqqddd36s")
+_HEADER = struct.Struct("<BBqqqqq")
 FIRST = 1  # the first byte of the header; no JSON begins like that
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -28,31 +28,18 @@ class Mark(NamedTuple):
 
 
 class RowsMessage(NamedTuple):
-    """Hidden states on their way from one stage to the next.
-
-    Attributes:
-        hidden: `[T, H]`.
-        clock: an id of the clock of `sent`, 36 bytes at most.
-        sent: when the stage had computed them.
-        busy: seconds in all stages so far.
-        hops: seconds between stages so far, where that can be told, of `num_hops`.
-    """
+    """Hidden states `[T, H]` on their way from one stage to the next."""
 
     mark: Mark
     hidden: Tensor
-    clock: bytes
-    sent: float
-    busy: float
-    hops: float
-    num_hops: int
 
 
 def encode_rows(rows: RowsMessage) -> list[Buffer]:
     """Encode a message as buffers."""
-    mark, hidden, clock, sent, busy, hops, num_hops = rows
+    mark, hidden = rows
     hidden, (count, width) = hidden.contiguous(), hidden.shape
     size, kind = hidden.nbytes, _DTYPES.index(hidden.dtype)
-    header = _HEADER.pack(FIRST, kind, num_hops, *mark, count, width, sent, busy, hops, clock)
+    header = _HEADER.pack(FIRST, kind, *mark, count, width)
     begin = PREFIX.pack(MAGIC, _HEADER.size, size) + header
     return [begin, bytes_of(hidden)] if size else [begin]
 
@@ -64,9 +51,7 @@ def decode_rows(header: bytes | bytearray, states: bytearray) -> RowsMessage:
         Garbage: this is no message.
     """
     try:
-        _, kind, num_hops, epoch, step, part, count, width, sent, busy, hops, clock = (
-            _HEADER.unpack(header)
-        )
+        _, kind, epoch, step, part, count, width = _HEADER.unpack(header)
         dtype = _DTYPES[kind]
         if count < 0 or width < 0 or count * width * dtype.itemsize != len(states):
             raise ValueError(f"{len(states)} bytes for {count} rows of {width}")
@@ -76,5 +61,4 @@ def decode_rows(header: bytes | bytearray, states: bytearray) -> RowsMessage:
             hidden = torch.empty(count, width, dtype=dtype)
     except (ValueError, IndexError, RuntimeError, struct.error) as error:
         raise Garbage(f"not a message of Verbatim's cluster: {error}") from None
-    mark = Mark(epoch, step, part)
-    return RowsMessage(mark, hidden, clock.rstrip(b"\0"), sent, busy, hops, num_hops)
+    return RowsMessage(Mark(epoch, step, part), hidden)

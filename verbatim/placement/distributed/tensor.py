@@ -16,7 +16,10 @@ from torch import Tensor
 from verbatim.batch import Adapter, Batch, Draws, SamplePlan
 from verbatim.errors import TierFailed, VerbatimError, first_line
 from verbatim.heap import give_back_freed
-from verbatim.placement.distributed.columns import Shared
+from verbatim.model.decoder import Decoder
+from verbatim.model.draft_layers import DraftLayers
+from verbatim.placement.distributed.columns import Cut
+from verbatim.placement.distributed.gloo import Gloo
 from verbatim.placement.distributed.heads import HeadStore
 from verbatim.placement.distributed.rank_group import RankGroup
 from verbatim.placement.resident import Resident
@@ -28,12 +31,20 @@ from verbatim.weights.update import NewWeights, WeightWriter
 class Rank(Resident):
     """A `Resident` with a share of the weights and of K and V; all ranks run its forwards together."""
 
-    def __init__(self, shared: Shared, store: HeadStore, num_threads: int) -> None:
-        super().__init__(shared.decoder, store, num_threads, shared.draft_layers)
-        self.ranks = shared.ranks
-        self.cut = shared.cut
-        self.packed, self.original = shared.cut.report, shared.cut.original
-        self.checkpoint, self.cuts = shared.cut.checkpoint, shared.cut.ranges
+    def __init__(
+        self,
+        decoder: Decoder,
+        store: HeadStore,
+        num_threads: int,
+        draft_layers: DraftLayers,
+        ranks: Gloo,
+        cut: Cut,
+    ) -> None:
+        super().__init__(decoder, store, num_threads, draft_layers)
+        self.ranks = ranks
+        self.cut = cut
+        self.packed, self.original = cut.report, cut.original
+        self.checkpoint, self.cuts = cut.checkpoint, cut.ranges
 
     def check_replay(self, name: str) -> None:
         with self.ranks.everywhere():
@@ -51,20 +62,15 @@ class LeadingRank(Rank):
     """Rank 0, which makes the other ranks do what it does.
 
     Args:
+        rank: as of `Rank`.
         group: the others.
 
     Attributes:
         memory: of each rank, as of `RankShare.allocate`.
     """
 
-    def __init__(
-        self,
-        shared: Shared,
-        store: HeadStore,
-        num_threads: int,
-        group: RankGroup,
-    ) -> None:
-        super().__init__(shared, store, num_threads)
+    def __init__(self, *rank: Any, group: RankGroup) -> None:
+        super().__init__(*rank)
         self.group = group
         # Runs if it is never closed; its arguments must not refer to this object.
         self._let_go = weakref.finalize(self, group.close, os.getpid())
