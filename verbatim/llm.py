@@ -625,16 +625,6 @@ class LLM:
             for row, prompt in enumerate(prompts)
         ]
 
-    @property
-    def can_record_routing(self) -> bool:
-        """Return whether the model has experts, so that routing can be recorded."""
-        return self.engine.runner.choices["routing"].layers > 0
-
-    @property
-    def routing_shape(self) -> tuple[int, int]:
-        """Number of layers with recorded routing, and experts per token."""
-        return self.shape_of("routing")
-
     def shape_of(self, name: str) -> tuple[int, int]:
         """Number of layers whose "routing" or "indices" are recorded, and choices of each for a token."""
         choices = self.engine.runner.choices[name]
