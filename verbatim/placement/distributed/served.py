@@ -74,7 +74,6 @@ class Served:
             **versions(),
             "machine": platform.node(),
             "pid": os.getpid(),
-            "cores": len(os.sched_getaffinity(0)),
             "memory": available_memory(),
         }
 
