@@ -55,7 +55,6 @@ from verbatim.protocols import Runner
 from verbatim.source import open_model
 from verbatim.text.tokenizer import Tokenizer
 from verbatim.weights.identity import files_digest
-from verbatim.weights.skeleton import open_skeleton
 
 _PROMPT_LOGITS_BYTES = 256 * 2**20  # limit for the logits of one chunk of prompt log-probs
 
@@ -292,9 +291,8 @@ def plan_offload(
     Raises:
         ModelError, NotSupported: the model can't be opened like this; see also `forecast`.
     """
-    loaded = open_model(
-        model, False, dtype, revision, trust_remote_code, config, skeleton=open_skeleton
-    )
+    source = ModelSource(model, dtype, revision, trust_remote_code, config)
+    loaded = open_model(source, False, in_memory=False)
     units, _ = units_of(loaded, offload, options)
     limit, _ = resolve_length(options, *max_length_of(inner_model(loaded.module).config))
     return forecast(loaded, units, offload, options, limit)
