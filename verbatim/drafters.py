@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 from verbatim.draft.chain import Chain
-from verbatim.draft.config import NAMES, DraftModel, DraftOptions
+from verbatim.draft.config import NAMES, Drafter, DraftModel
 from verbatim.draft.layers import EarlyExitProposer, MtpProposer
 from verbatim.draft.model import DraftModelProposer
 from verbatim.engine.drafting import Drafting
-from verbatim.engine.lengths import AdaptiveLengths, FixedLengths
+from verbatim.engine.lengths import DraftLengths
 from verbatim.errors import InvalidRequest, ModelError, NotSupported, OutOfBlocks
 from verbatim.kv.store import bytes_per_token
 from verbatim.model.decoder import Decoder
@@ -33,10 +33,17 @@ _MAX_PADDING = 1024  # maximum number of padding ids of a vocabulary
 
 
 def open_drafting(
-    drafts: DraftOptions, runner: Runner, options: EngineOptions, loaded: LoadedModel
+    draft: Drafter | None,
+    num_tokens: int | None,
+    runner: Runner,
+    options: EngineOptions,
+    loaded: LoadedModel,
 ) -> Drafting | None:
-    """Open the proposer for `runner`; return None without `draft`."""
-    draft, num_tokens = drafts.draft, drafts.num_tokens
+    """Open the proposer for `runner`; return None without `draft`.
+
+    Args:
+        num_tokens: tokens per draft; None: adaptive.
+    """
     if draft is None:
         return None
     proposer: Proposer
@@ -54,7 +61,7 @@ def open_drafting(
         live = loaded.live and isinstance(proposer, Chain)
     return Drafting(
         proposer,
-        AdaptiveLengths() if num_tokens is None else FixedLengths(num_tokens),
+        DraftLengths(num_tokens),
         runner.vocab_size,
         owns=proposer is not draft,
         runs_live_module=live,

@@ -25,7 +25,7 @@ from verbatim.errors import (
 )
 from verbatim.model.packed import drop_weights, packed_buffers
 from verbatim.model.quantization import Quantization
-from verbatim.untrusted import check_config, resolve_implementations
+from verbatim.untrusted import check_config, read_json, resolve_implementations
 
 if TYPE_CHECKING:
     from verbatim.model.packing import PackingReport
@@ -245,6 +245,11 @@ def read_config(source: str, where: dict[str, Any]) -> Any:
         raise UnsupportedModel(
             f"{source}: model type {config.model_type!r} is not a causal language model in transformers"
         )
+    # Where ModelOpt has not written config.json's field.
+    of_modelopt = Path(source) / "hf_quant_config.json"
+    if not is_quantized(config) and of_modelopt.is_file():
+        fields = read_json(of_modelopt).get("quantization")
+        config.quantization_config = {"quant_method": "modelopt", **(fields or {})}
     if not where["trust_remote_code"]:
         resolve_implementations(config)
     return config

@@ -200,7 +200,11 @@ def renamed(
                 found[name] = torch.cat([stacked(layer, part, *half) for part in ("gate", "up")], 1)
         elif name.endswith(".moe_statics.e_score_correction_bias"):
             found[name] = torch.zeros(size)  # which KempnerForge does not have
-        elif (key := _key(name)) in tensors or name not in tied or _key(tied[name]) not in tensors:
+        elif (
+            (key := key_of(name)) in tensors
+            or name not in tied
+            or key_of(tied[name]) not in tensors
+        ):
             found[name] = _arranged(empty, model, name, take(key, *size))
     if missing:
         raise ModelError(
@@ -210,7 +214,8 @@ def renamed(
     return found
 
 
-def _key(name: str) -> str:
+def key_of(name: str) -> str:
+    """Return KempnerForge's name of a parameter of a transformers module."""
     for pattern, key in _NAMES:
         if pattern.match(name):
             return pattern.sub(key, name)

@@ -9,7 +9,6 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
@@ -20,7 +19,6 @@ from verbatim.placement.distributed.launcher import HOST
 from verbatim.placement.distributed.stage import Stage
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_TEXT_BYTES = 256
 _opened = itertools.count()
 _stores: list[Any] = []  # that of torchrun; made once, and kept for as long as others may read it
 
@@ -35,7 +33,7 @@ def launched() -> tuple[int, int]:
 
 
 def exchange(rank: int, world: int, text: str) -> list[str]:
-    """Return the texts of all ranks, in their order; each has at most `_TEXT_BYTES`."""
+    """Return the texts of all ranks, in their order."""
     if not dist.is_initialized():
         return _through_store(rank, world, text)
     group = dist.new_group(backend="gloo")
@@ -45,13 +43,10 @@ def exchange(rank: int, world: int, text: str) -> list[str]:
 
 
 def gather_text(text: str, group: Any) -> list[str]:
-    """Return the texts of all ranks of a gloo group, in their order; of each the first `_TEXT_BYTES`."""
-    own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
-    raw = text.encode()[:_TEXT_BYTES]
-    own[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
-    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, own, group=group)
-    return [bytes(each.tolist()).rstrip(b"\0").decode() for each in found]
+    """Return the texts of all ranks of a gloo group, in their order."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, text, group=group)
+    return found
 
 
 def _through_store(rank: int, world: int, text: str) -> list[str]:

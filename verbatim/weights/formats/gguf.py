@@ -13,7 +13,7 @@ from torch import Tensor
 from verbatim.errors import ModelError, NotSupported
 from verbatim.model.quantization import Quantization
 from verbatim.model.stored import Stored, stamp_of
-from verbatim.model.weight_packing import BLOCKS, Encoding, WeightPacking
+from verbatim.model.weight_packing import Encoding, WeightPacking
 from verbatim.weights.formats.checkpoint import laid_out, pairs
 from verbatim.weights.formats.stored import Decoded, Grouped
 from verbatim.weights.lazy import Computed, LazyWeight, Traced, traced
@@ -117,7 +117,7 @@ def _lazy(path: Path, tensor: Any, dtype: torch.dtype, stamp: Any) -> LazyWeight
         def compute(raw: Tensor) -> Tensor:
             blocks = raw.unflatten(1, (-1, block_bytes))
             if split is None:
-                _halves(blocks[..., BLOCKS[encoding][1]], full_name)
+                _halves(blocks[..., HALVES[encoding]], full_name)
                 return raw.flatten()
             code, heads = split(blocks, full_name)
             return laid_out(code.flatten(1), heads, one)
@@ -180,6 +180,14 @@ def _iq4_numbers(code: Tensor) -> Tensor:
     return numbers[code.int()]
 
 
+# Where the float16 numbers of a block lie.
+HALVES = {
+    Encoding.Q2_K: slice(80, 84),
+    Encoding.Q3_K: slice(108, 110),
+    Encoding.Q4_K: slice(0, 4),
+    Encoding.Q5_K: slice(0, 4),
+    Encoding.Q6_K: slice(208, 210),
+}
 # Encoding, bits, and what gives codes and heads of blocks `[N, blocks, bytes]`; None: they stay as they are.
 _KINDS: dict[str, tuple[Encoding, int, Callable[..., tuple[Tensor, Tensor]] | None]] = {
     "Q8_0": (Encoding.HALF, 8, _q8_0),
@@ -188,5 +196,5 @@ _KINDS: dict[str, tuple[Encoding, int, Callable[..., tuple[Tensor, Tensor]] | No
     "IQ4_NL": (Encoding.HALF, 8, _iq4_nl),
     "IQ4_XS": (Encoding.SIGNED, 8, _iq4_xs),
     # `quantization="int4"` is for those of more than 4 bits.
-    **{kind.name: (kind, 4 if kind.name < "Q5" else 8, None) for kind in BLOCKS},
+    **{kind.name: (kind, 4 if kind.name < "Q5" else 8, None) for kind in HALVES},
 }
