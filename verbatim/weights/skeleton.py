@@ -15,9 +15,9 @@ from verbatim.errors import ModelError, NotSupported, VerbatimError, first_line
 from verbatim.model.loader import auto_class, building, empty_module
 from verbatim.model.packed import placeholder
 from verbatim.model.patching import quiet
+from verbatim.model.stored import read_stored
 from verbatim.untrusted import check_dtypes, check_size, shards_of
 from verbatim.weights.adapter import read_folder
-from verbatim.weights.files import read_whole
 from verbatim.weights.formats import decode, forget_quantization, quantization_of
 from verbatim.weights.formats.gguf import read_gguf
 from verbatim.weights.headers import stored_in
@@ -206,7 +206,7 @@ def _read_buffers(module: nn.Module) -> None:
     for layer in module.modules():
         for name, buffer in layer._buffers.items():
             if isinstance(buffer, Traced):
-                layer._buffers[name] = materialize(buffer.lazy, read_whole)
+                layer._buffers[name] = materialize(buffer.lazy, read_stored)
 
 
 def _tensors_of(folder: Path, config: Any, is_quantized: bool, in_memory: bool) -> dict[str, Any]:
