@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.errors import ModelError, NotSupported, VerbatimError, first_line
-from verbatim.model.loader import auto_class, building, empty_module
+from verbatim.model.loader import auto_class, building, empty_module, quantization_of
 from verbatim.model.packed import placeholder
 from verbatim.model.patching import quiet
 from verbatim.model.stored import read_stored
 from verbatim.untrusted import check_dtypes, check_size, shards_of
 from verbatim.weights.adapter import read_folder
-from verbatim.weights.formats import decode, forget_quantization, quantization_of
+from verbatim.weights.formats import decode, forget_quantization
 from verbatim.weights.formats.gguf import read_gguf
 from verbatim.weights.headers import stored_in
 from verbatim.weights.lazy import Held, LazyWeight, Traced, materialize, traced
