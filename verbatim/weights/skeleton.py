@@ -24,6 +24,7 @@ from verbatim.weights.headers import stored_in
 from verbatim.weights.lazy import Held, LazyWeight, Traced, materialize, traced
 from verbatim.weights.lora import merge_adapter, merge_experts
 
+USUAL = ("model.safetensors", "pytorch_model.bin")  # names of files of weights
 INDEX = ".index.json"  # behind the name of a file that is in shards
 
 
@@ -241,7 +242,7 @@ def weight_files(folder: Path, named: str | None = None) -> tuple[list[Path], bo
     Raises:
         ModelError: a shard is missing.
     """
-    for name in ("model.safetensors", "pytorch_model.bin") if named is None else (named,):
+    for name in USUAL if named is None else (named,):
         is_index = name.endswith(INDEX)
         if os.path.lexists(folder / name) and not is_index:
             return [folder / name], name.endswith(".bin")
