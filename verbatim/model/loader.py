@@ -70,7 +70,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """What a model is opened from: the arguments of `LLM`.
+    """The source of a model: the arguments of `LLM`.
 
     Attributes:
         model: a path, a hub id, or None for the small model inside the package; or a live module.
