@@ -1323,7 +1323,7 @@ def test_the_documented_use_of_the_helpers():
         (dict(max_new_tokens=-1), "max_new_tokens=-1: must be an integer, 0 or more"),
         (dict(num_beams=0), "num_beams=0: must be an integer, 1 or more"),
         (dict(num_beams=2), "num_beams=2 with do_sample=True"),
-        (dict(num_beams=1000, do_sample=False), "num_beams=1000: must be 1 to 64"),
+        (dict(num_beams=1000, do_sample=False), "num_beams=1000: must be an integer, 1 to 64"),
         (dict(num_beams=2, do_sample=False, top_k=5), "top_k=5 with num_beams=2"),
         (dict(do_sample=2), "do_sample=2: must be True or False"),
         (dict(early_stopping=None), "early_stopping=None: must be True or False"),

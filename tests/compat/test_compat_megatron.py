@@ -600,8 +600,7 @@ def grown(llm, params, ids):
         ids, [-1.0] * len(ids), [-1.0] * len(ids), [[i] for i in ids], [[-1.0]] * len(ids)
     )
     grow(sequence, draws, range(len(ids)), None)
-    assert len(sequence.logprobs) == len(sequence.sampled_logprobs) == len(sequence.output_ids)
-    assert len(sequence.top_logprobs) == len(sequence.output_ids)
+    assert len(sequence.tokens) == len(sequence.output_ids)
     return sequence
 
 
