@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from verbatim.cli.options import Option, given
@@ -19,20 +20,11 @@ def _budget(text: str) -> int | str:
     return 0 if text.strip() == "0" else text
 
 
-def _percents(name: str, text: str) -> tuple[float, ...]:
+def _numbers(name: str, kind: type, what: str, text: str) -> tuple[Any, ...]:
     try:
-        return tuple(float(part) for part in text.split(","))
+        return tuple(kind(part) for part in text.split(","))
     except ValueError:
-        raise WrongUsage(f"--{name} {text!r}: must be percents, such as 20,50,30") from None
-
-
-def _workload(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise WrongUsage(
-            f"--workload {text!r}: must be prompt tokens and new tokens, such as 512,128"
-        ) from None
+        raise WrongUsage(f"--{name} {text!r}: must be {what}") from None
 
 
 def _policy(text: str) -> str | None:
@@ -45,29 +37,20 @@ PLACING = (
     Option("cpu", str, _PANEL, "Budget of RAM, beside that.", "AMOUNT", _budget),
     Option("disk", str, _PANEL, "Folder for KV cache and activations that leave memory.", "PATH"),
     Option("disk_limit", str, _PANEL, "Budget of that folder.", "AMOUNT"),
-    Option(
-        "weights",
-        str,
-        _PANEL,
-        "Percents of the weights in gpu, cpu and disk. Default: planned.",
-        "G,C,D",
-        lambda text: _percents("weights", text),
-    ),
-    Option(
-        "kv",
-        str,
-        _PANEL,
-        "Percents of the KV cache in gpu, cpu and disk. Default: planned.",
-        "G,C,D",
-        lambda text: _percents("kv", text),
-    ),
-    Option(
-        "activations",
-        str,
-        _PANEL,
-        "Percents of waiting activations in gpu, cpu and disk. Default: planned.",
-        "G,C,D",
-        lambda text: _percents("activations", text),
+    *(
+        Option(
+            name,
+            str,
+            _PANEL,
+            f"Percents of {what} in gpu, cpu and disk. Default: planned.",
+            "G,C,D",
+            partial(_numbers, name, float, "percents, such as 20,50,30"),
+        )
+        for name, what in (
+            ("weights", "the weights"),
+            ("kv", "the KV cache"),
+            ("activations", "waiting activations"),
+        )
     ),
     Option("batch_size", int, _PANEL, "Sequences per micro-batch. Default: planned."),
     Option("micro_batches", int, _PANEL, "Micro-batches per read of a layer. Default: planned."),
@@ -86,7 +69,7 @@ PLACING = (
         _PANEL,
         "Prompt and new tokens of a typical request. Default: 512,128.",
         "N,N",
-        _workload,
+        partial(_numbers, "workload", int, "prompt tokens and new tokens, such as 512,128"),
     ),
 )
 
