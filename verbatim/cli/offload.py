@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from verbatim.cli.options import Option, given
+from verbatim.cli.options import Option, given, numbers
 from verbatim.cli.terminal import WrongUsage, note
 
 if TYPE_CHECKING:
@@ -13,26 +13,11 @@ if TYPE_CHECKING:
     from verbatim.placement.offload.choice import Offload
 
 _PANEL = "Offload: a model larger than its memory"
+_PERCENTS = "percents, such as 20,50,30"
 
 
 def _budget(text: str) -> int | str:
     return 0 if text.strip() == "0" else text
-
-
-def _percents(name: str, text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise WrongUsage(f"--{name} {text!r}: must be percents, such as 20,50,30") from None
-
-
-def _workload(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise WrongUsage(
-            f"--workload {text!r}: must be prompt tokens and new tokens, such as 512,128"
-        ) from None
 
 
 def _policy(text: str) -> str | None:
@@ -51,7 +36,7 @@ PLACING = (
         _PANEL,
         "Percents of the weights in gpu, cpu and disk. Default: planned.",
         "G,C,D",
-        lambda text: _percents("weights", text),
+        numbers("weights", _PERCENTS, float),
     ),
     Option(
         "kv",
@@ -59,7 +44,7 @@ PLACING = (
         _PANEL,
         "Percents of the KV cache in gpu, cpu and disk. Default: planned.",
         "G,C,D",
-        lambda text: _percents("kv", text),
+        numbers("kv", _PERCENTS, float),
     ),
     Option(
         "activations",
@@ -67,7 +52,7 @@ PLACING = (
         _PANEL,
         "Percents of waiting activations in gpu, cpu and disk. Default: planned.",
         "G,C,D",
-        lambda text: _percents("activations", text),
+        numbers("activations", _PERCENTS, float),
     ),
     Option("batch_size", int, _PANEL, "Sequences per micro-batch. Default: planned."),
     Option("micro_batches", int, _PANEL, "Micro-batches per read of a layer. Default: planned."),
@@ -86,7 +71,7 @@ PLACING = (
         _PANEL,
         "Prompt and new tokens of a typical request. Default: 512,128.",
         "N,N",
-        _workload,
+        numbers("workload", "prompt tokens and new tokens, such as 512,128"),
     ),
 )
 

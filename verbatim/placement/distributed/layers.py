@@ -13,7 +13,7 @@ from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.errors import VerbatimError
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.states import open_states
-from verbatim.kv.store import KVStore, cache_info, make_store
+from verbatim.kv.store import KVStore, cache_info
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.early_exit import EarlyExit, EarlyExitLayers, open_draft_layers
 from verbatim.model.loader import LoadedModel, ModelSource
@@ -118,7 +118,7 @@ class Layers(Served):
         if part.tiers is not None:
             self.runner = open_tiered(part.tiers, part.decoder, self._drafts, blocks, states)
         else:
-            store = make_store(spec.layers, blocks, size, kv_dtype, cpu)
+            store = KVStore(spec.layers, blocks, size, kv_dtype, cpu)
             store.states = open_states(spec.states, states)
             self._drafts.open_stores(blocks, size, kv_dtype)
             self.runner = Resident(part.decoder, store, options.num_threads, self._drafts)
