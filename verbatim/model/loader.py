@@ -70,7 +70,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """The source of a model: those arguments of `LLM` that say what is opened, and how.
+    """The source of a model: the arguments of `LLM`.
 
     Attributes:
         model: a path, a hub id, or None for the small model inside the package; or a live module.

@@ -192,14 +192,6 @@ def rows_can_be_read(lazy: LazyWeight) -> bool:
     return isinstance(row, Stored) and len(row.shape) > 1
 
 
-def from_rows(lazy: LazyWeight, rows: Tensor) -> Tensor:
-    """Convert rows as they are stored to the rows of the parameter, if `rows_can_be_read`."""
-    if isinstance(lazy, Computed) and lazy.func is _aten._to_copy.default:
-        cast: Tensor = lazy.func(from_rows(lazy.args[0], rows), **lazy.kwargs)
-        return cast
-    return rows
-
-
 def rows_of(lazy: LazyWeight, begin: int, end: int) -> LazyWeight | None:
     """Return the lazy weight of the entries `begin` to `end` of the first dimension.
 

@@ -67,7 +67,7 @@ def open_weights(
 def _store_by_rows(module: nn.Module) -> None:
     """Lay out matrices `[in, out]`, as GPT-2, Llama 4 and gpt-oss have them, as `[out, in]`.
 
-    Products read them faster, with bit-identical results. The parameters keep their shapes.
+    Products read them faster, bit-identically. The parameters keep their shapes.
     """
     for parameter, columns in matrices_of(module).items():
         if columns and parameter.is_contiguous() and parameter.nbytes >= _SMALL:

@@ -265,6 +265,10 @@ def _unpickled(path: Path) -> dict[str, Held]:
             tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except RuntimeError:  # from before torch 1.6
             tensors = torch.load(path, map_location="cpu", weights_only=True)
-        return {n: Held(t) for n, t in tensors.items() if isinstance(t, Tensor)}
+        found = {name: t for name, t in tensors.items() if isinstance(t, Tensor)}
     except Exception as error:  # a damaged file leads to arbitrary exceptions
         raise ModelError(f"{path}: can't be loaded: {first_line(error)}") from None
+    for name, tensor in found.items():
+        if tensor.layout is not torch.strided or tensor.is_quantized or not tensor.is_cpu:
+            raise ModelError(f"{path}: {name} is sparse, quantized or without data")
+    return {name: Held(tensor) for name, tensor in found.items()}
