@@ -104,18 +104,17 @@ class GenerateRequest:
 
     async def answer(self, client: Client) -> dict[str, Any]:
         """Generate, and return the `Result` as JSON."""
-        prompts, service = [self.body.prompt], self.service
-        with service.reserve(client) as reservation:
-            requests = await service.admit(reservation, prompts, self.params)
-            (result,) = await service.results(requests)
+        with self.service.reserve(client) as reservation:
+            requests = await self.service.admit(reservation, [self.body.prompt], self.params)
+            (result,) = await self.service.results(requests)
         return self._to_dict(result, set())
 
     async def events(self, client: Client) -> AsyncGenerator[Event, None]:
         """Generate, and yield `Delta`s as JSON; the last one has the result."""
-        prompts, service, known = [self.body.prompt], self.service, set[int]()
-        with service.reserve(client) as reservation:
-            requests = await service.admit(reservation, prompts, self.params)
-            async with aclosing(service.deltas(requests)) as deltas:
+        known: set[int] = set()
+        with self.service.reserve(client) as reservation:
+            requests = await self.service.admit(reservation, [self.body.prompt], self.params)
+            async with aclosing(self.service.deltas(requests)) as deltas:
                 async for _, delta in deltas:
                     yield self._to_dict(delta, known)
 

@@ -48,7 +48,7 @@ class Client:
     address: str = ""
 
 
-ANYBODY = Client()
+UNKNOWN = Client()
 
 
 @dataclass(slots=True)
@@ -176,7 +176,7 @@ class Service:
         return piece.sampled_logprobs
 
     @contextmanager
-    def reserve(self, client: Client = ANYBODY) -> Iterator[Reservation]:
+    def reserve(self, client: Client = UNKNOWN) -> Iterator[Reservation]:
         """Return one of the `max_requests` generations in progress.
 
         Raises:
@@ -251,7 +251,7 @@ class Service:
         reservation.num_choices = num_prompts * max(params.n, params.num_beams)
         self._choices[client] += reservation.num_choices
         share = max(1, self.llm.engine.scheduler.max_sequences // 2)
-        if self._choices[client] <= share or client == ANYBODY:
+        if self._choices[client] <= share or client == UNKNOWN:
             return params
         return params.replace(priority=min(params.priority + 1, MAX_PRIORITY))
 
