@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from verbatim.draft.chain import Chain
@@ -16,7 +17,7 @@ from verbatim.kv.store import bytes_per_token
 from verbatim.model.decoder import Decoder
 from verbatim.model.early_exit import EarlyExit
 from verbatim.model.limits import max_length_of
-from verbatim.model.loader import LoadedModel
+from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.mtp_source import Mtp
 from verbatim.model.spec import inner_model
 from verbatim.options import available_memory, memory_bytes, total_memory
@@ -78,12 +79,7 @@ def _open_draft_model(
         OutOfBlocks: `kv_memory` is too small for one block.
     """
     try:
-        small = open_weights(
-            lambda skeleton: open_model(
-                draft.model, None, draft.dtype, None, False, skeleton=skeleton
-            ),
-            None,
-        )
+        small = open_weights(partial(open_model, ModelSource(draft.model, draft.dtype)), None)
     except ModelError as error:
         if isinstance(draft.model, str):  # it may be a misspelt proposer name
             message = f"draft={draft.model!r}, which is none of {NAMES}: {error}"

@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from verbatim.engine.admission import Prompt
 from verbatim.engine.handle import EngineHandle, check_not_forked
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
 from verbatim.model.limits import eos_ids_of, pad_id_of
-from verbatim.model.loader import LoadedModel, ModelSource, Skeleton
+from verbatim.model.loader import ModelSource
 from verbatim.model.quantization import Quantization
 from verbatim.model.unused import check_unused_weights
 from verbatim.opening import open_engine, open_runner
@@ -37,7 +38,6 @@ from verbatim.spelling import suggests_names
 from verbatim.text.chat import render_chat
 from verbatim.weights.adapter import read_adapter
 from verbatim.weights.load import open_weights
-from verbatim.weights.skeleton import open_skeleton
 from verbatim.weights.update import Weights, named_weights
 
 
@@ -192,23 +192,12 @@ class LLM:
             raise InvalidRequest(f"adapters={adapters!r:.80}: must be a dict of folders by name")
         matrices = {_adapter_name(n): read_adapter(f) for n, f in (adapters or {}).items()}
 
-        def open_(skeleton: Skeleton | None) -> LoadedModel:
-            return open_model(
-                model,
-                tokenizer,
-                dtype,
-                revision,
-                trust_remote_code,
-                config,
-                skeleton=skeleton,
-                unused_weights=unused_weights,
-            )
-
+        source = ModelSource(model, dtype, revision, trust_remote_code, config, unused_weights)
         if placement is not None:
-            loaded = open_(open_skeleton)
+            loaded = open_model(source, tokenizer, in_memory=False)
             loaded.quantization = quantized
         else:
-            loaded = open_weights(open_, quantized)
+            loaded = open_weights(partial(open_model, source), quantized, tokenizer)
         handle = open_engine(
             loaded,
             options,
@@ -216,9 +205,7 @@ class LLM:
             num_draft_tokens=num_draft_tokens,
             weak=_weak,
             placement=placement,
-            source=None
-            if isinstance(model, nn.Module)
-            else ModelSource.of(model, dtype, revision, trust_remote_code, loaded, unused_weights),
+            source=None if isinstance(model, nn.Module) else source.plain(loaded),
             max_unread=max_unread,
         )
         self._start(handle)
@@ -624,16 +611,6 @@ class LLM:
             self.engine.admission.admit(prompt, params, first_sample=row)
             for row, prompt in enumerate(prompts)
         ]
-
-    @property
-    def can_record_routing(self) -> bool:
-        """Return whether the model has experts, so that routing can be recorded."""
-        return self.engine.runner.choices["routing"].layers > 0
-
-    @property
-    def routing_shape(self) -> tuple[int, int]:
-        """Number of layers with recorded routing, and experts per token."""
-        return self.shape_of("routing")
 
     def shape_of(self, name: str) -> tuple[int, int]:
         """Number of layers whose "routing" or "indices" are recorded, and choices of each for a token."""

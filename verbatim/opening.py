@@ -16,7 +16,7 @@ from verbatim.drafters import open_drafting
 from verbatim.engine.admission import Admission
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.engine import Engine
-from verbatim.engine.handle import Collective, EngineHandle
+from verbatim.engine.handle import EngineHandle
 from verbatim.engine.lockstep import collective_of
 from verbatim.engine.recompute import recompute_batches
 from verbatim.engine.scheduler import Scheduler
@@ -55,7 +55,6 @@ from verbatim.protocols import Runner
 from verbatim.source import open_model
 from verbatim.text.tokenizer import Tokenizer
 from verbatim.weights.identity import files_digest
-from verbatim.weights.skeleton import open_skeleton
 
 _PROMPT_LOGITS_BYTES = 256 * 2**20  # limit for the logits of one chunk of prompt log-probs
 
@@ -222,26 +221,22 @@ def open_runner(
     runner: Runner,
     options: EngineOptions,
     *,
-    name: str,
     tokenizer: Any,
     limit: tuple[int | None, str],
     eos_ids: frozenset[int],
     live: bool,
     placeholders: Mapping[int, str] = MappingProxyType({}),
-    config: Any = None,
-    generation_config: Any = None,
     drafting: Drafting | None = None,
-    max_unread: int = 65_536,
-    collective: Collective | None = None,
+    **handle: Any,
 ) -> EngineHandle:
     """Build the engine over a runner.
 
     Args:
-        name: name of the model.
         tokenizer: a transformers tokenizer, or None to work with ids only.
         limit: maximum length of prompt and completion together, and the source of the number.
         live: the caller owns the module, and may change its weights.
         placeholders: ids that prompts must not contain, as in `Admission`.
+        handle: further arguments of `EngineHandle`.
     """
     length, source = limit
     capacity = (runner.num_blocks - 1) * options.block_size
@@ -275,15 +270,7 @@ def open_runner(
         adapters=engine.adapters,
         placeholders=placeholders,
     )
-    return EngineHandle(
-        engine,
-        admission,
-        name=name,
-        config=config,
-        generation_config=generation_config,
-        max_unread=max_unread,
-        collective=collective,
-    )
+    return EngineHandle(engine, admission, **handle)
 
 
 def plan_offload(
@@ -304,9 +291,8 @@ def plan_offload(
     Raises:
         ModelError, NotSupported: the model can't be opened like this; see also `forecast`.
     """
-    loaded = open_model(
-        model, False, dtype, revision, trust_remote_code, config, skeleton=open_skeleton
-    )
+    source = ModelSource(model, dtype, revision, trust_remote_code, config)
+    loaded = open_model(source, False, in_memory=False)
     units, _ = units_of(loaded, offload, options)
     limit, _ = resolve_length(options, *max_length_of(inner_model(loaded.module).config))
     return forecast(loaded, units, offload, options, limit)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch.nn import functional as F
 from support.products import multiply_together
 from verbatim import kernels
 from verbatim.model import products
+from verbatim.model.patching import threads
 from verbatim.model.products import (
     Packed,
     RowTiles,
@@ -25,32 +25,18 @@ from verbatim.model.quantization import GROUP_SIZES, Quantization
 from verbatim.model.quantize import pack, unpack
 from verbatim.model.weight_packing import BLOCK, BLOCKS, Encoding, WeightPacking
 
+# Threads wait for one another on a busy machine; the tests about them ask for more.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BACKENDS = [*kernels.available(), "torch"]
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 SHAPES = [(1, 1), (3, 17), (17, 3), (33, 65), (65, 33), (60, 100), (100, 60), (1, 1000), (1000, 33)]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads wait for one another on a busy machine; the tests about them ask for more."""
-    with threads(1):
-        yield
-
-
 def rand(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     noise = torch.Generator().manual_seed(sum(shape))
     return torch.randn(*shape, generator=noise).to(dtype)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def assert_close(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import itertools
 import time
+from bisect import bisect_left, insort
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from operator import attrgetter
 
 from torch import Tensor
 
 from verbatim.core import Request, Sequence
 from verbatim.engine.sessions import Sessions
-from verbatim.engine.waiting import WaitingQueue
 from verbatim.engine.work import Chunk, Schedule
 from verbatim.kv.blocks import BlockPool
 from verbatim.kv.prefixes import Prefixes
@@ -25,22 +25,7 @@ from verbatim.kv.states import StateSlots
 MASK_WAIT_S = 5e-4
 
 
-@dataclass(slots=True)
-class _Budget:
-    """The remaining capacity of one batch."""
-
-    rows: int
-    prompt_rows: int
-    chunks: list[Chunk] = field(default_factory=list)
-    scheduled: set[Sequence] = field(default_factory=set)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-
-    def add(self, chunk: Chunk) -> None:
-        assert chunk.sequence not in self.scheduled
-        self.chunks.append(chunk)
-        self.scheduled.add(chunk.sequence)
-        self.rows -= chunk.num_rows
-        self.prompt_rows -= chunk.num_prompt_rows
+_rank = attrgetter("rank")
 
 
 class Scheduler:
@@ -80,12 +65,11 @@ class Scheduler:
         self.max_prompt_rows = max_prompt_rows
         self.prefixes = Prefixes(pool, self.states, block_size, enabled=prefix_cache)
         self.sessions = Sessions(pool, self.states, block_size)
-        self.waiting = WaitingQueue()
+        self.waiting: list[Sequence] = []  # by rank, which is constant and of one sequence alone
         self.running: dict[Sequence, None] = {}  # in the order of their start
         self.num_preemptions = 0
         self.num_new = 0  # waiting requests that have never run
         self.masks: set[Future[Tensor]] = set()  # under way at the last `schedule`
-        self._parked: dict[Sequence, None] = {}  # waiting sequences that hold blocks
         self._count = itertools.count()
 
     def add(self, sequence: Sequence) -> None:
@@ -93,16 +77,19 @@ class Scheduler:
         sequence.number = next(self._count)
         self.num_new += 1
         self.sessions.attach(sequence)
-        self.waiting.add(sequence)
-        if sequence.blocks:
-            self._parked[sequence] = None
+        self._queue(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence, finished or not, and free its blocks."""
         self._free(sequence)
         self.running.pop(sequence, None)
-        if self.waiting.remove(sequence) and not sequence.request.was_scheduled:
-            self.num_new -= 1
+        place = bisect_left(self.waiting, sequence.rank, key=_rank)
+        if self.waiting[place : place + 1] == [sequence]:
+            del self.waiting[place]
+            self.num_new -= not sequence.request.was_scheduled
+
+    def _queue(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=_rank)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Start `child` from the state of `parent`, on the same blocks (copy-on-write).
@@ -118,9 +105,7 @@ class Scheduler:
         if child.blocks and len(self.running) < self.max_sequences:
             self.running[child] = None
         else:
-            self.waiting.add(child)
-            if child.blocks:
-                self._parked[child] = None
+            self._queue(child)
 
     def schedule(self, draft_lengths: Mapping[Sequence, int] | None = None) -> Schedule | None:
         """Select the rows of the next step; None if nothing can run.
@@ -129,42 +114,39 @@ class Scheduler:
             draft_lengths: desired draft length of each sequence. Drafts get only capacity that is left
                 over: no sequence waits or is preempted for a draft.
         """
-        budget = _Budget(self.max_batch_tokens, self.max_prompt_rows)
+        work = Schedule(self.max_batch_tokens, self.max_prompt_rows)
         self._compute_masks()
         # A beam with candidates waits for the other beams of its request, a sequence for its mask.
         active = [s for s in self.running if s.candidates is None and s.is_ready]
         active.sort(key=lambda s: (s.num_uncomputed > 1, s.rank))
         for sequence in active:
-            self._schedule_waiting(budget, before=sequence)
-            self._schedule_running(sequence, budget)
-        self._schedule_waiting(budget)
+            self._schedule_waiting(work, before=sequence)
+            self._schedule_running(sequence, work)
+        self._schedule_waiting(work)
         if draft_lengths:
-            self._reserve_drafts(draft_lengths, budget)
-        return Schedule(budget.chunks, budget.copies) if budget.chunks else None
+            self._reserve_drafts(draft_lengths, work)
+        return work if work.chunks else None
 
-    def _schedule_waiting(self, budget: _Budget, before: Sequence | None = None) -> None:
+    def _schedule_waiting(self, work: Schedule, before: Sequence | None = None) -> None:
         """Start waiting sequences in order of rank, as far as rows, sequence slots and blocks allow.
 
         Args:
             before: start only those that go before this running sequence.
         """
-        # The batch has no more prompt rows for them, or their masks are not computed yet.
-        skipped: list[Sequence] = []
-        while budget.rows and (first := self.waiting.first()) is not None:
-            if before is not None and not _goes_before(first, before):
+        place = 0
+        while work.rows and place < len(self.waiting):
+            sequence = self.waiting[place]
+            if before is not None and not _goes_before(sequence, before):
                 break
-            awaited = None if first.blocks else self.prefixes.in_flight(first)
-            if awaited is not None:  # another sequence is computing its prefix
-                self.waiting.defer(first, awaited)
-                continue
-            no_prompt_rows = first.request.needs_prompt_rows and not budget.prompt_rows
-            if no_prompt_rows or self._start_mask(first) is not None:
-                self.waiting.remove(first)
-                skipped.append(first)
-            elif not self._start(first, budget):
+            if (
+                # Another sequence is computing its prefix.
+                (not sequence.blocks and self.prefixes.is_in_flight(sequence))
+                or (sequence.request.needs_prompt_rows and not work.prompt_rows)
+                or self._start_mask(sequence) is not None
+            ):
+                place += 1
+            elif not self._start(sequence, work):
                 break
-        for sequence in skipped:
-            self.waiting.add(sequence)
 
     def _compute_masks(self) -> None:
         """Start computing the masks of the running sequences, and wait a moment for the new quick ones.
@@ -192,7 +174,7 @@ class Scheduler:
     def advance(self, chunk: Chunk) -> None:
         """Mark the rows of `chunk` as computed."""
         chunk.sequence.num_computed += chunk.num_rows
-        self._note_computed(chunk.sequence)
+        self.prefixes.computed(chunk.sequence)
         if not chunk.max_draft:  # else `accept` decides which states are kept
             self.states.keep(chunk.sequence, chunk.sequence.num_computed)
 
@@ -200,12 +182,8 @@ class Scheduler:
         """Mark `num_drafts` accepted draft rows as computed; free the blocks of the rejected ones."""
         sequence.num_computed += num_drafts
         self._truncate(sequence, sequence.num_computed)
-        self._note_computed(sequence)
+        self.prefixes.computed(sequence)
         self.states.keep(sequence, sequence.num_computed)
-
-    def _note_computed(self, sequence: Sequence) -> None:
-        """Cache newly full blocks, and let sequences start that wait for them."""
-        self.waiting.resume(self.prefixes.computed(sequence))
 
     def roll_back(self, work: Schedule) -> None:
         """Undo a step that was interrupted before commit."""
@@ -221,10 +199,14 @@ class Scheduler:
         """Preempt every sequence and clear all cached blocks."""
         for sequence in list(self.running):
             self._preempt(sequence)
-        for sequence in list(self._parked):
+        for sequence in self._parked():
             self._free(sequence)
         self.sessions.drop_kv()
         self.forget_cached()
+
+    def _parked(self) -> list[Sequence]:
+        """Return the waiting sequences that hold blocks: of a session, or shared with another sequence."""
+        return [sequence for sequence in self.waiting if sequence.blocks]
 
     def forget_cached(self) -> None:
         """Clear the prefix cache; running sequences keep what they use."""
@@ -236,15 +218,15 @@ class Scheduler:
         Waiting sequences and sessions lose their blocks; the prefix cache and the MTP layers' cache are
         cleared.
         """
-        finished = [s for s in self._parked if s.finished]  # their blocks are still read
-        for sequence in list(self._parked):
-            if not sequence.finished:
+        parked = self._parked()
+        for sequence in parked:
+            if not sequence.finished:  # else its blocks are still read
                 self._free(sequence)
         self.sessions.drop_kv()
         self.prefixes.drop_cached()
         for sequence in self.running:
             sequence.truncate_draft_cache(0)
-        return [*self.running, *finished]
+        return [*self.running, *(sequence for sequence in parked if sequence.finished)]
 
     def discard_pending(self, request: Request) -> None:
         """Discard results of the old weights that no token depends on yet, after `evict_all`."""
@@ -255,32 +237,24 @@ class Scheduler:
         for beam in request.sequences:
             if beam.candidates is not None:
                 beam.candidates = None
-                self.waiting.add(beam)
+                self._queue(beam)
 
-    def _schedule_running(self, sequence: Sequence, budget: _Budget) -> None:
+    def _schedule_running(self, sequence: Sequence, work: Schedule) -> None:
         """Schedule the next rows of a running sequence, preempting sequences of a worse rank if needed."""
         # It may have been preempted in this step, and even been started again.
-        if not budget.rows or sequence not in self.running or sequence in budget.scheduled:
+        if not work.rows or sequence not in self.running or sequence in work.scheduled:
             return
-        chunk = self._chunk(sequence, budget)
-        if not chunk.num_rows:
-            return
-        while self._is_short(sequence, chunk.num_rows):
-            if not self._reclaim_idle():
-                others = (s for s in self.running if s not in budget.scheduled)
-                last = max(others, key=_preemption_order)
-                self._preempt(last)
-                if last is sequence:
-                    return
-        self._allocate(chunk, budget)
+        chunk = self._chunk(sequence, work)
+        if chunk.num_rows and self._make_room(sequence, chunk.num_rows, work):
+            self._allocate(chunk, work)
 
-    def _reserve_drafts(self, lengths: Mapping[Sequence, int], budget: _Budget) -> None:
+    def _reserve_drafts(self, lengths: Mapping[Sequence, int], work: Schedule) -> None:
         """Allocate rows and blocks for drafts from the remaining capacity."""
-        if budget.copies:
+        if work.block_copies:
             return  # drafting may write to a block before it is copied
-        for chunk in budget.chunks:
+        for chunk in work.chunks:
             sequence = chunk.sequence
-            wanted = min(lengths.get(sequence, 0), budget.rows, budget.prompt_rows)
+            wanted = min(lengths.get(sequence, 0), work.rows, work.prompt_rows)
             # A sequence preempted since the lengths were chosen has more than one row to compute.
             if not wanted or not chunk.draws or chunk.num_rows > 1:
                 continue
@@ -292,8 +266,8 @@ class Scheduler:
             self.states.reserve(sequence, range(end + 1, end + chunk.max_draft + 1))
             missing = -(-(end + chunk.max_draft) // self.block_size) - len(sequence.blocks)
             sequence.blocks += self.pool.take(max(0, missing))
-            budget.rows -= chunk.max_draft
-            budget.prompt_rows -= chunk.max_draft
+            work.rows -= chunk.max_draft
+            work.prompt_rows -= chunk.max_draft
 
     def _truncate(self, sequence: Sequence, num_tokens: int) -> None:
         """Free the blocks behind the first `num_tokens` positions."""
@@ -301,40 +275,45 @@ class Scheduler:
         self.pool.give_back(sequence.blocks[needed:])
         del sequence.blocks[needed:]
 
-    def _start(self, sequence: Sequence, budget: _Budget) -> bool:
+    def _start(self, sequence: Sequence, work: Schedule) -> bool:
         """Start a waiting sequence, preempting others if its priority allows; return whether it runs."""
-        was_parked = sequence in self._parked
+        was_parked = bool(sequence.blocks)
         if not was_parked:
             # Else it might not start, and read the same files again in each step.
             can_start = len(self.running) < self.max_sequences
             self.prefixes.attach(sequence, load=can_start)
-        chunk = self._chunk(sequence, budget)
-        if not chunk.num_rows or not self._make_room(sequence, chunk.num_rows, budget):
+        chunk = self._chunk(sequence, work)
+        if not chunk.num_rows or not self._make_room(sequence, chunk.num_rows, work):
             if not was_parked:
                 self._free(sequence)  # the prefix is looked up again next time
             return False
         self.waiting.remove(sequence)
-        self._parked.pop(sequence, None)
         self.running[sequence] = None
         self._record_start(sequence)
         self.prefixes.promise(sequence)
-        self._allocate(chunk, budget)
+        self._allocate(chunk, work)
         return True
 
-    def _make_room(self, sequence: Sequence, rows: int, budget: _Budget) -> bool:
-        """Free a sequence slot and blocks for `rows` of a waiting sequence; False if that is impossible."""
+    def _make_room(self, sequence: Sequence, rows: int, work: Schedule) -> bool:
+        """Free blocks for `rows` of a sequence, and a slot if it waits; return whether that was possible.
+
+        A running sequence preempts any other of a worse rank, and itself if there is none.
+        """
+        runs = sequence in self.running
         while True:
             is_short = self._is_short(sequence, rows)
-            if not is_short and len(self.running) < self.max_sequences:
+            if not is_short and (runs or len(self.running) < self.max_sequences):
                 return True
             if is_short and self._reclaim_idle(but=sequence):
                 continue
-            victims = [
-                s for s in self.running if s not in budget.scheduled and _may_preempt(sequence, s)
-            ]
+            others = (s for s in self.running if s not in work.scheduled)
+            victims = [s for s in others if runs or _may_preempt(sequence, s)]
             if not victims:
                 return False
-            self._preempt(max(victims, key=_preemption_order))
+            last = max(victims, key=_preemption_order)
+            self._preempt(last)
+            if last is sequence:
+                return False
 
     def _record_start(self, sequence: Sequence) -> None:
         request, metrics = sequence.request, sequence.request.metrics
@@ -345,14 +324,14 @@ class Scheduler:
             metrics.num_cached_tokens = sequence.num_computed
             self.prefixes.num_hits += sequence.num_computed
 
-    def _chunk(self, sequence: Sequence, budget: _Budget) -> Chunk:
-        """Return the next rows of `sequence` that fit into the budget."""
+    def _chunk(self, sequence: Sequence, work: Schedule) -> Chunk:
+        """Return the next rows of `sequence` that fit into the batch."""
         request = sequence.request
-        rows = min(sequence.num_uncomputed, budget.rows)
+        rows = min(sequence.num_uncomputed, work.rows)
         prompt_rows, first = 0, sequence.next_prompt_row
         # The row at position p scores prompt token p + 1. Results from before an eviction are kept.
         if first is not None and sequence.num_computed <= first:
-            rows = min(rows, first - sequence.num_computed + budget.prompt_rows)
+            rows = min(rows, first - sequence.num_computed + work.prompt_rows)
             end = min(sequence.num_computed + rows, request.num_input_tokens - 1)
             prompt_rows = max(0, end - first)
         draws = rows == sequence.num_uncomputed and not request.is_prefill_only
@@ -364,15 +343,15 @@ class Scheduler:
         del self.running[sequence]
         # A beam with candidates needs neither blocks nor a place in the queue until the others have theirs.
         if sequence.candidates is None:
-            self.waiting.add(sequence)
+            self._queue(sequence)
         self.num_preemptions += 1
         sequence.request.metrics.preemptions += 1
 
-    def _reclaim_idle(self, but: Sequence | None = None) -> bool:
+    def _reclaim_idle(self, but: Sequence) -> bool:
         """Free blocks of an idle session, else of a waiting sequence; return False if there are none."""
         if self.sessions.free_block():
             return True
-        for sequence in reversed(self._parked):
+        for sequence in reversed(self._parked()):
             if sequence is not but:
                 self._free(sequence)
                 return True
@@ -384,8 +363,7 @@ class Scheduler:
         self.states.keep(sequence, 0)
         sequence.num_computed = 0
         sequence.num_draft_computed.clear()
-        self._parked.pop(sequence, None)
-        self.waiting.resume(self.prefixes.withdraw(sequence))
+        self.prefixes.withdraw(sequence)
 
     def _is_short(self, sequence: Sequence, rows: int) -> bool:
         """Return whether blocks, or a slot for its state, are missing for the next rows of a sequence."""
@@ -401,14 +379,14 @@ class Scheduler:
         block, offset = divmod(sequence.num_computed, self.block_size)
         return offset > 0 and self.pool.is_shared(sequence.blocks[block])
 
-    def _allocate(self, chunk: Chunk, budget: _Budget) -> None:
+    def _allocate(self, chunk: Chunk, work: Schedule) -> None:
         """Allocate the blocks of a chunk and add it to the batch; copy a shared block before the write."""
         sequence = chunk.sequence
         missing = self._blocks_missing(sequence, chunk.num_rows)
         if self._needs_copy(sequence):
             index = sequence.num_computed // self.block_size
             shared, (copy,) = sequence.blocks[index], self.pool.take(1)
-            budget.copies.append((shared, copy))
+            work.block_copies.append((shared, copy))
             self.pool.give_back([shared])
             sequence.blocks[index] = copy
             missing -= 1
@@ -417,7 +395,7 @@ class Scheduler:
         self.states.reserve(sequence, [end])
         snapshots = self.prefixes.snapshots(sequence, end)
         self.states.reserve(sequence, snapshots[: self.states.num_free(len(snapshots))])
-        budget.add(chunk)
+        work.add(chunk)
 
 
 def _preemption_order(running: Sequence) -> tuple[bool, tuple[float, int]]:

@@ -42,12 +42,10 @@ _ARGUMENTS = {
     "vb_write_kv": "PPPPPLLLLLLLLL",
 }
 _WITH_RESULT = frozenset({"vb_pack_rows"})
+_TYPES = {"P": ctypes.c_void_p, "L": ctypes.c_int64, "I": ctypes.c_int, "F": ctypes.c_float}
 
 _Struct = TypeVar("_Struct", bound=type[ctypes.Structure])
 _structs: dict[str, type[ctypes.Structure]] = {}
-
-
-_TYPES = {"P": ctypes.c_void_p, "L": ctypes.c_int64, "I": ctypes.c_int, "F": ctypes.c_float}
 
 
 def struct_of(name: str) -> Callable[[_Struct], _Struct]:
@@ -118,9 +116,8 @@ def _bound(library: ctypes.CDLL | None, name: str, dtype: torch.dtype | None) ->
     function: Any = getattr(library, name if dtype is None else f"{name}_{SUFFIX[dtype]}")
     function.argtypes = [*map(_TYPES.__getitem__, _ARGUMENTS[name]), ctypes.c_int]
     function.restype = ctypes.c_int if name in _WITH_RESULT else None
-    threads = torch.get_num_threads
 
     def call(*arguments: Any) -> Any:
-        return function(*arguments, threads())
+        return function(*arguments, torch.get_num_threads())
 
     return call

@@ -25,7 +25,7 @@ from verbatim.model import elementwise
 from verbatim.model.context import route
 from verbatim.model.elementwise import activation_of
 from verbatim.model.fingerprint import Fingerprint, Place
-from verbatim.model.norms import Norm, norm_parts
+from verbatim.model.norms import Norm, find_norm
 from verbatim.model.products import Matrix, Packed, linear
 from verbatim.model.structs import NormStruct, NotFusable, matrix_at, norm_of
 from verbatim.model.weight_packing import WeightPacking
@@ -137,12 +137,11 @@ class ExpertsParts:
             transposed = is_transposed(experts)
             self.inputs = [_stack(experts, "gate_up_proj" if gated else "up_proj", transposed)]
             self.down = _stack(experts, "down_proj", transposed)
-        self.norm = None
+        self.norm: Norm | None = None
         if getattr(experts, "has_post_expert_norm", False):
-            parts = norm_parts(experts.post_expert_norm)
-            if parts is None:
+            self.norm = find_norm(experts.post_expert_norm)
+            if self.norm is None:
                 raise NotFusable("the norm behind its experts is no RMS norm of a known family")
-            self.norm = Norm(experts.post_expert_norm, parts)
         self.glu, self.alpha, self.limit = UNGATED, 0.0, 0.0
         if gated:
             self.glu, self.alpha, self.limit = _glu_of(experts)
@@ -151,8 +150,8 @@ class ExpertsParts:
         self.tensors: list[Place] = [
             p for s in (*self.inputs, self.down) for p in (s.weight, s.bias)
         ]
-        if self.norm is not None and self.norm.parts.weight is not None:
-            self.tensors.append((self.norm.module._parameters, self.norm.parts.weight))
+        if self.norm is not None and self.norm.weight_name is not None:
+            self.tensors.append((self.norm.module._parameters, self.norm.weight_name))
         self._struct = ExpertsStruct()
         self._fingerprint = Fingerprint(self.tensors)
         self._dtype: torch.dtype | None = None  # of the activations that the struct is for

@@ -21,7 +21,7 @@ from verbatim.model.flat import BLOCK_SIZE, noise_store, span_batch, trial_logit
 from verbatim.model.gpu_layer import fuse_on_gpu
 from verbatim.model.layer import FusedLayer
 from verbatim.model.layer_parts import MLP_NAMES, take_apart
-from verbatim.model.layer_trial import SPANS, AroundLayers, Call, LayerProbe, fuse
+from verbatim.model.layer_trial import SPANS, AroundLayers, LayerCall, LayerProbe, fuse
 from verbatim.model.mixers import recurs
 from verbatim.model.patching import Forwards
 from verbatim.model.spec import ModelSpec, inner_model
@@ -72,7 +72,7 @@ class FusedLayers:
             self._plain["there are no compiled kernels"] = len({i for i, _ in spec.slots})
             return
         probes: list[LayerProbe] = []
-        calls: list[Call] = []
+        calls: list[LayerCall] = []
         for layer, attention in _layers_of(module, spec):
             try:
                 if layer is None:

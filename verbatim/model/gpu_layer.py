@@ -53,9 +53,7 @@ def forward_of(parts: LayerParts, options: AttentionOptions, turns: bool) -> Cal
         if norm is None:
             x = x if residual is None else residual + x
             return x, x
-        kind, name, eps = norm.parts
-        weight = None if name is None else norm.module._parameters[name]
-        return rms_norm(x, weight, norm.module.__dict__[eps], kind, residual=residual)
+        return rms_norm(x, norm.weight, norm.eps, norm.kind, residual=residual)
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         context: Any = active_context()

@@ -63,6 +63,7 @@ class FusedLayer:
         self._struct, self._mixture = LayerStruct(), MixtureStruct()
         self._mixer: Any = None if parts.mixer is None else parts.mixer.kind()
         self._prepare()
+        self.fingerprint.record_layouts()
 
     @property
     def turns(self) -> bool:
@@ -106,7 +107,6 @@ class FusedLayer:
     def _prepare(self) -> None:
         """Fill in the struct."""
         parts, shape, struct, dtype = self.parts, self._shape, self._struct, self.dtype
-        self.fingerprint.forget_layouts()  # until all of it is checked
         struct.heads, struct.kv_heads = shape.heads, shape.kv_heads
         struct.head_dim, struct.value_dim = shape.head_dim, shape.value_dim
         struct.rotation, struct.activation = shape.rotation, parts.activation
@@ -155,7 +155,6 @@ class FusedLayer:
             setattr(struct, parts.mixer.field, ctypes.addressof(self._mixer))
         if not fits:
             raise NotFusable("its matrices do not fit together")
-        self.fingerprint.record_layouts()
 
     def forward(self, plain: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """Return the replacement of the layer's forward while the engine runs.

@@ -11,7 +11,7 @@ from verbatim.kernels.options import Activation, AttentionOptions
 from verbatim.model.elementwise import activation_of
 from verbatim.model.mixers import Mixer, mixer_of, recurs
 from verbatim.model.mixture import MixtureParts, mixtures_of
-from verbatim.model.norms import Norm, norm_parts
+from verbatim.model.norms import Norm, find_norm
 from verbatim.model.structs import NotFusable
 
 MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward", "moe", "shared_mlp")
@@ -173,9 +173,9 @@ def _norms_of(layer: nn.Module, attention: nn.Module) -> dict[str, Norm]:
             modules[role] = module
     norms = {}
     for role, module in modules.items():
-        parts = norm_parts(module)
-        if parts is None and not isinstance(module, nn.Identity):
+        norm = find_norm(module)
+        if norm is not None:
+            norms[role] = norm
+        elif not isinstance(module, nn.Identity):
             raise NotFusable(f"{type(module).__name__} is no RMS norm of a known family")
-        if parts is not None:
-            norms[role] = Norm(module, parts)
     return norms

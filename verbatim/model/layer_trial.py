@@ -80,7 +80,7 @@ Fuse = Callable[
 ]
 
 
-class Call(NamedTuple):
+class LayerCall(NamedTuple):
     """One call of a layer in the forward of a model with probes."""
 
     probe: LayerProbe
@@ -104,7 +104,9 @@ class LayerProbe:
         calls: where the probes of all layers note their calls.
     """
 
-    def __init__(self, parts: LayerParts, spec: ModelSpec, fuse: Fuse, calls: list[Call]) -> None:
+    def __init__(
+        self, parts: LayerParts, spec: ModelSpec, fuse: Fuse, calls: list[LayerCall]
+    ) -> None:
         self.parts, self._spec, self._fuse, self._calls = parts, spec, fuse, calls
         self.forward: Callable[..., Any] | None = None
         self.fused: FusedLayer | None = None
@@ -115,7 +117,7 @@ class LayerProbe:
         context: Any = active_context()
         made = noise(tuple(hidden_states.shape), hidden_states.dtype, seed=len(self._calls) + 1)
         made = made.to(hidden_states.device)
-        self._calls.append(Call(self, hidden_states.clone(), kwargs, made))
+        self._calls.append(LayerCall(self, hidden_states.clone(), kwargs, made))
         if self.forward is None and self.reason is None:
             try:
                 if args:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from verbatim.kernels.functions import struct_of
-from verbatim.model.norms import Gate, Norm, group_width, norm_parts
+from verbatim.model.norms import Gate, Norm, find_norm, group_width
 from verbatim.model.structs import NormStruct, NotFusable, address_of, norm_of
 
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -170,8 +170,8 @@ class Mamba2(Mixer):
         weight, bias, *vectors = _tensors_of(self, "conv1d", "A_log", "dt_bias", "D")
         if any(x is None or x.shape != (heads,) for x in vectors):
             raise NotFusable("its parameters do not fit together")
-        assert self.norm is not None and self.norm.parts.weight is not None
-        norm_weight = self.norm.module._parameters[self.norm.parts.weight]
+        assert self.norm is not None
+        norm_weight = self.norm.weight
         if norm_weight is None or norm_weight.shape != (width,):
             raise NotFusable("its norm has another width")
         struct.weight, struct.taps = _taps(weight, channels, dtype)
@@ -179,7 +179,7 @@ class Mamba2(Mixer):
         struct.a_log, struct.dt_bias, struct.d = (address_of(x, dtype) for x in vectors)
         struct.norm_weight = address_of(norm_weight, dtype)
         struct.norm_width = group_width(self.norm.module)
-        struct.eps = self.norm.module.__dict__[self.norm.parts.eps]
+        struct.eps = self.norm.eps
         struct.dt_min, struct.dt_max = getattr(self.module, "time_step_limit", (0.0, math.inf))
 
 
@@ -236,17 +236,17 @@ def mixer_of(module: Any) -> Mixer:
     if children.keys() == {"conv", "in_proj", "out_proj"} and isinstance(conv, nn.Conv1d):
         return ShortConv(module, ["in_proj"], None, (1, 0, 0, conv.out_channels))
     if {"conv1d", "in_proj", "norm", "out_proj"} <= children.keys():
-        gated = norm_parts(children["norm"], Gate.BEFORE)
+        gated = find_norm(children["norm"], Gate.BEFORE)
         sizes = _sizes(fields, "num_heads", "n_groups", "ssm_state_size", "head_dim")
         if gated is not None and sizes is not None:
-            return Mamba2(module, ["in_proj"], Norm(children["norm"], gated), sizes)
+            return Mamba2(module, ["in_proj"], gated, sizes)
     roles = next((names for names in _DELTA_INPUTS if names.keys() <= children.keys()), None)
-    norm = children.get("norm", children.get("o_norm"))
-    parts = None if norm is None else norm_parts(norm, Gate.AFTER)
+    child = children.get("norm", children.get("o_norm"))
+    norm = None if child is None else find_norm(child, Gate.AFTER)
     sizes = _sizes(fields, "num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim")
-    if roles is None or parts is None or sizes is None:
+    if roles is None or norm is None or sizes is None:
         raise NotFusable(f"the kernels don't have {type(module).__name__}")
-    return DeltaRule(module, [*roles], Norm(norm, parts), sizes)
+    return DeltaRule(module, [*roles], norm, sizes)
 
 
 def _sizes(fields: dict[str, Any], *names: str) -> tuple[int, int, int, int] | None:

@@ -130,9 +130,8 @@ def norm_of(norm: Norm | None, dtype: torch.dtype, width: int, head_dim: int | N
     """Return a norm of `width`, or of `head_dim` for each head."""
     if norm is None:
         return NormStruct(None, width, 0.0, NormKind.NONE)
-    kind, name, eps = norm.parts
-    weight = None if name is None else norm.module._parameters[name]
+    weight = norm.weight
     own = (head_dim or width) if weight is None else weight.shape[0]
     if own not in (width, head_dim):
         raise NotFusable(f"a norm of it is {own} wide")
-    return NormStruct(address_of(weight, dtype), own, norm.module.__dict__[eps], kind)
+    return NormStruct(address_of(weight, dtype), own, norm.eps, norm.kind)

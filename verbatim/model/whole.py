@@ -28,8 +28,8 @@ from verbatim.model.flat import FlatContext
 from verbatim.model.hidden import head_of
 from verbatim.model.invariant import forward_for
 from verbatim.model.layer import FusedLayer
-from verbatim.model.layer_trial import Call
-from verbatim.model.norms import Norm, norm_parts
+from verbatim.model.layer_trial import LayerCall
+from verbatim.model.norms import find_norm
 from verbatim.model.packed import PackedLinear
 from verbatim.model.products import Matrix
 from verbatim.model.spec import ModelSpec, inner_model
@@ -128,11 +128,11 @@ class WholeModel:
         for module in owned if part is not None else (inner, *owned):
             if module is not None and "forward" in module.__dict__:
                 raise NotFusable("the forward of a part of it was replaced by its owner")
-        parts = norm_parts(norm)
-        if parts is None:
+        last = find_norm(norm)
+        if last is None:
             raise NotFusable(f"{type(norm).__name__} is no RMS norm of a known family")
         self.dtype = layers[0].dtype
-        self._layers, self._head, self._norm = layers, head, Norm(norm, parts)
+        self._layers, self._head, self._norm = layers, head, last
         self._ends = ends
         self._num_states = [layer.parts.num_states for layer in layers]
         if part is not None and not part.is_first:
@@ -156,15 +156,14 @@ class WholeModel:
         assert function is not None
         self._function = function
         self._prepare()
+        self.fingerprint.record_layouts()
 
     def _prepare(self) -> None:
         struct, layers = self._struct, self._structs
-        self.fingerprint.forget_layouts()  # until all of it is checked
         struct.layers, struct.count = ctypes.addressof(layers), len(layers)
         if self._ends:
             struct.head = matrix_of(self._head, self.dtype)
             struct.norm = norm_of(self._norm, self.dtype, struct.head.depth, None)
-        self.fingerprint.record_layouts()
 
     def fits(self) -> bool:
         """Return whether nothing around the layers changed but perhaps the values of weights."""
@@ -225,7 +224,7 @@ class WholeModel:
             return Output(hidden[0][batch.logit_rows], seen)
         return Output(logits, seen)
 
-    def check(self, calls: list[Call], batch: Batch, logits: Tensor) -> None:
+    def check(self, calls: list[LayerCall], batch: Batch, logits: Tensor) -> None:
         """Compare with what the model's own forward does around its layers.
 
         Args:

@@ -168,7 +168,7 @@ def rollout(
         pad = optional_integer("pad_token_id", pad_token_id, -(2**63), 2**63 - 1)
         record = record_routing
         if record is None:
-            record = checked.record_routing or llm.can_record_routing
+            record = checked.record_routing or llm.shape_of("routing")[0] > 0
         checked = dataclasses.replace(
             checked,
             record_routing=switch("record_routing", record),

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from verbatim.errors import ModelError
+from verbatim.model.stored import Stored, stamp_of
 from verbatim.untrusted import reason
-from verbatim.weights.lazy import Stored, stamp_of
 
 _DTYPES = {
     "F64": torch.float64,
@@ -72,5 +72,6 @@ def stored_in(path: Path) -> dict[str, Stored]:
     except _Damage as error:
         raise ModelError(f"{path} is damaged or cut short: {error}") from None
     except Exception as error:  # a damaged header fails in any way; its text is not quoted
-        raise ModelError(f"{path} is damaged or cut short: {reason(error)}") from None
+        why = reason(error) if path.exists() else "a link to nothing"
+        raise ModelError(f"{path} is damaged or cut short: {why}") from None
     return found

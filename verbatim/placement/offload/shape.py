@@ -81,6 +81,7 @@ class ModelShape:
         hidden, intermediate, attention, vocab: widths: of hidden states; of the MLP, over all experts of a
             token; of queries, keys and values together; of the logits.
         experts, experts_per_token: 0 where there are none.
+        draft_bytes: of layers beside the model that draft, which stay in memory.
     """
 
     slots: tuple[SlotShape, ...]
@@ -97,6 +98,7 @@ class ModelShape:
     experts_per_token: int = 0
     state_bytes: int = 0
     resident_bytes_per_token: int = 0
+    draft_bytes: int = 0
 
     @property
     def layer_kv_bytes(self) -> float:
@@ -121,11 +123,6 @@ class ModelShape:
         found = [self.slots[i] for i in unit.slots]
         away = [tiers[i] == "disk" for i in unit.slots]
         return sum(s.made_bytes for s, a in zip(found, away, strict=True) if a or s.made_always)
-
-    def streamable(self) -> list[int]:
-        """Return the slots that are read in every step if they are on the disk."""
-        used = [i for unit in self.units if not unit.gathers for i in unit.slots]
-        return [i for i in dict.fromkeys(used) if i not in self.held]
 
     @property
     def cached(self) -> tuple[int, ...]:
