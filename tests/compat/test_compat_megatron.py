@@ -601,6 +601,7 @@ def grown(llm, params, ids):
     )
     grow(sequence, draws, range(len(ids)), None)
     assert len(sequence.tokens) == len(sequence.output_ids)
+    assert all(len(token.top_logprobs) == 1 for token in sequence.tokens)
     return sequence
 
 
