@@ -241,7 +241,7 @@ class Resident:
         self.draft_layers.allocate()
 
     def close(self) -> None:
-        self.records, self.graphs = {}, None
+        self.records, self.graphs, self.original = {}, None, None
         self.store.release()
         self.draft_layers.close()
         self.decoder.close()

@@ -28,6 +28,7 @@ from verbatim.weights.lazy import Cut, LazyWeight, materialize, sources
 from verbatim.weights.packed_cache import THREADS, PackedCache
 
 _TRIMMED = 1 << 20  # size of a weight after which freed memory is returned to the system
+_LINE = 64  # bytes of a cache line
 _SMALL = 1 << 16  # bytes of a weight that stays in the L1 or L2 cache anyway
 Place = tuple[int, str]  # the id of a module, and the name of its parameter
 
@@ -52,12 +53,14 @@ def open_weights(
         return loaded
     assert loaded.lazy_weights is not None
     module, lazy_weights = loaded.module, dict(loaded.lazy_weights)
-    loaded.original = module.state_dict(keep_vars=True)
+    original = module.state_dict(keep_vars=True)
     cache = None if quantization is None else PackedCache(loaded, quantization)
     loaded.lazy_weights = loaded.config = None
     fits = 2 * sum(p.nbytes for p in lazy_weights) <= available_memory()
-    read = read_stored if fits or quantization is not None else MappedFiles()
+    read = read_stored if quantization is not None else MappedFiles(copy_unaligned=fits)
     loaded.packed = load_weights(module, lazy_weights, quantization, read=read, cache=cache)
+    # Without quantized weights it is the module's own, which must be freed with the module.
+    loaded.original = None if loaded.packed is None else original
     if fits and quantization is None:
         _store_by_rows(module)
     loaded.checkpoint = Checkpoint(loaded, lambda: open_weights(open_, quantization, False).module)
@@ -75,17 +78,25 @@ def _store_by_rows(module: nn.Module) -> None:
 
 
 class MappedFiles:
-    """Reads tensors as views of their files, which are mapped into memory; writes don't reach the files.
+    """Reads tensors of safetensors files as views of the files, which are mapped into memory.
 
-    For models that take most of the memory. A product reads an unaligned vector across two cache lines, which
-    costs nothing at a few rows, where memory is the limit, and a tenth from 16 rows on (measured).
+    Writes to them don't reach the files. Those of other files, which training may overwrite, are copied.
+
+    Args:
+        copy_unaligned: copy those that begin within a cache line. A product reads their vectors across two
+            lines, which costs nothing at a few rows, where memory is the limit, and a tenth from 16 rows on
+            (measured).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, copy_unaligned: bool) -> None:
+        self._copy_unaligned = copy_unaligned
         self._files: dict[Path, Tensor] = {}
 
     def __call__(self, stored: Stored) -> Tensor:
         """Return a tensor; ModelError if its file has changed."""
+        unaligned = self._copy_unaligned and stored.offset % _LINE
+        if unaligned or stored.path.suffix != ".safetensors":
+            return read_stored(stored)
         if stored.path not in self._files:
             with stored.path.open("rb") as file:
                 stamp = stamp_of(file.fileno())
