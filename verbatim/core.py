@@ -415,17 +415,6 @@ class SessionCache:
     closed: bool = False
     turn: Sequence | None = None
 
-    def cut(self, num_tokens: int, block_size: int) -> list[int]:
-        """Keep the first `num_tokens` positions; return the blocks that are no longer needed."""
-        needed = -(-num_tokens // block_size)
-        rest = self.blocks[needed:]
-        del self.blocks[needed:], self.token_ids[num_tokens:]
-        self.num_indexed = min(self.num_indexed, len(self.token_ids) // block_size)
-        for layer, count in self.num_draft_computed.items():
-            # A slot of an MTP layer also depends on the tokens after it.
-            self.num_draft_computed[layer] = min(count, max(0, len(self.token_ids) - 1 - layer))
-        return rest
-
 
 # How much earlier a request must arrive to go before one of the next better priority.
 PRIORITY_STEP_S = 60.0

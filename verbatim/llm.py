@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +15,12 @@ from torch import nn
 from verbatim.checks import integer, optional_integer, switch
 from verbatim.core import Delta, Request, Result, TopLogprobs
 from verbatim.device import refuse_on_gpu, resolve_device
-from verbatim.draft.config import DraftOptions, resolve_draft, resolve_draft_tokens
+from verbatim.draft.config import resolve_draft, resolve_draft_tokens
 from verbatim.engine.admission import Prompt
 from verbatim.engine.handle import EngineHandle, check_not_forked
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
 from verbatim.model.limits import eos_ids_of, pad_id_of
-from verbatim.model.loader import LoadedModel, ModelSource, Skeleton
+from verbatim.model.loader import ModelSource
 from verbatim.model.quantization import Quantization
 from verbatim.model.unused import check_unused_weights
 from verbatim.opening import open_engine, open_runner
@@ -37,7 +38,6 @@ from verbatim.spelling import suggests_names
 from verbatim.text.chat import render_chat
 from verbatim.weights.adapter import read_adapter
 from verbatim.weights.load import open_weights
-from verbatim.weights.skeleton import open_skeleton
 from verbatim.weights.update import Weights, named_weights
 
 
@@ -177,16 +177,14 @@ class LLM:
                 f"quantization={quantized.name!r}: not supported for a live module, which is used in place; "
                 "save it with save_pretrained and open the folder"
             )
-        drafts = DraftOptions(
-            resolve_draft(draft),
-            num_tokens=resolve_draft_tokens(num_draft_tokens, draft),
-        )
+        num_draft_tokens = resolve_draft_tokens(num_draft_tokens, draft)
+        draft = resolve_draft(draft)
         refuse_on_gpu(
             placed,
             placement=placement,
             quantization=quantization,
             kv_dtype=options.kv_dtype,
-            draft=drafts.draft,
+            draft=draft,
         )
         max_unread = integer("max_unread", max_unread)
         unused_weights = check_unused_weights(unused_weights)
@@ -194,32 +192,20 @@ class LLM:
             raise InvalidRequest(f"adapters={adapters!r:.80}: must be a dict of folders by name")
         matrices = {_adapter_name(n): read_adapter(f) for n, f in (adapters or {}).items()}
 
-        def open_(skeleton: Skeleton | None) -> LoadedModel:
-            return open_model(
-                model,
-                tokenizer,
-                dtype,
-                revision,
-                trust_remote_code,
-                config,
-                skeleton=skeleton,
-                unused_weights=unused_weights,
-            )
-
+        source = ModelSource(model, dtype, revision, trust_remote_code, config, unused_weights)
         if placement is not None:
-            loaded = open_(open_skeleton)
+            loaded = open_model(source, tokenizer, in_memory=False)
             loaded.quantization = quantized
         else:
-            loaded = open_weights(open_, quantized)
+            loaded = open_weights(partial(open_model, source), quantized, tokenizer)
         handle = open_engine(
             loaded,
             options,
-            drafts,
+            draft=draft,
+            num_draft_tokens=num_draft_tokens,
             weak=_weak,
             placement=placement,
-            source=None
-            if isinstance(model, nn.Module)
-            else ModelSource.of(model, dtype, revision, trust_remote_code, loaded, unused_weights),
+            source=None if isinstance(model, nn.Module) else source.plain(loaded),
             max_unread=max_unread,
         )
         self._start(handle)
@@ -625,16 +611,6 @@ class LLM:
             self.engine.admission.admit(prompt, params, first_sample=row)
             for row, prompt in enumerate(prompts)
         ]
-
-    @property
-    def can_record_routing(self) -> bool:
-        """Return whether the model has experts, so that routing can be recorded."""
-        return self.engine.runner.choices["routing"].layers > 0
-
-    @property
-    def routing_shape(self) -> tuple[int, int]:
-        """Number of layers with recorded routing, and experts per token."""
-        return self.shape_of("routing")
 
     def shape_of(self, name: str) -> tuple[int, int]:
         """Number of layers whose "routing" or "indices" are recorded, and choices of each for a token."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
@@ -13,7 +15,6 @@ from typing import Any
 from verbatim.checks import integer, optional_seconds, switch
 from verbatim.core import Delta, FinishReason, Request, Result, SessionCache
 from verbatim.engine.admission import Prompt
-from verbatim.engine.calls import TaskWaiter, ThreadWaiter
 from verbatim.engine.handle import EngineHandle
 from verbatim.errors import EngineClosed, InvalidRequest, SessionBusy
 from verbatim.params import SamplingParams
@@ -240,14 +241,12 @@ class Session:
                 self._request = None
 
     def _reserve(self) -> None:
-        waiter = ThreadWaiter()
-        for patience_s in self._handle.sessions.acquire(self._cache, self._wait_s, waiter.wake):
-            waiter.wait(patience_s)
+        for pause_s in self._handle.sessions.acquire(self._cache, self._wait_s):
+            time.sleep(pause_s)
 
     async def _areserve(self) -> None:
-        waiter = TaskWaiter()
-        for patience_s in self._handle.sessions.acquire(self._cache, self._wait_s, waiter.wake):
-            await waiter.wait(patience_s)
+        for pause_s in self._handle.sessions.acquire(self._cache, self._wait_s):
+            await asyncio.sleep(pause_s)
 
     @contextmanager
     def _claimed(self) -> Iterator[None]:

@@ -6,20 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 from typer.testing import CliRunner
 
 from verbatim.bench.machine import Limits, Needs, random_ids
 from verbatim.bench.peers import Ours
 from verbatim.bench.plan import BenchPlan
 from verbatim.bench.run import Cell, measure
-from verbatim.cli.bench import bench
+from verbatim.cli.commands import app
 from verbatim.errors import InvalidRequest
 from verbatim.llm import LLM
 from verbatim.storyteller import path
 
-app = typer.Typer()
-app.command()(bench)
 LITTLE = ["--rounds", "1", "--steps", "2", "--rows", "1,3", "--contexts", "20", "--prefills", "24"]
 
 
@@ -28,7 +25,7 @@ def prompts(rows: int, length: int) -> list[list[int]]:
 
 
 def run(*args: str):
-    return CliRunner().invoke(app, [*args])
+    return CliRunner().invoke(app, ["bench", *args])
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,8 @@ from support.pairwise import slow_but
 from support.requests_mixed import all_facts, generated, mixed_requests
 from support.toys import make_toy, random_ids
 from verbatim import LLM, Cluster, ModelError, NotSupported, Offload, TensorParallel
-from verbatim.model import gguf as reading
 from verbatim.model.weight_packing import Encoding
+from verbatim.weights import gguf as reading
 from verbatim.weights.formats import gguf as formats
 from verbatim.weights.formats.gguf import HALVES
 

@@ -17,9 +17,10 @@ from verbatim import LLM, InvalidRequest, Offload
 from verbatim.errors import OutOfBlocks
 from verbatim.heap import Heap
 from verbatim.kv.store import bytes_per_token
+from verbatim.placement.offload import cost
 from verbatim.placement.offload import forecast as forecasts
 from verbatim.placement.offload import machine as machines
-from verbatim.placement.offload.cost import Load, pipeline_s, predict, predict_step
+from verbatim.placement.offload.cost import Load, predict, predict_step
 from verbatim.placement.offload.machine import NOMINAL, Machine, measure
 from verbatim.placement.offload.plan import Plan, waiting_bytes
 from verbatim.placement.offload.planner import make_plan
@@ -291,17 +292,17 @@ def test_k_and_v_on_the_disk_keep_to_its_limit():
 
 # Arithmetic that can be done by hand: 1,000 weights a matrix, 1 us for each row and 100 of them.
 
-ROUND = Machine(
-    read_rate=1e6,
-    write_rate=5e5,
-    row_s=0.0,
-    copy_rate=1e18,
-    product_s=((1, 1e-5), (10, 1e-4)),
-    kv_rate=1e6,
-    attention_s=0.0,
-    sample_s=1e-3,
-    unit_s=0.0,
-)
+ROUND = Machine(read_rate=1e6, write_rate=5e5, product_s=((1, 1e-5), (10, 1e-4)))
+MEMORY_RATE = 2 / 1e-5  # bytes/s
+
+
+@pytest.fixture
+def products_alone(monkeypatch):
+    """Nothing takes time but reading, writing, products, attention and drawing."""
+    monkeypatch.setattr(cost, "_UNIT_S", 0.0)
+    monkeypatch.setattr(cost, "_PASSES", 0)
+
+
 SMALL = ModelShape(
     slots=(SlotShape(2000, 4096, 0, 1000), SlotShape(2000, 8192, 0, 1000)),
     units=(UnitShape("a", (0,), attends=True), UnitShape("b", (1,), attends=True)),
@@ -325,17 +326,24 @@ def small_plan(**changes) -> Plan:
     return Plan(**{**settled, **changes})
 
 
-def test_a_step_by_hand():
+def test_a_step_by_hand(products_alone):
     plan = small_plan(overlap=False)
     step = predict_step(SMALL, plan, ROUND, Load(8, 8, 50, 8))
     assert step.weight_bytes == 4096 + 8192
     assert step.io_s == pytest.approx(0.012288)
     # Two micro-batches of 4 rows at 4e-5 s a weight, 1,000 weights, two units; K and V: 8 x 50 x 200 bytes.
-    assert step.compute_s == pytest.approx(2 * 2 * 1000 * 4e-5 + 8 * 50 * 200 / 1e6)
+    assert step.compute_s == pytest.approx(2 * 2 * 1000 * 4e-5 + 8 * 50 * 200 / MEMORY_RATE)
     assert step.seconds == pytest.approx(step.io_s + step.compute_s)
-    overlapped = predict_step(SMALL, small_plan(), ROUND, Load(8, 8, 50, 8))
-    assert overlapped.seconds == pytest.approx(step.compute_s)  # reading hides behind it
-    assert overlapped.kv_bytes == 0
+    assert step.kv_bytes == 0
+
+
+@pytest.mark.parametrize("read_rate", [1e6, 1e3], ids=["processor", "disk"])
+def test_reading_hides_behind_computing_where_the_ring_holds_two_units(read_rate):
+    machine, load = replace(ROUND, read_rate=read_rate), Load(8, 8, 50, 8)
+    for ring, beside in ((4096 + 8192, True), (8192, False)):
+        step = predict_step(SMALL, small_plan(ring_bytes=ring), machine, load)
+        longer, shorter = max(step.io_s, step.compute_s), min(step.io_s, step.compute_s)
+        assert step.seconds == pytest.approx(longer if beside else longer + shorter)
 
 
 def test_k_and_v_on_the_disk_by_hand():
@@ -347,34 +355,18 @@ def test_k_and_v_on_the_disk_by_hand():
     assert step.io_s == pytest.approx(read / 1e6 + written / 5e5)
 
 
-def test_a_whole_workload_by_hand():
+def test_a_whole_workload_by_hand(products_alone):
     plan = small_plan(overlap=False)
     found = predict(SMALL, plan, ROUND, (40, 24))  # 64 tokens, so that K and V hold two of them
     assert found.sequences == 2
-    decode_s = 0.012288 + 2 * 1000 * 2e-5 + 2 * 52 * 200 / 1e6
+    decode_s = 0.012288 + 2 * 1000 * 2e-5 + 2 * 52 * 200 / MEMORY_RATE
     assert found.decode.seconds == pytest.approx(decode_s)
-    # 80 rows of prompts in 8 forwards of 10 rows, in which a row costs what it costs alone.
-    prompts_s = 8 * (0.012288 + 2 * 1000 * 1e-4)
+    # 80 rows of prompts in 8 forwards of 10 rows, each of which attends to 5 positions, of 30 numbers.
+    prompts_s = 8 * (0.012288 + 2 * (1000 * 1e-4 + 10 * 5 * 30 * 1e-5))
     assert found.prefill_s == pytest.approx(prompts_s)
-    total = prompts_s + 24 * (decode_s + 2 * 10 * 1e-3)
+    total = prompts_s + 24 * (decode_s + 2 * 10 * cost._LOGIT * 1e-5)
     assert found.tokens_per_s == pytest.approx(2 * 24 / total)
     assert found.limit == "computing"
-
-
-@pytest.mark.parametrize(
-    ("io", "compute", "ring", "expected"),
-    [
-        ([2.0, 2.0], [1.0, 1.0], 20, 4.0),  # the disk is busy all the time
-        ([1.0, 1.0], [2.0, 2.0], 20, 4.0),  # the processor is
-        ([2.0, 2.0], [1.0, 1.0], 10, 6.0),  # room for one: nothing is read while it is used
-        ([3.0, 1.0], [1.0, 3.0], 20, 4.0),  # each is read while the other computes
-        ([0.0, 0.0], [1.0, 1.0], 0, 2.0),  # nothing is read
-    ],
-    ids=["disk", "processor", "small ring", "in turn", "resident"],
-)
-def test_reading_ahead_by_hand(io, compute, ring, expected):
-    nbytes = [10 if seconds else 0 for seconds in io]
-    assert pipeline_s(nbytes, io, compute, ring) == pytest.approx(expected)
 
 
 def test_products_between_measured_numbers_of_rows():
@@ -479,7 +471,7 @@ def test_measuring_leaves_nothing_behind_and_happens_once(folders, tmp_path, mon
     assert all(value > 0 for value in found.as_dict().values() if isinstance(value, int | float))
     assert [rows for rows, _ in found.product_s] == [1, 8, 64, 512]
     assert os.listdir(tmp_path) == []
-    monkeypatch.setattr(machines, "_usual", None)  # it would be called
+    monkeypatch.setattr(machines, "_products", None)  # it would be called
     assert measure(tensors, tmp_path, torch.float32) == found
 
 

@@ -27,14 +27,14 @@ from verbatim.errors import (
 )
 from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder, Output
-from verbatim.model.loader import LoadedModel
+from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.routing import Records, open_records
 from verbatim.params import CHOICES
 from verbatim.placement.distributed.part import Part
 from verbatim.placement.distributed.split import Split
 from verbatim.source import open_model
 from verbatim.weights.lazy import Held
-from verbatim.weights.skeleton import open_skeleton
+from verbatim.weights.load import open_weights
 
 SOME = ("llama", "gpt2", "bloom", "qwen3_moe", "gemma2")
 LENGTHS = (23, 5, 31)
@@ -54,8 +54,9 @@ pytestmark = [
 
 def open_both(folder: Path, dtype: str = "float32") -> tuple[Any, LoadedModel]:
     """The whole module, and a skeleton."""
-    whole = open_model(folder, None, dtype, None, False)
-    return whole.module, open_model(folder, None, dtype, None, False, skeleton=open_skeleton)
+    source = ModelSource(folder, dtype)
+    whole = open_weights(lambda _: open_model(source), None)
+    return whole.module, open_model(source, in_memory=False)
 
 
 def held(module: Any) -> LoadedModel:

@@ -1,8 +1,8 @@
 """The classes of vulnerabilities that other engines had: each a test by that name.
 
 More of each is in tests/unit/test_untrusted.py (checkpoints), tests/placement (DCP, transport of clusters),
-tests/unit/test_text.py (templates), tests/unit/test_grammar.py (structures) and test_serve_hostile.py (values
-of every body).
+tests/unit/test_text.py (templates), tests/unit/test_grammar.py (structures) and test_serve_starving.py
+(values of every body).
 """
 
 from __future__ import annotations
@@ -394,7 +394,7 @@ def test_leak_by_abort(served: Served) -> None:
     body = {"prompt": "x", "max_tokens": 400, "stream": True}
     sent = request_of(body, Authorization=f"Bearer {KEY}")
     for _ in range(20):
-        with socket.create_connection(("127.0.0.1", served.port), timeout=20) as connection:
+        with served.connect() as connection:
             connection.sendall(sent)
             connection.recv(100)
     assert served.idle()

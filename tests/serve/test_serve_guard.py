@@ -17,7 +17,7 @@ import pytest
 import torch
 from starlette.responses import Response
 
-from support.serving import Client, Served, request_of, serving, until
+from support.serving import Client, Served, received, request_of, serving, until
 from verbatim import LLM
 from verbatim.cli.serve import _settings
 from verbatim.errors import InvalidRequest
@@ -140,11 +140,9 @@ def test_a_body_that_is_too_long_is_413(served):
 
 
 def test_a_body_that_never_ends_is_408(served):
-    with socket.create_connection(("127.0.0.1", served.port), timeout=5) as link:
+    with served.connect() as link:
         link.sendall(request_of(b'{"prompt": "x"}')[:-5])
-        said = b""
-        while part := link.recv(65536):
-            said += part
+        said = received(link)
     assert b" 408 " in said.split(b"\r\n")[0]
     assert b"0.4 s" in said
     assert served.idle()
@@ -320,7 +318,7 @@ def test_a_client_that_goes_takes_its_request_along(served, llm):
     """While it waits, in the middle of its prefill, in the middle of a stream, with several choices."""
     tasks = served.num_tasks()
     with busy(served, 2):  # so that the next wait
-        link = socket.create_connection(("127.0.0.1", served.port))
+        link = served.connect()
         link.sendall(request_of(LONG))
         until(lambda: served.service.under_way == 3)
         link.close()
@@ -328,7 +326,7 @@ def test_a_client_that_goes_takes_its_request_along(served, llm):
         assert llm.stats()["waiting"] == 0
     assert served.idle()  # the streams were left in the middle
     for prompt in ([5] * 1900, "x"):
-        with socket.create_connection(("127.0.0.1", served.port)) as link:
+        with served.connect() as link:
             link.sendall(request_of(LONG | {"prompt": prompt, "max_tokens": 100}))
             until(lambda: served.service.under_way)
         assert served.idle()

@@ -28,6 +28,7 @@ from verbatim.serve.places import places_of
 from verbatim.serve.settings import ServeSettings
 
 SMALL = dict(kv_memory="16MB", num_threads=1)
+Opens = Callable[..., Any]
 
 
 # ---- without a browser
@@ -215,7 +216,7 @@ def ended(page: Any) -> Any:
     return page.locator("#panes > .run").last
 
 
-def open_ready(open_page: Callable[..., Any], url: str, **settings: Any) -> Any:
+def open_ready(open_page: Opens, url: str, **settings: Any) -> Any:
     page = open_page(url, **settings)
     page.wait_for_selector("#places li")  # the model's own sampling parameters are in the form
     page.locator("summary", has_text="Stop strings").click()
@@ -229,7 +230,7 @@ def words(pane: Any) -> str:
 
 @pytest.mark.slow
 def test_tokens_stream_and_are_those_of_the_engine(
-    site: Served, open_page: Callable[..., Any], pace: Pace
+    site: Served, open_page: Opens, pace: Pace
 ) -> None:
     service = site.service
     page = open_ready(open_page, site.url)
@@ -255,9 +256,7 @@ def test_tokens_stream_and_are_those_of_the_engine(
 
 
 @pytest.mark.slow
-def test_alternatives_show_on_hover_on_keys_and_on_tap(
-    site: Served, open_page: Callable[..., Any]
-) -> None:
+def test_alternatives_show_on_hover_on_keys_and_on_tap(site: Served, open_page: Opens) -> None:
     page = open_ready(open_page, site.url)
     pane = run(page, prompt="Once upon a time", seed=7, max_tokens=30, logprobs=5)
     token = pane.locator(".t").nth(3)
@@ -300,7 +299,7 @@ def test_alternatives_show_on_hover_on_keys_and_on_tap(
 
 @pytest.mark.slow
 def test_a_replay_says_the_same_words_and_another_seed_shows_where_it_parts(
-    site: Served, open_page: Callable[..., Any]
+    site: Served, open_page: Opens
 ) -> None:
     page = open_ready(open_page, site.url)
     first = run(page, prompt="Once upon a time", max_tokens=60)
@@ -325,7 +324,7 @@ def test_a_replay_says_the_same_words_and_another_seed_shows_where_it_parts(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_another_token(site: Served, open_page: Callable[..., Any]) -> None:
+def test_a_run_goes_on_from_another_token(site: Served, open_page: Opens) -> None:
     page = open_ready(open_page, site.url)
     pane = run(page, prompt="Once upon a time", seed=7, max_tokens=30)
     pane.locator(".t").nth(4).hover()
@@ -340,9 +339,7 @@ def test_a_run_goes_on_from_another_token(site: Served, open_page: Callable[...,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["button", "key"])
-def test_stop_ends_it_on_the_server(
-    how: str, site: Served, open_page: Callable[..., Any], pace: Pace
-) -> None:
+def test_stop_ends_it_on_the_server(how: str, site: Served, open_page: Opens, pace: Pace) -> None:
     service = site.service
     page = open_ready(open_page, site.url)
     pace.seconds = 0.02
@@ -365,9 +362,7 @@ def test_stop_ends_it_on_the_server(
 
 
 @pytest.mark.slow
-def test_what_a_model_writes_is_text_and_nothing_else(
-    site: Served, open_page: Callable[..., Any]
-) -> None:
+def test_what_a_model_writes_is_text_and_nothing_else(site: Served, open_page: Opens) -> None:
     page = open_ready(open_page, site.url)
     hostile = '<img src=x onerror="alert(1)"><script>alert(2)</script>&lt;'
     pane = run(page, other=json.dumps({"choice": [hostile]}), logprobs=3)
@@ -384,7 +379,7 @@ def test_what_a_model_writes_is_text_and_nothing_else(
 
 
 @pytest.mark.slow
-def test_drafted_tokens_are_marked_and_counted(site: Served, open_page: Callable[..., Any]) -> None:
+def test_drafted_tokens_are_marked_and_counted(site: Served, open_page: Opens) -> None:
     page = open_ready(open_page, site.url)
     again = json.dumps({"choice": ["one fox two fox one fox two fox one fox two fox one fox two"]})
     run(page, prompt="one fox two fox one fox two fox", other=again, temperature=0)
@@ -398,7 +393,7 @@ def test_drafted_tokens_are_marked_and_counted(site: Served, open_page: Callable
 
 
 @pytest.mark.slow
-def test_a_chat_goes_on(site: Served, open_page: Callable[..., Any]) -> None:
+def test_a_chat_goes_on(site: Served, open_page: Opens) -> None:
     service = site.service
     page = open_ready(open_page, site.url)
     page.check("#mode-chat")
@@ -420,7 +415,7 @@ def test_a_chat_goes_on(site: Served, open_page: Callable[..., Any]) -> None:
 
 
 @pytest.mark.slow
-def test_errors_are_shown_in_the_servers_words(site: Served, open_page: Callable[..., Any]) -> None:
+def test_errors_are_shown_in_the_servers_words(site: Served, open_page: Opens) -> None:
     page = open_ready(open_page, site.url, expect="400 (Bad Request)")
     pane = run(page, temperature=-1)
     assert "temperature=-1" in pane.locator(".wrong").inner_text()
@@ -439,9 +434,7 @@ def test_errors_are_shown_in_the_servers_words(site: Served, open_page: Callable
 
 
 @pytest.mark.slow
-def test_a_key_is_asked_for_and_forgotten_with_the_tab(
-    plain: Served, open_page: Callable[..., Any]
-) -> None:
+def test_a_key_is_asked_for_and_forgotten_with_the_tab(plain: Served, open_page: Opens) -> None:
     with serving(plain.llm, ServeSettings(api_keys=("correct-horse",))) as locked:
         page = open_page(locked.url, expect="401 (Unauthorized)")
         page.wait_for_selector("#key-dialog[open]")
@@ -464,7 +457,7 @@ def test_a_key_is_asked_for_and_forgotten_with_the_tab(
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 768, 1280])
 def test_it_is_readable_at_any_width_in_light_and_dark(
-    scheme: str, width: int, site: Served, open_page: Callable[..., Any]
+    scheme: str, width: int, site: Served, open_page: Opens
 ) -> None:
     page = open_ready(
         open_page, site.url, viewport={"width": width, "height": 740}, color_scheme=scheme
@@ -480,7 +473,7 @@ def test_it_is_readable_at_any_width_in_light_and_dark(
 
 
 @pytest.mark.slow
-def test_gauges_follow_the_engine(site: Served, open_page: Callable[..., Any], pace: Pace) -> None:
+def test_gauges_follow_the_engine(site: Served, open_page: Opens, pace: Pace) -> None:
     page = open_ready(open_page, site.url)
     assert page.inner_text("#running") == "0"
     pace.seconds = 0.02

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import socket
 import subprocess
 import threading
 import time
@@ -113,6 +114,10 @@ class Served:
 
         return asyncio.run_coroutine_threadsafe(count(), self.loop).result(10)
 
+    def connect(self, address: str = "127.0.0.1") -> socket.socket:
+        """A connection without a client's library, from an address of this machine."""
+        return socket.create_connection(("127.0.0.1", self.port), 20, (address, 0))
+
     def num_connections(self) -> int:
         """That are open, asked or not."""
         return len(self._server.server_state.connections)
@@ -186,6 +191,14 @@ def request_of(
     fields |= {"Content-Length": str(len(content))}
     lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
     return "\r\n".join([*lines, "", ""]).encode() + content
+
+
+def received(link: socket.socket) -> bytes:
+    """All that a connection brings until the server closes it."""
+    found = b""
+    while more := link.recv(65536):
+        found += more
+    return found
 
 
 def until(done: Callable[[], Any], within_s: float = 20.0) -> None:

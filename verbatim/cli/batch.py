@@ -16,7 +16,7 @@ from verbatim.cli.interrupts import EXIT_INTERRUPTED
 from verbatim.cli.offload import OFFLOAD
 from verbatim.cli.options import MODEL, take_model, takes
 from verbatim.cli.placing import CLUSTER, opened, placement_of
-from verbatim.cli.terminal import EXIT_ERROR, WrongUsage, command, note
+from verbatim.cli.terminal import EXIT_ERROR, WrongUsage, note
 from verbatim.errors import VerbatimError
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 _PROGRESS_S = 30.0  # between progress lines, if stderr is not a terminal
 
 
-@command
 @takes(*MODEL, *OFFLOAD, *CLUSTER)
 def batch(
     arguments: Annotated[

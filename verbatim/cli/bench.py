@@ -12,7 +12,7 @@ from verbatim.bench.plan import BenchPlan
 from verbatim.cli.offload import OFFLOAD
 from verbatim.cli.options import MODEL, Option, fields_of, given, helps, numbers, takes
 from verbatim.cli.placing import CLUSTER, opened, placement_of
-from verbatim.cli.terminal import WrongUsage, command, note
+from verbatim.cli.terminal import WrongUsage, note
 
 if TYPE_CHECKING:
     from verbatim.bench.peers import Peer
@@ -51,7 +51,6 @@ OTHERS = (
 )
 
 
-@command
 @takes(*WORKLOAD, *OTHERS, *MODEL, *OFFLOAD, *CLUSTER, positional_model=True)
 def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

@@ -21,7 +21,6 @@ from verbatim.cli.options import (
 from verbatim.cli.placing import CLUSTER, opened, placement_of
 from verbatim.cli.terminal import (
     WrongUsage,
-    command,
     end_line,
     interruptible,
     note,
@@ -41,7 +40,6 @@ HELP = """/clear  clear the conversation
 Ctrl-C ends an answer and keeps the part already generated; at the prompt it quits."""
 
 
-@command
 @takes(*SAMPLING, *MODEL, *OFFLOAD, *CLUSTER, show_defaults=False, positional_model=True)
 def chat(
     system: Annotated[

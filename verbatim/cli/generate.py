@@ -25,7 +25,6 @@ from verbatim.cli.options import (
 from verbatim.cli.placing import CLUSTER, opened, placement_of
 from verbatim.cli.terminal import (
     WrongUsage,
-    command,
     end_line,
     interruptible,
     note,
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from verbatim.llm import LLM
 
 
-@command
 @takes(*SAMPLING, *GENERATE_ONLY, *MODEL, ADAPTERS, *OFFLOAD, *CLUSTER)
 def generate(
     arguments: Annotated[

@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from functools import wraps
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -42,41 +41,38 @@ def one_line(error: BaseException) -> str:
     return "verbatim: " + (" ".join(str(error).split()) or type(error).__name__)
 
 
-def command(function: Callable[..., object]) -> Callable[..., None]:
-    """Make a command report its errors as one line and an exit status."""
-
-    @wraps(function)
-    def run(*args: object, **kwargs: object) -> None:
-        if sys.stdout is None:
-            note("verbatim: stdout is closed: can't write the output")
-            raise typer.Exit(EXIT_ERROR)
-        for stream in (sys.stdout, sys.stderr):
-            reconfigure = getattr(stream, "reconfigure", None)
-            if reconfigure is not None:  # a terminal that can't show a character shows a "?"
-                reconfigure(errors="replace")
-        try:
-            function(*args, **kwargs)
-            sys.stdout.flush()
-        except VerbatimError as error:
-            note(one_line(error))
-            wrong = isinstance(error, WrongUsage)
-            raise typer.Exit(EXIT_USAGE if wrong else EXIT_ERROR) from None
-        except KeyboardInterrupt:
-            note("verbatim: interrupted")
-            raise typer.Exit(EXIT_INTERRUPTED) from None
-        except BrokenPipeError:
-            _leave(EXIT_BROKEN_PIPE)
-        except OSError as error:
-            note(f"verbatim: can't write to stdout: {error.strerror or error}")
-            _leave(EXIT_ERROR)
-
-    return run
+@contextmanager
+def reported() -> Iterator[None]:
+    """Turn the errors of a command into one line and an exit status."""
+    if sys.stdout is None:
+        note("verbatim: stdout is closed: can't write the output")
+        raise typer.Exit(EXIT_ERROR)
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:  # a terminal that can't show a character shows a "?"
+            reconfigure(errors="replace")
+    try:
+        yield
+        sys.stdout.flush()
+    except VerbatimError as error:
+        note(one_line(error))
+        wrong = isinstance(error, WrongUsage)
+        raise typer.Exit(EXIT_USAGE if wrong else EXIT_ERROR) from None
+    except KeyboardInterrupt:
+        note("verbatim: interrupted")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except BrokenPipeError:
+        _leave(EXIT_BROKEN_PIPE)
+    except OSError as error:
+        note(f"verbatim: can't write to stdout: {error.strerror or error}")
+        _leave(EXIT_ERROR)
 
 
 def exit_status(function: Callable[..., object], *arguments: object) -> int:
     """Run a function as a command, and return its exit status."""
     try:
-        command(function)(*arguments)
+        with reported():
+            function(*arguments)
     except typer.Exit as end:
         return end.exit_code
     return 0
@@ -117,11 +113,11 @@ def interruptible(stream: Any, *, at_once: bool = False) -> Iterator[Iterator[An
 
     if not at_once:
         signal.signal(signal.SIGINT, press)
-    with closing(stream):
-        try:
+    try:
+        with closing(stream):
             yield deltas()
-        finally:
-            signal.signal(signal.SIGINT, before)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def size_text(nbytes: float) -> str:

@@ -52,14 +52,6 @@ class DraftModel:
 Drafter = Proposer | DraftModel | EarlyExit | Mtp
 
 
-@dataclass(frozen=True, slots=True)
-class DraftOptions:
-    """`LLM`'s options for drafts, validated."""
-
-    draft: Drafter | None = None
-    num_tokens: int | None = None  # tokens per draft; None: adaptive
-
-
 MAX_FIXED = 64  # limit of `num_draft_tokens`
 
 _BY_NAME: dict[str, Callable[[], Drafter]] = {"ngram": Ngram, "mtp": Mtp, "early-exit": EarlyExit}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from verbatim.batch import Adapter, LowRank
+from verbatim.core import Request
 from verbatim.errors import InvalidRequest
 from verbatim.protocols import Runner
 from verbatim.spelling import did_you_mean
@@ -25,11 +27,11 @@ class LoadedAdapters:
     An unloaded adapter stays in memory until the requests that use it have ended.
 
     Args:
-        used: returns the numbers that unfinished requests use.
+        active: the unfinished requests, by id.
     """
 
-    def __init__(self, runner: Runner, used: Callable[[], list[int]]) -> None:
-        self._runner, self._used = runner, used
+    def __init__(self, runner: Runner, active: Mapping[str, tuple[Request, Any]]) -> None:
+        self._runner, self._active = runner, active
         self._loaded: dict[str, _Loaded] = {}
         self._retired: set[int] = set()  # numbers of unloaded adapters that are still in memory
         self._last = 0
@@ -89,7 +91,9 @@ class LoadedAdapters:
 
     def free(self) -> None:
         """Free the unloaded adapters that no request uses any more."""
-        for number in self._retired - set(self._used()) if self._retired else ():
+        if not self._retired:
+            return
+        for number in self._retired - {request.adapter for request, _ in self._active.values()}:
             self._retired.discard(number)
             self._runner.unload_adapter(number)
 

@@ -12,8 +12,6 @@ from types import TracebackType
 from verbatim.core import Delta, Request, Result
 from verbatim.errors import RequestFailed, TierFailed
 
-_LONGEST_WAIT_S = 3600.0  # the platform limits the timeout of a lock; callers look and wait again
-
 
 class ThreadWaiter:
     """An event that one thread waits for.
@@ -42,10 +40,9 @@ class ThreadWaiter:
         if self.thread != threading.get_ident():
             self.wake()
 
-    def wait(self, timeout_s: float | None = None) -> bool:
+    def wait(self, timeout_s: float) -> bool:
         """Wait to be woken; return False after `timeout_s` seconds."""
-        seconds = _LONGEST_WAIT_S if timeout_s is None else min(timeout_s, _LONGEST_WAIT_S)
-        return self._lock.acquire(timeout=max(0.0, seconds))
+        return self._lock.acquire(timeout=timeout_s)
 
 
 class TaskWaiter:
@@ -57,17 +54,9 @@ class TaskWaiter:
         self.loop = asyncio.get_running_loop()
         self.event = asyncio.Event()
 
-    def wake(self) -> None:
-        """Wake the coroutine; from any thread. No effect if its event loop is closed."""
-        wake_all([self])
-
-    async def wait(self, timeout_s: float | None = None) -> None:
-        """Wait to be woken, for at most `timeout_s` seconds."""
-        if timeout_s is None:
-            await self.event.wait()
-        else:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self.event.wait(), timeout_s)
+    async def wait(self) -> None:
+        """Wait to be woken."""
+        await self.event.wait()
         self.event.clear()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from verbatim.batch import DRAW_FAILED, Draws
 from verbatim.core import Delta, FinishReason, Request, Sequence
 from verbatim.engine.adapters import LoadedAdapters
+from verbatim.engine.calls import as_exception
 from verbatim.engine.commit import commit, delta, finish, valid_rows
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.draw import draw
@@ -47,18 +48,16 @@ class Engine:
         live: bool = False,
     ) -> None:
         self.runner = runner
-        self.adapters = LoadedAdapters(
-            runner, lambda: [request.adapter for request, _ in self._active.values()]
-        )
+        self._active: dict[str, tuple[Request, Callable[[Delta], None]]] = {}
+        self.adapters = LoadedAdapters(runner, self._active)
         self.drafting = drafting
         self.scheduler = scheduler
         self.max_waiting = max_waiting
         self.live = live
         self.num_tokens = 0  # generated since the engine was opened
         self.weight_version = 0  # raised by each update of the weights
-        # Called when a request has a result or an error.
+        # Called when a request has a result or an error, after its last delta.
         self.on_end: Callable[[Request], object] = lambda request: None
-        self._active: dict[str, tuple[Request, Callable[[Delta], None]]] = {}
         self._deadlines: list[tuple[float, str]] = []
         self.shield = Shield()  # of the thread that runs the step
         self._stamp = runner.stamp() if live else None
@@ -216,8 +215,12 @@ class Engine:
         added = delta(sequence, num_accepted)
         if request.finished:
             del self._active[request.request_id]
+        try:
+            deliver(added)
+        except BaseException as error:  # of the receiver, which ends its request alone
+            self.fail(request, as_exception(error))
+        if request.result is not None:
             self.on_end(request)
-        deliver(added)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """Finish a request with the output it has."""

@@ -130,11 +130,9 @@ class EngineHandle:
         self._calls: dict[Request, Call] = {}  # unfinished requests
         self._entering: dict[Request, Call] = {}  # those not added to the engine yet
         self._num_driven = 0  # unfinished requests that the background thread runs
-        # Filled and emptied by the owner:
-        self._ended: list[Request] = []
-        self._problems: list[tuple[Request, Exception]] = []
-        self._woken: dict[Waiter, None] = {}
-        engine.on_end = self._ended.append
+        self._woken: dict[Waiter, None] = {}  # at the end of this turn of the owner
+        end = weakref.WeakMethod(self._end)  # a circle would keep a dropped handle for a while
+        engine.on_end = lambda request: (method := end()) and method(request)
         self._reset()
         global _num_opened
         _num_opened += 1
@@ -671,7 +669,6 @@ class EngineHandle:
         if not self._owner.acquire(blocking=False):
             return False
         self._engine.shield = shield  # a step lowers it where Ctrl-C breaks nothing
-        woken: dict[Waiter, None] = {}
         try:
             try:
                 self._process_inbox()
@@ -679,12 +676,9 @@ class EngineHandle:
                 self._step_failed(error)
             work()
         finally:
-            try:
-                self._finish_ended()
-                woken, self._woken = self._woken, woken
-            finally:
-                self._owner.release()
-                wake_all(woken)
+            woken, self._woken = self._woken, {}
+            self._owner.release()
+            wake_all(woken)
         return True
 
     def _hand_on(self) -> None:
@@ -770,20 +764,17 @@ class EngineHandle:
 
     def _add(self, request: Request, call: Call) -> None:
         try:
-            self._engine.add(request, lambda delta: self._deliver(request, call, delta))
+            self._engine.add(request, lambda delta: self._deliver(call, delta))
         except Exception as error:
             self._fail(request, error)
 
-    def _deliver(self, request: Request, call: Call, delta: Delta) -> None:
+    def _deliver(self, call: Call, delta: Delta) -> None:
         """Deliver a delta during a step."""
         if call.deliver is None:
             return
-        try:
-            call.deliver(delta)
-        except BaseException as error:
-            self._problems.append((request, as_exception(error)))
         if call.waiter is not None:
             self._woken[call.waiter] = None
+        call.deliver(delta)
 
     def _step(self) -> bool:
         """Run a step; return False if there was nothing to do."""
@@ -799,8 +790,6 @@ class EngineHandle:
                     raise
             self._step_failed(error)
             return True
-        finally:
-            self._finish_ended()
         if self._mode is Mode.DRAINING and not self._engine.has_work:
             self._set_mode(Mode.PAUSED)
         return made
@@ -845,17 +834,10 @@ class EngineHandle:
             self._engine.fail(request, error)
         except Exception:  # the engine is broken; the caller must get the error nevertheless
             request.error = error
-            self._ended.append(request)
-
-    def _finish_ended(self) -> None:
-        """End requests whose reader failed, and report ended requests to their callers."""
-        problems, self._problems = self._problems, []
-        for request, error in problems:
-            self._fail(request, error)
-        while self._ended:
-            self._end(self._ended.pop(0))
+            self._end(request)
 
     def _end(self, request: Request) -> None:
+        """Report an ended request to its caller."""
         with self._lock:
             call = self._calls.pop(request, None)
             if call is None:

@@ -64,8 +64,7 @@ def open_mtp(draft: Mtp, decoder: Decoder, loaded: LoadedModel) -> MtpLayers:
     inner, beside = inner_model(decoder.module), draft.beside
     if draft.model is not None and beside is None:
         return MtpLayers(given_mtp(draft.model, inner), decoder)
-    folder = loaded.folder if loaded.checkpoint is None else loaded.checkpoint.folder
-    folder = beside if folder is None else folder
+    folder = beside if loaded.folder is None else loaded.folder
     if folder is None:
         raise InvalidRequest(
             "draft='mtp': a live module has no files to read MTP layers from; hand them over as "

@@ -273,13 +273,13 @@ def inspect_forward(
     patch_positions(module)
     configs, device = configs_of(module), next(module.parameters()).device
     inputs: dict[str, Any] = {"input_ids": torch.tensor(_IDS, device=device)}
-    if forwards is None:
-        forwards = replaced_forwards(module)
     if positions:
         inputs["position_ids"] = torch.tensor(_POSITIONS, device=device)
     if "logits_to_keep" in inspect.signature(inner.forward).parameters:
         inputs["logits_to_keep"] = torch.arange(len(_IDS[0]), device=device)
     try:
+        if forwards is None:
+            forwards = replaced_forwards(module)
         with (
             patched(module, forwards, configs, hooks=False),
             activate(context),

@@ -13,7 +13,6 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,7 +60,8 @@ def open_kv_caches(
         NotSupported: a `kv_dtype` that is not the module's own, where its own forward is run.
         OutOfBlocks: the memory does not hold one block.
     """
-    module, shape = loaded.module, CacheShape.of(loaded.module)
+    module = loaded.module
+    layers, dtype, _ = _shape_of(module)
     with exclusive, threads(options.num_threads), on_cpu():
         skeleton = skeleton_of(module)
         if skeleton is not None:
@@ -70,13 +70,12 @@ def open_kv_caches(
             name = type(module).__name__
             runner.placement = {"placement": "kv_caches", "architecture": name, "rows": "together"}
             return runner
-        _check_kv_dtype(options.kv_dtype, shape.dtype)
-        per_token = bytes_per_token(shape.layer_shapes(), shape.dtype) + _ID_BYTES
+        _check_kv_dtype(options.kv_dtype, dtype)
+        per_token = bytes_per_token(layers, dtype) + _ID_BYTES
         num_blocks = options.num_blocks(per_token, max_length)
         return KVCachesRunner(
             module,
-            shape,
-            vocab_size=_try_out(module, shape),
+            vocab_size=_try_out(module),
             block_size=options.block_size,
             num_blocks=num_blocks,
             num_threads=options.num_threads,
@@ -94,42 +93,22 @@ def _check_kv_dtype(wanted: Any, own: torch.dtype) -> None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    """The shape of a module's caches, and its maximum length."""
+def _shape_of(module: nn.Module) -> tuple[list[LayerShape], torch.dtype, int]:
+    """Return the shape of each layer's cache, their dtype, that of the first parameter, and `max_seq_len`.
 
-    layers: int
-    kv_heads: int
-    head_size: int
-    max_seq_len: int
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(module: nn.Module) -> CacheShape:
-        """Read it from `module.config`; the dtype is that of its first parameter.
-
-        Raises:
-            UnsupportedModel: a field is not a positive integer.
-        """
-        config: Any = module.config
-        for field in _FIELDS:
-            value = getattr(config, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UnsupportedModel(
-                    f"{type(module).__name__}: config.{field}={value!r} must be 1 or more"
-                )
-        floating = (p.dtype for p in module.parameters() if p.is_floating_point())
-        n_layers, n_kv_heads, head_dim, max_seq_len = (getattr(config, name) for name in _FIELDS)
-        dtype = next(floating, torch.float32)
-        return CacheShape(n_layers, n_kv_heads, head_dim, max_seq_len, dtype)
-
-    def store(self, num_blocks: int, block_size: int) -> KVStore:
-        """Allocate the K and V of `num_blocks` blocks."""
-        return KVStore(self.layer_shapes(), num_blocks, block_size, self.dtype, torch.device("cpu"))
-
-    def layer_shapes(self) -> list[LayerShape]:
-        """Return the shape of each layer."""
-        return [LayerShape(self.kv_heads, self.head_size, self.head_size)] * self.layers
+    Raises:
+        UnsupportedModel: a field of `module.config` is not a positive integer.
+    """
+    config: Any = module.config
+    for field in _FIELDS:
+        value = getattr(config, field)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UnsupportedModel(
+                f"{type(module).__name__}: config.{field}={value!r} must be 1 or more"
+            )
+    layers = [LayerShape(config.n_kv_heads, config.head_dim, config.head_dim)] * config.n_layers
+    floating = (p.dtype for p in module.parameters() if p.is_floating_point())
+    return layers, next(floating, torch.float32), config.max_seq_len
 
 
 class BlockCache:
@@ -191,7 +170,6 @@ class KVCachesRunner(ExternalRunner):
     def __init__(
         self,
         module: nn.Module,
-        shape: CacheShape,
         *,
         vocab_size: int,
         block_size: int,
@@ -207,8 +185,8 @@ class KVCachesRunner(ExternalRunner):
             num_threads=num_threads,
             weak=weak,
         )
-        self.store = shape.store(num_blocks, block_size)
-        self._shape = shape
+        self._shape = layers, dtype, _ = _shape_of(module)
+        self.store = KVStore(layers, num_blocks, block_size, dtype, torch.device("cpu"))
         self._tree = Tree(module)
 
     def refresh(self) -> None:
@@ -219,13 +197,13 @@ class KVCachesRunner(ExternalRunner):
         """
         with exclusive, threads(self._num_threads), on_cpu():
             module = self.module
-            if CacheShape.of(module) != self._shape:
+            if _shape_of(module) != self._shape:
                 raise ModelChanged(
                     "the model's layers or its max_seq_len changed since it was opened; open it again"
                 )
             if not self._tree.unchanged():
                 now = Tree(module)
-                self._check_width(_try_out(module, self._shape))
+                self._check_width(_try_out(module))
                 self._tree = now
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
@@ -234,7 +212,7 @@ class KVCachesRunner(ExternalRunner):
     def run(self, pieces: list[Piece]) -> list[Tensor]:
         self.refresh()
         with _prepared(self.module, hooks=True):
-            logits = [_run_alone(self.module, self._shape, self.store, piece) for piece in pieces]
+            logits = [_run_alone(self.module, self.store, piece) for piece in pieces]
         self._check_width(logits[0].shape[-1])
         return logits
 
@@ -246,12 +224,13 @@ class KVCachesRunner(ExternalRunner):
             )
 
     def info(self) -> dict[str, Any]:
+        layers, dtype, _ = self._shape
         return {
             **super().info(),
-            "layers": self._shape.layers,
+            "layers": len(layers),
             "kv_bytes": self.store.nbytes,
             "kv_dtype": self.store.dtype_name,
-            "kv_bytes_per_token": bytes_per_token(self._shape.layer_shapes(), self._shape.dtype),
+            "kv_bytes_per_token": bytes_per_token(layers, dtype),
             "id_bytes": self._ids.nbytes,
             "rows": "one at a time",
         }
@@ -276,9 +255,7 @@ def _prepared(module: nn.Module, *, hooks: bool) -> Iterator[None]:
         yield
 
 
-def _call(
-    module: nn.Module, shape: CacheShape, store: KVStore, ids: Tensor, slots: Tensor, start: int
-) -> Tensor:
+def _call(module: nn.Module, store: KVStore, ids: Tensor, slots: Tensor, start: int) -> Tensor:
     """Run one forward of `module`; return its logits `[B, T, V]`.
 
     Args:
@@ -287,7 +264,7 @@ def _call(
     Raises:
         UnsupportedModel: it violates the protocol.
     """
-    caches = [BlockCache(store, layer, slots, start) for layer in range(shape.layers)]
+    caches = [BlockCache(store, layer, slots, start) for layer in range(len(store.layers))]
     logits = module(ids, kv_caches=caches)
     if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != ids.shape:
         found = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
@@ -300,19 +277,19 @@ def _call(
     return logits.detach()
 
 
-def _run_alone(module: nn.Module, shape: CacheShape, store: KVStore, piece: Piece) -> Tensor:
+def _run_alone(module: nn.Module, store: KVStore, piece: Piece) -> Tensor:
     """Run one sequence, one token at a time, on one thread; return logits `[len(wanted), V]`."""
     ids, slots = piece.ids[None], piece.slots[None]
     wanted = set(piece.wanted.tolist())
     rows: list[Tensor] = []
     with threads(1):
         for p in range(piece.start, len(piece.ids)):
-            row = _call(module, shape, store, ids[:, p : p + 1], slots[:, : p + 1], p)[0]
+            row = _call(module, store, ids[:, p : p + 1], slots[:, : p + 1], p)[0]
             rows += [row] if p in wanted else [row[:0]]
     return torch.cat(rows)
 
 
-def _try_out(module: nn.Module, shape: CacheShape) -> int:
+def _try_out(module: nn.Module) -> int:
     """Check a module on two short sequences that differ in their last token; return its vocabulary size.
 
     Hooks are silenced, as no caller asked for these forwards, and torch's generators stay where they are. A
@@ -322,18 +299,19 @@ def _try_out(module: nn.Module, shape: CacheShape) -> int:
         UnsupportedModel: its logits look ahead, are other ones each time, or are no `[B, T, V]`.
     """
     name, config = type(module).__name__, module.config
+    layers, dtype, max_seq_len = _shape_of(module)
     size = getattr(config, "vocab_size", None)
     size = size if isinstance(size, int) and size > 0 else 2  # ids 0 and 1 are there anyway
-    length = min(_TRIAL_TOKENS, shape.max_seq_len)
+    length = min(_TRIAL_TOKENS, max_seq_len)
     at = torch.arange(length)
     ids = torch.stack([at * 37, at * 37 + (at == length - 1)]) % size
     slots = at + length * torch.tensor([[1], [2]])  # a block each; block 0 stays free
-    store = shape.store(3, length)
+    store = KVStore(layers, 3, length, dtype, torch.device("cpu"))
 
     def token_by_token(seed: int) -> Tensor:
         torch.manual_seed(seed)
         pieces = [Piece(row, 0, own, at) for row, own in zip(ids, slots, strict=True)]
-        return torch.stack([_run_alone(module, shape, store, piece) for piece in pieces])
+        return torch.stack([_run_alone(module, store, piece) for piece in pieces])
 
     try:
         with _prepared(module, hooks=False), torch.random.fork_rng(devices=[]), _SingleQueries():
@@ -347,7 +325,7 @@ def _try_out(module: nn.Module, shape: CacheShape) -> int:
                 )
             # One sequence after the other: some modules share something out among all rows.
             rows = zip(ids.split(1), slots.split(1), strict=True)
-            whole = torch.cat([_call(module, shape, store, *row, 0) for row in rows])
+            whole = torch.cat([_call(module, store, *row, 0) for row in rows])
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{name}: {error}") from None
     slack = tolerance(logits, scale)

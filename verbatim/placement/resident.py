@@ -32,7 +32,8 @@ from verbatim.placement.graphs import DecodeGraphs
 from verbatim.placement.options import EngineOptions
 from verbatim.protocols import Forward
 from verbatim.sampling.sampler import sample_rows
-from verbatim.weights.update import Cut, NewWeights, WeightWriter
+from verbatim.weights.lazy import Cut
+from verbatim.weights.update import NewWeights, WeightWriter
 
 
 class Resident:

@@ -168,7 +168,7 @@ def rollout(
         pad = llm.pad_token_id if pad_token_id is None else _pad(pad_token_id)
         record = record_routing
         if record is None:
-            record = checked.record_routing or llm.can_record_routing
+            record = checked.record_routing or llm.shape_of("routing")[0] > 0
         checked = dataclasses.replace(
             checked,
             record_routing=switch("record_routing", record),

@@ -26,13 +26,11 @@ from verbatim.serve.errors import ClientGone, Json, Refusal, refusal_of
 from verbatim.serve.events import answered, streamed
 from verbatim.serve.fields import ChatCompletions, Completions
 from verbatim.serve.guard import Guard
-from verbatim.serve.messages import MessagesRequest
-from verbatim.serve.messages_fields import CountTokens, Messages
+from verbatim.serve.messages import CountTokens, Messages, MessagesRequest
 from verbatim.serve.metrics import Counted
 from verbatim.serve.native import Detokenize, Generate, GenerateRequest, Score, Tokenize
 from verbatim.serve.places import places_of
-from verbatim.serve.responses import ResponsesRequest
-from verbatim.serve.responses_fields import Responses
+from verbatim.serve.responses import Responses, ResponsesRequest
 from verbatim.serve.service import Client, Service
 from verbatim.serve.settings import ServeSettings
 from verbatim.serve.training import training_routes

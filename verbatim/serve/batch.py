@@ -29,8 +29,7 @@ from verbatim.serve.completions import CompletionRequest
 from verbatim.serve.errors import Refusal, refusal_of
 from verbatim.serve.fields import ChatCompletions, Completions, Strict
 from verbatim.serve.records import Records
-from verbatim.serve.responses import ResponsesRequest
-from verbatim.serve.responses_fields import Responses
+from verbatim.serve.responses import Responses, ResponsesRequest
 from verbatim.serve.service import Client, Service
 from verbatim.serve.settings import ServeSettings
 

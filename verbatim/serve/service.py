@@ -87,6 +87,7 @@ class Service:
         texts, id_texts: the texts of single tokens; their ids in place of these.
         marks: the tokens that have names in grammars.
         stats, info: the engine's statistics and information.
+        under_way: number of generations in progress.
         draining: whether new generations are rejected.
         on_close: called when the server ends.
 
@@ -107,7 +108,7 @@ class Service:
         self.metrics = ServerMetrics()
         self.draining = self._trims = False
         self.on_close: Callable[[], None] = lambda: None
-        self._under_way = self._bytes_under_way = 0
+        self.under_way = self._bytes_under_way = 0
         self._choices: Counter[Client] = Counter()  # in progress
         self._hidden_size = int(getattr(llm.engine.config, "hidden_size", 0) or 0)
         self.stats = _Shared(lambda: llm.stats())  # between two steps
@@ -180,26 +181,21 @@ class Service:
         """
         if self.draining:
             raise Refusal(503, "the server is shutting down", headers={"Retry-After": "5"})
-        if self._under_way >= self.settings.max_requests:
+        if self.under_way >= self.settings.max_requests:
             self.metrics.turned_away.inc()
             raise too_many(
-                f"{self._under_way} requests are in progress or queued, which is the limit"
+                f"{self.under_way} requests are in progress or queued, which is the limit"
             )
-        self._under_way += 1
+        self.under_way += 1
         reservation = Reservation()
         try:
             yield reservation
         finally:
-            self._under_way -= 1
+            self.under_way -= 1
             self._bytes_under_way -= reservation.nbytes
             self._choices[reservation.client] -= reservation.num_choices
             if not self._choices[reservation.client]:
                 del self._choices[reservation.client]
-
-    @property
-    def under_way(self) -> int:
-        """Number of generations in progress."""
-        return self._under_way
 
     async def admit(
         self,

@@ -18,6 +18,7 @@ from verbatim.core import Delta, Result, Sequence
 from verbatim.errors import VerbatimError
 from verbatim.llm import LLM
 from verbatim.model.patching import threads
+from verbatim.params import SamplingParams
 from verbatim.placement.distributed.choice import Cluster
 from verbatim.placement.offload.choice import Offload
 from verbatim.verify.report import Comparison, Row
@@ -130,15 +131,11 @@ class Trial:
             if changes:
                 llm.close()
 
-    def _arguments(self, number: int) -> dict[str, Any]:
-        """Return the prompt and parameters of one request, with a separate prefix cache for each run."""
-        request = self.subject.requests[number]
+    def _params(self, number: int) -> SamplingParams:
+        """Return the parameters of one request, with a separate prefix cache for each run."""
+        params = self.subject.requests[number].params
         salt = f"verify/{self.name}/{self._run}"
-        draft = request.params.num_beams == 1  # beams draw nothing
-        return {
-            "prompt": request.prompt,
-            "params": request.params.replace(cache_salt=salt, draft=draft),
-        }
+        return params.replace(cache_salt=salt, draft=params.num_beams == 1)  # beams draw nothing
 
     def alone(self, llm: LLM, numbers: SequenceOf[int]) -> list[Result]:
         """Run requests one after the other."""
@@ -147,14 +144,13 @@ class Trial:
     def together(self, llm: LLM, numbers: SequenceOf[int]) -> list[Result]:
         """Run requests as one batch."""
         self._run += 1
-        arguments = [self._arguments(i) for i in numbers]
-        return llm.generate(
-            [each["prompt"] for each in arguments], [each["params"] for each in arguments]
-        )
+        prompts = [self.subject.requests[i].prompt for i in numbers]
+        return llm.generate(prompts, [self._params(i) for i in numbers])
 
     async def streamed(self, llm: LLM, number: int) -> Result:
         """Run one request and join its streamed deltas."""
-        return _joined([delta async for delta in llm.astream(**self._arguments(number))])
+        stream = llm.astream(self.subject.requests[number].prompt, self._params(number))
+        return _joined([delta async for delta in stream])
 
     @property
     def numbers(self) -> list[int]:

@@ -25,7 +25,14 @@ from verbatim.model.dcp.checkpoint import DcpCheckpoint, Numbers
 from verbatim.model.kempner import layout
 from verbatim.model.kempner.config import KempnerConfig
 from verbatim.model.kempner.config import ModelConfig as KempnerModel
-from verbatim.model.loader import HUB_ID, LoadedModel, empty_module, read_config, resolve_dtype
+from verbatim.model.loader import (
+    HUB_ID,
+    LoadedModel,
+    ModelSource,
+    empty_module,
+    read_config,
+    resolve_dtype,
+)
 from verbatim.model.unused import refuse_unused
 from verbatim.weights.lazy import Stamp, Stored, materialize, sources, stamp_of, traced
 from verbatim.weights.packed_cache import read_stored
@@ -38,27 +45,17 @@ ALLOWED = (
 
 
 def load_dcp(
-    folder: Path,
-    config: Any,
-    *,
-    tokenizer: Any = None,
-    dtype: str | torch.dtype = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    with_config: bool = False,
-    unused_weights: str = "error",
+    folder: Path, source: ModelSource, tokenizer: Any, *, with_config: bool
 ) -> LoadedModel:
     """Open a DCP checkpoint with lazy weights.
 
+    With `dtype="auto"` it is the dtype of most stored weights (float16: bfloat16).
+
     Args:
         folder: the result of `find_dcp`.
-        config: the config of the checkpoint's model.
+        source: with the config of the checkpoint's model, and its revision, if it is a hub id.
         tokenizer: a transformers tokenizer; None takes that of KempnerForge's TOML, if any; False: none.
-        dtype: "auto" is the dtype of most stored weights (float16: bfloat16).
-        revision: revision of the config, if it is a hub id.
-        trust_remote_code: run the checkpoint's Python code.
         with_config: return the config as plain data, too, for another process.
-        unused_weights: as of `LLM`.
 
     Raises:
         InvalidRequest: a missing or invalid config.
@@ -66,8 +63,9 @@ def load_dcp(
         UnsupportedModel: an unsupported architecture.
         NotSupported: a quantized config; `with_config`, a config of a foreign class.
     """
-    where = {"trust_remote_code": trust_remote_code, "revision": revision}
-    config, kempner, generation = _config_of(folder, config, where)
+    trust_remote_code = source.trust_remote_code
+    where = {"trust_remote_code": trust_remote_code, "revision": source.revision}
+    config, kempner, generation = _config_of(folder, source.config, where)
     if getattr(config, "quantization_config", None) is not None:
         raise NotSupported("a config with a quantization_config: quantized DCP is not read")
     if kempner is not None and tokenizer is None and kempner.tokenizer_path:
@@ -77,8 +75,8 @@ def load_dcp(
         tokenizer = Tokenizer.open(path, trust_remote_code=trust_remote_code).hf
     checkpoint = DcpCheckpoint(folder)
     empty = empty_module(folder, config, trust_remote_code)
-    module, lazy_weights, unused = _open(checkpoint, empty, kempner, dtype)
-    if unused_weights == "error":
+    module, lazy_weights, unused = _open(checkpoint, empty, kempner, source.dtype)
+    if source.unused_weights == "error":
         refuse_unused(folder, module, config, unused)
     if generation is not None:
         module.generation_config = generation
@@ -180,6 +178,8 @@ def _config_of(
                 where = {"trust_remote_code": where["trust_remote_code"], "local_files_only": True}
             return read_config(source, where), None, _generation(source, where)
         config = KempnerConfig.read(source)
+    if isinstance(config, Mapping):
+        config = _config_from_dict(config)
     if isinstance(config, KempnerConfig):
         return layout.transformers_config(config.model), config, None
     if isinstance(config, PretrainedConfig):
@@ -200,7 +200,7 @@ def _generation(source: str, where: dict[str, Any]) -> Any:
 
 
 def _as_dict(config: Any, kempner: KempnerConfig | None) -> dict[str, Any]:
-    """Return a config as plain data, the input of `config_from_dict`.
+    """Return a config as plain data, the input of `_config_from_dict`.
 
     Raises:
         NotSupported: its class is not transformers'.
@@ -219,8 +219,8 @@ def _as_dict(config: Any, kempner: KempnerConfig | None) -> dict[str, Any]:
     return {"transformers": json.loads(config.to_json_string(use_diff=False))}
 
 
-def config_from_dict(plain: Mapping[str, Any]) -> Any:
-    """Return `load_dcp`'s `config` from a `LoadedModel.config`."""
+def _config_from_dict(plain: Mapping[str, Any]) -> Any:
+    """Return a config from a `LoadedModel.config`."""
     from transformers import CONFIG_MAPPING
 
     if "kempner" in plain:

@@ -66,6 +66,7 @@ class Held:
 
 
 LazyWeight = Stored | Computed | Held
+Cut = tuple[int, int, int]  # a dimension of a weight, and the range of it that is kept
 
 _AT_ONCE = 1 << 20  # bytes that are compared
 _aten = torch.ops.aten
@@ -132,6 +133,8 @@ def same_numbers(a: LazyWeight, b: LazyWeight) -> bool:
     """
     if a == b:
         return True
+    if isinstance(a, Held) and isinstance(b, Held):
+        return a.tensor.dtype == b.tensor.dtype and torch.equal(a.tensor, b.tensor)
     if not (isinstance(a, Stored) and isinstance(b, Stored)):
         return False
     if (a.dtype, a.shape) != (b.dtype, b.shape):

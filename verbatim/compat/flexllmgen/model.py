@@ -115,7 +115,7 @@ class OptLM(Opened):
         max_new_tokens: int = 32,
         do_sample: bool = False,
         temperature: float = 1.0,
-        stop: int | None = None,
+        stop: int | str | None = None,
         debug_mode: str | None = None,
         cut_gen_len: int | None = None,
         verbose: int = 0,
@@ -131,8 +131,8 @@ class OptLM(Opened):
             max_new_tokens: columns after the prompt.
             do_sample: False takes the likeliest token.
             temperature: of sampling; 0 takes the likeliest token.
-            stop: the id that ends a row; it is kept, and pads follow. Nothing else ends a row, not even
-                the model's end of sequence.
+            stop: the id that ends a row, or a text of one token; it is kept, and pads follow. Nothing else
+                ends a row, not even the model's end of sequence.
             debug_mode: "fewer_batch" runs only the first block of rows, for at most 5 tokens;
                 "breakdown" measures load, compute and store separately, and writes the timings to
                 stderr. Results are in `timings`.
@@ -161,6 +161,11 @@ class OptLM(Opened):
         num_new = num_run = integer("max_new_tokens", max_new_tokens, 0)
         if cut_gen_len is not None:
             num_run = min(num_run, integer("cut_gen_len", cut_gen_len, 1))
+        if isinstance(stop, str) and llm.tokenizer is not None:
+            stop_ids = llm.tokenizer.encode(stop, special_tokens=False)
+            if len(stop_ids) != 1:
+                raise InvalidRequest(f"stop={stop!r}: must be one token, and has {len(stop_ids)}")
+            stop = stop_ids[0]
         stop = optional_integer("stop", stop, 0, largest_id)
         verbose = integer("verbose", verbose, 0)
         SamplingParams(temperature=temperature, seed=seed)  # validates them

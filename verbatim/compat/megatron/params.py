@@ -112,6 +112,17 @@ class SamplingParams:
             prompt_top_n_requested=bool(attribute_value_pair.get("return_prompt_top_n_logprobs"))
         )
 
+    def serialize(self) -> dict[str, Any]:
+        """Return the values of all fields."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def deserialize(cls, data: Mapping[str, Any]) -> SamplingParams:
+        """Return the parameters of a `serialize`."""
+        params = cls()
+        params.add_attributes({**data, "return_prompt_top_n_logprobs": False})
+        return params
+
     def check(self) -> None:
         """Raise for invalid values; called again when a request is submitted.
 

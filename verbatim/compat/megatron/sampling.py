@@ -37,9 +37,9 @@ def draw(
     """
     if vocab_size is not None and vocab_size < 1:
         raise InvalidRequest(f"vocab_size={vocab_size}: must be 1 or more")
-    return verbatim.sample(
-        logits[..., :vocab_size], **params.sampling(), seed=params.seed, position=position
-    )
+    if isinstance(logits, Tensor) and logits.dim():  # else refused below
+        logits = logits[..., :vocab_size]
+    return verbatim.sample(logits, **params.sampling(), seed=params.seed, position=position)
 
 
 def top_of_rows(logits: Tensor, top_n: int) -> list[TopLogprobs]:

@@ -6,7 +6,6 @@ import copy
 import time
 import warnings
 from collections.abc import Iterable, Sequence
-from itertools import dropwhile
 from typing import Any, cast
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from verbatim.compat.megatron.params import SamplingParams
 from verbatim.compat.megatron.request import DynamicInferenceRequest, InferenceRequest, Status, TopN
-from verbatim.compat.megatron.tokenizer import Segments, bos_of, detokenize, eod_of, tokenize, wrap
+from verbatim.compat.megatron.tokenizer import Segments, detokenize, eod_of, tokenize, wrap
 from verbatim.core import Request, TopLogprobs
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
@@ -106,7 +105,7 @@ class Translation:
         if _caller_ids(request) is None:
             assert request.prompt is not None
             request.prompt_tokens = list(admitted.prompt_ids)
-            request._tokenized = request.prompt, list(admitted.prompt_ids)
+            request._tokenized = list(admitted.prompt_ids)
         request.prompt_length = len(admitted.prompt_ids)
         if request.arrival_time is None:
             request.arrival_time = time.time()
@@ -146,7 +145,10 @@ class Translation:
                 text = self.detokenize(ids, remove_EOD=not params.detokenize_stop_sequence)
             prompt_ids = admitted.prompt_ids
             request.generated_text = self.with_end(params, ids, text)
-            request.text = self._prompt_text(request, prompt_ids) + request.generated_text
+            prompt = request.prompt
+            if prompt is None:
+                prompt = self.detokenize(prompt_ids, remove_EOD=False)
+            request.text = prompt + request.generated_text
             if params.return_segments:
                 request.generated_segments = self.segments(ids, prompt_ids)
                 request.segments = self.segments(prompt_ids) + request.generated_segments
@@ -200,17 +202,6 @@ class Translation:
         tokenizer = self.need_tokenizer("a prompt given as text")
         return tokenize(tokenizer, request.prompt, params.add_BOS)
 
-    def _prompt_text(self, request: InferenceRequest, ids: list[int]) -> str:
-        """Return the given prompt if `ids` are its tokens, else the text of `ids`."""
-        if request.prompt is not None:
-            if request._tokenized == (request.prompt, ids):
-                return request.prompt
-            bos = bos_of(self.tokenizer)
-            bare = list(dropwhile(lambda token: token == bos, ids))
-            if tokenize(self.tokenizer, request.prompt, add_BOS=False) == bare:
-                return request.prompt
-        return self.detokenize(ids, remove_EOD=False)
-
     def _max_tokens(self, params: SamplingParams, prompt_length: int) -> int | None:
         """Return the requested number of tokens, clamped to the limit; admission checks the prompt."""
         num_tokens = params.num_tokens_to_generate
@@ -252,5 +243,4 @@ def _caller_ids(request: InferenceRequest) -> list[int] | None:
     if given is None:
         return None
     ids = given.tolist() if isinstance(given, Tensor) else list(given)
-    tokenized_here = request._tokenized is not None and ids == request._tokenized[1]
-    return None if tokenized_here and request.prompt is not None else ids
+    return None if request.prompt is not None and ids == request._tokenized else ids

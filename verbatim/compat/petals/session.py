@@ -259,7 +259,7 @@ class InferenceSession:
         sessions = self._llm.engine.sessions
         try:
             for cache in self._caches:
-                list(sessions.acquire(cache, 0.0, lambda: None))
+                list(sessions.acquire(cache, 0.0))
             self._call = call
             yield
         finally:

@@ -32,10 +32,10 @@ from verbatim.placement.distributed.heads import own_layers
 from verbatim.placement.distributed.wire import dtype_named
 from verbatim.placement.options import EngineOptions
 from verbatim.weights.files import read_whole
+from verbatim.weights.lazy import Cut as Range
 from verbatim.weights.lazy import materialize
-from verbatim.weights.load import Place, checkpoint_of, load_weights
-from verbatim.weights.reopen import reopen
-from verbatim.weights.update import Cut as Range
+from verbatim.weights.load import Place, load_weights
+from verbatim.weights.opening import reopen
 
 
 @dataclass(slots=True)
@@ -149,7 +149,7 @@ def take_share(
         take_share(again, source, ranks, head=None, linears=linears, share=share)
         return again.module
 
-    cut.checkpoint = checkpoint_of(loaded, read)
+    cut.checkpoint = Checkpoint(loaded, read)
     return cut
 
 

@@ -14,7 +14,7 @@ from verbatim.placement.distributed.rows import FIRST, decode_rows
 from verbatim.placement.distributed.wire import PREFIX, Buffer, decode, encode, sizes
 
 _SAY_S = 10.0  # in which a message has to be on its way, or the other side is taken for dead
-_AHEAD = 1 << 16  # bytes
+_AHEAD = 1 << 16  # bytes that are sent, or read, by one call to the system
 _AT_ONCE = 1 << 26  # bytes
 
 
@@ -57,15 +57,10 @@ class Link:
                 raise LinkLost(f"the connection is lost: {error}") from None
 
     def _send(self, buffers: list[Buffer]) -> None:
-        if len(buffers) <= 64:
-            sent = self._connection.sendmsg(buffers)
-            for buffer in buffers:
-                if sent < len(buffer):
-                    self._connection.sendall(memoryview(buffer)[sent:])
-                sent = max(0, sent - len(buffer))
-        else:
-            for buffer in buffers:
-                self._connection.sendall(buffer)
+        if sum(map(len, buffers)) < _AHEAD:
+            buffers = [b"".join(buffers)]
+        for buffer in buffers:
+            self._connection.sendall(buffer)
 
     def receive(self) -> dict[str, Any]:
         """Wait for the next message, and return it.

@@ -33,7 +33,7 @@ from verbatim.options import dtype_name
 from verbatim.placement.distributed.split import Split, hidden_of, hollow_copy
 from verbatim.placement.offload.tiers import Tiers
 from verbatim.weights.files import read_whole
-from verbatim.weights.load import checkpoint_of, load_weights
+from verbatim.weights.load import load_weights
 
 _Output = TypeVar("_Output")
 _ALIGNED = 64  # bytes; what torch's own products may round differently without
@@ -134,7 +134,7 @@ class Part:
         else:
             self.report = read(own)
             if own.folder is not None:
-                self.checkpoint = checkpoint_of(own, read_again)
+                self.checkpoint = Checkpoint(own, read_again)
         self.whole = copy_path(module, layers)
         for index in split.running[:first]:
             layers[index].__dict__["forward"] = self._pass

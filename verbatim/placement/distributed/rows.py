@@ -14,7 +14,8 @@ from torch import Tensor
 
 from verbatim.placement.distributed.wire import MAGIC, PREFIX, Buffer, Garbage, bytes_of
 
-_HEADER = struct.Struct("<BBqqqqq")
+_HEADER = struct.Struct("<BBqqqII")
+_BEGIN = struct.Struct(PREFIX.format + _HEADER.format[1:])
 FIRST = 1  # the first byte of the header; no JSON begins like that
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -37,11 +38,9 @@ class RowsMessage(NamedTuple):
 def encode_rows(rows: RowsMessage) -> list[Buffer]:
     """Encode a message as buffers."""
     mark, hidden = rows
-    hidden, (count, width) = hidden.contiguous(), hidden.shape
-    size, kind = hidden.nbytes, _DTYPES.index(hidden.dtype)
-    header = _HEADER.pack(FIRST, kind, *mark, count, width)
-    begin = PREFIX.pack(MAGIC, _HEADER.size, size) + header
-    return [begin, bytes_of(hidden)] if size else [begin]
+    data, kind = bytes_of(hidden.contiguous()), _DTYPES.index(hidden.dtype)
+    begin = _BEGIN.pack(MAGIC, _HEADER.size, len(data), FIRST, kind, *mark, *hidden.shape)
+    return [begin, data]
 
 
 def decode_rows(header: bytes | bytearray, states: bytearray) -> RowsMessage:
@@ -53,12 +52,7 @@ def decode_rows(header: bytes | bytearray, states: bytearray) -> RowsMessage:
     try:
         _, kind, epoch, step, part, count, width = _HEADER.unpack(header)
         dtype = _DTYPES[kind]
-        if count < 0 or width < 0 or count * width * dtype.itemsize != len(states):
-            raise ValueError(f"{len(states)} bytes for {count} rows of {width}")
-        if states:
-            hidden = torch.frombuffer(states, dtype=dtype).view(count, width)
-        else:
-            hidden = torch.empty(count, width, dtype=dtype)
+        flat = torch.frombuffer(states, dtype=dtype) if states else torch.empty(0, dtype=dtype)
+        return RowsMessage(Mark(epoch, step, part), flat.view(count, width))
     except (ValueError, IndexError, RuntimeError, struct.error) as error:
         raise Garbage(f"not a message of Verbatim's cluster: {error}") from None
-    return RowsMessage(Mark(epoch, step, part), hidden)

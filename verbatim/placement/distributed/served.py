@@ -20,7 +20,7 @@ from verbatim.options import available_memory
 from verbatim.placement.distributed.wire import Message
 from verbatim.placement.resident import Resident
 from verbatim.weights.identity import changed
-from verbatim.weights.reopen import reopen
+from verbatim.weights.opening import reopen
 from verbatim.weights.update import WeightWriter
 
 
@@ -74,7 +74,6 @@ class Served:
             **versions(),
             "machine": platform.node(),
             "pid": os.getpid(),
-            "cores": len(os.sched_getaffinity(0)),
             "memory": available_memory(),
         }
 

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
@@ -20,6 +21,7 @@ from verbatim.placement.distributed.stage import Stage
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _opened = itertools.count()
+_TEXT_BYTES = 256
 _stores: list[Any] = []  # that of torchrun; made once, and kept for as long as others may read it
 
 
@@ -33,7 +35,7 @@ def launched() -> tuple[int, int]:
 
 
 def exchange(rank: int, world: int, text: str) -> list[str]:
-    """Return the texts of all ranks, in their order."""
+    """Return the texts of all ranks, in their order; each has at most `_TEXT_BYTES`."""
     if not dist.is_initialized():
         return _through_store(rank, world, text)
     group = dist.new_group(backend="gloo")
@@ -43,10 +45,13 @@ def exchange(rank: int, world: int, text: str) -> list[str]:
 
 
 def gather_text(text: str, group: Any) -> list[str]:
-    """Return the texts of all ranks of a gloo group, in their order."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, text, group=group)
-    return found
+    """Return the texts of all ranks of a gloo group, in their order; of each the first `_TEXT_BYTES`."""
+    own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)  # `all_gather_object` would unpickle the others'
+    raw = text.encode()[:_TEXT_BYTES]
+    own[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, own, group=group)
+    return [bytes(each.tolist()).rstrip(b"\0").decode() for each in found]
 
 
 def _through_store(rank: int, world: int, text: str) -> list[str]:

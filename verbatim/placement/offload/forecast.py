@@ -17,7 +17,7 @@ from verbatim.model.loader import LoadedModel
 from verbatim.model.patching import threads
 from verbatim.model.spec import inner_model
 from verbatim.placement.offload.choice import Offload
-from verbatim.placement.offload.cost import Load, Prediction, Step, predict_step
+from verbatim.placement.offload.cost import Load, Prediction, Step, predict_step, sample_s
 from verbatim.placement.offload.machine import NOMINAL, Machine, measure
 from verbatim.placement.offload.plan import Plan
 from verbatim.placement.offload.planner import make_plan, may_spill
@@ -166,8 +166,7 @@ class Measured:
                 io_rate = step.weight_bytes / step.seconds
                 note(f"read_in_{name}_per_s", io_rate, mean["weight_bytes"] / mean["seconds"])
         if self.tokens:
-            drawn_s = self.tokens * forecast.shape.vocab * forecast.machine.sample_s
-            drawn_s += self.draws * forecast.machine.unit_s
+            drawn_s = sample_s(forecast.shape, forecast.machine, self.tokens, self.draws)
             note("sampling_s", drawn_s, self.sample_s)
             note("tokens_per_s", self.tokens / (predicted_total + drawn_s), self.tokens / total)
         planned = forecast.plan.memory

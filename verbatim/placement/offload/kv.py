@@ -15,7 +15,6 @@ from verbatim.kv.store import KVStore, LayerShape, bytes_per_token
 from verbatim.placement.offload.choice import Percents
 from verbatim.placement.offload.kv_disk import (
     NUM_BUFFERS,
-    DiskLayer,
     PrefetchSchedule,
     StagedLayer,
     StagingBuffer,
@@ -63,7 +62,7 @@ class TieredKVStore(KVStore):
             forward. Layers that come in another order are not read ahead.
         scratch: file on the disk; all of the room is reserved here.
         trace: records reads, writes and waits.
-        overlap: read ahead and write back in threads; False does both where they are waited for.
+        overlap: read ahead and write back in a thread; False does both where they are waited for.
         cpu_cache_compute: attend to layers in the "cpu" tier where they are; False copies what a
             micro-batch sees to the device first. None is True on a CPU. For the disk it means nothing:
             its staging buffers are the memory that attention reads.
@@ -107,20 +106,18 @@ class TieredKVStore(KVStore):
         self._schedule: PrefetchSchedule | None = None
         copied = ["cpu"] if cpu_cache_compute is False else []
         self.staged = {
-            i: StagedLayer(KVStore([layers[i]], 0, block_size, dtype, device))
+            i: StagedLayer(
+                KVStore([layers[i]], 0, block_size, dtype, device),
+                scratch if tier == "disk" else None,
+                num_blocks,
+            )
             for i, tier in enumerate(self.tiers)
             if tier in ("disk", *copied)
         }
-        self._on_disk = {
-            i: DiskLayer(staged, num_blocks, scratch)
-            for i, staged in self.staged.items()
-            if self.tiers[i] == "disk"
-        }
+        self._on_disk = {i: layer for i, layer in self.staged.items() if self.tiers[i] == "disk"}
         self._buffers = [StagingBuffer() for _ in range(NUM_BUFFERS if overlap else 1)]
         self.device_buffer = StagingBuffer()
-        self._workers = [
-            Prefetcher(f"verbatim-kv-{name}", int(overlap)) for name in ("reader", "writer")
-        ]
+        self._worker = Prefetcher("verbatim-kv", int(overlap))
         self._start()
 
     @property
@@ -165,14 +162,12 @@ class TieredKVStore(KVStore):
             for layer in group
             if layer in self._on_disk
         )
-        reader, writer = self._workers
         schedule = PrefetchSchedule(
             dict.fromkeys(order),  # a layer that several units share comes once
             views,
             self._on_disk,
             self._buffers,
-            reader,
-            writer,
+            self._worker,
             self.traffic,
             self._trace,
         )
@@ -207,8 +202,8 @@ class TieredKVStore(KVStore):
                 continue
             layer, buffer = self._on_disk[i], self._buffers[0]
             self.traffic.bytes_read += layer.load(buffer, len(blocks), extents(enumerate(blocks)))
-            found += [x.clone() for x in layer.staged.attach(buffer, len(blocks)).layers[0]]
-            layer.staged.detach()
+            found += [x.clone() for x in layer.attach(buffer, len(blocks)).layers[0]]
+            layer.detach()
         return found
 
     def write_blocks(self, blocks: list[int], contents: list[Tensor]) -> None:
@@ -217,10 +212,10 @@ class TieredKVStore(KVStore):
         self.memory.write_blocks(blocks, [contents[2 * i + j] for i in places for j in (0, 1)])
         for i, layer in self._on_disk.items():
             buffer = self._buffers[0]
-            staged = layer.staged.attach(buffer, len(blocks)).layers[0]
+            staged = layer.attach(buffer, len(blocks)).layers[0]
             for own, content in zip(staged, contents[2 * i : 2 * i + 2], strict=True):
                 own.copy_(content)
-            layer.staged.detach()
+            layer.detach()
             self.traffic.bytes_written += layer.save(
                 buffer, len(blocks), extents(enumerate(blocks))
             )
@@ -233,15 +228,14 @@ class TieredKVStore(KVStore):
         for layer in self._on_disk.values():
             for first in range(0, len(blocks), _POISONED):
                 some = blocks[first : first + _POISONED]
-                self._buffers[0].room(layer.staged.buffer_bytes(len(some)))
+                self._buffers[0].room(layer.buffer_bytes(len(some)))
                 self._buffers[0].poison()
                 layer.save(self._buffers[0], len(some), extents(enumerate(some)))
 
     def release(self) -> None:
         """Give the memory back and end the threads; the room on the disk stays reserved."""
         self._cancel()
-        for worker in self._workers:
-            worker.stop()
+        self._worker.stop()
         for buffer in (*self._buffers, self.device_buffer):
             buffer.release()
         self.memory.release()
@@ -255,9 +249,8 @@ class TieredKVStore(KVStore):
         self._start()
 
     def _start(self) -> None:
-        for worker in self._workers:
-            if self._on_disk:
-                worker.start()
+        if self._on_disk:
+            self._worker.start()
 
     def _cancel(self) -> None:
         """Cancel what is left of an earlier forward, which may have been interrupted."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import NamedTuple
@@ -121,37 +121,38 @@ class StagingBuffer:
 
 
 class StagedLayer:
-    """The layout of a layer's blocks in a staging buffer: all of K, then all of V from the next page on.
+    """A layer whose blocks are copied to a staging buffer: all of K, then all of V from the next page on.
 
     Args:
         store: a store of this layer alone without blocks, through which a buffer is written and read.
+        scratch: has the blocks, each with K before V; None: they are in memory.
+        num_blocks: of the layer.
+
+    Raises:
+        TierFailed: the disk has no room for them.
     """
 
-    def __init__(self, store: KVStore) -> None:
+    def __init__(self, store: KVStore, scratch: Scratch | None, num_blocks: int) -> None:
         self.store = store
         self._empty = store.layers[0]
-        self.key_bytes, self.value_bytes = (
-            x.shape[1:].numel() * x.element_size() for x in self._empty
-        )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a block."""
-        return self.key_bytes + self.value_bytes
+        self._sizes = [x.shape[1:].numel() * x.element_size() for x in self._empty]
+        self.nbytes = 0 if scratch is None else num_blocks * sum(self._sizes)  # on the disk
+        self._scratch = scratch
+        self._offset = 0 if scratch is None else scratch.reserve(self.nbytes)
+        # Blocks that aren't whole pages, as in toys and some quantized rows, need the page cache.
+        self._direct = not any(size % PAGE for size in self._sizes)
 
     def buffer_bytes(self, blocks: int) -> int:
         """Return the bytes of a buffer for so many blocks."""
-        return up(blocks * self.key_bytes) + up(blocks * self.value_bytes)
+        return sum(up(blocks * size) for size in self._sizes)
 
     def attach(self, buffer: StagingBuffer, blocks: int) -> KVStore:
         """Return a store of the blocks in the buffer, as its layer 0, until `detach`."""
-        memory = buffer.room(self.buffer_bytes(blocks))
-        parts, at = [], 0
-        for empty in self._empty:
-            nbytes = blocks * empty.shape[1:].numel() * empty.element_size()
-            part = memory[at : at + nbytes].view(empty.dtype).view(blocks, *empty.shape[1:])
-            parts.append(part)
-            at = up(at + nbytes)
+        memory, at, parts = buffer.room(self.buffer_bytes(blocks)), 0, []
+        for empty, size in zip(self._empty, self._sizes, strict=True):
+            part = memory[at : at + blocks * size].view(empty.dtype)
+            parts.append(part.view(blocks, *empty.shape[1:]))
+            at += up(blocks * size)
         self.store.layers[0] = parts[0], parts[1]
         return self.store
 
@@ -159,46 +160,28 @@ class StagedLayer:
         """Drop the reference to the buffer."""
         self.store.layers[0] = self._empty
 
-
-class DiskLayer:
-    """K and V of one layer in the disk tier, block by block, K before V.
-
-    Raises:
-        TierFailed: the disk has no room for them.
-    """
-
-    def __init__(self, staged: StagedLayer, num_blocks: int, scratch: Scratch) -> None:
-        self.staged = staged
-        self.nbytes = num_blocks * staged.nbytes
-        self._scratch = scratch
-        self._offset = scratch.reserve(self.nbytes)
-        # Blocks that aren't whole pages, as in toys and some quantized rows, need the page cache.
-        self._direct = staged.key_bytes % PAGE == 0 and staged.value_bytes % PAGE == 0
-
     def load(self, buffer: StagingBuffer, blocks: int, wanted: list[Extent]) -> int:
-        """Read blocks to their places in a buffer of `blocks`; return the bytes read."""
-        for views, offset in self._places(buffer, blocks, wanted):
-            self._scratch.read_into(views, offset, direct=self._direct)
-        return self.staged.nbytes * sum(extent.length for extent in wanted)
+        """Read blocks from the disk to their places in a buffer of `blocks`; return the bytes read."""
+        assert self._scratch is not None
+        return self._move(self._scratch.read_into, buffer, blocks, wanted)
 
     def save(self, buffer: StagingBuffer, blocks: int, changed: list[Extent]) -> int:
-        """Write blocks back from a buffer of `blocks`; return the bytes written."""
-        for views, offset in self._places(buffer, blocks, changed):
-            self._scratch.write_from(views, offset, direct=self._direct)
-        return self.staged.nbytes * sum(extent.length for extent in changed)
+        """Write blocks to the disk from a buffer of `blocks`; return the bytes written."""
+        assert self._scratch is not None
+        return self._move(self._scratch.write_from, buffer, blocks, changed)
 
-    def _places(
-        self, buffer: StagingBuffer, blocks: int, some: list[Extent]
-    ) -> Iterable[tuple[list[memoryview], int]]:
-        memory = bytes_of(buffer.room(self.staged.buffer_bytes(blocks)))
-        k_bytes, v_bytes = self.staged.key_bytes, self.staged.value_bytes
-        values = up(blocks * k_bytes)
+    def _move(
+        self, move: Callable[..., None], buffer: StagingBuffer, blocks: int, some: list[Extent]
+    ) -> int:
+        memory, (k_bytes, v_bytes) = bytes_of(buffer.room(self.buffer_bytes(blocks))), self._sizes
+        values, block_bytes = up(blocks * k_bytes), k_bytes + v_bytes
         for extent in some:
             views = []
             for i in range(extent.at, extent.at + extent.length):
                 views.append(memory[i * k_bytes : (i + 1) * k_bytes])
                 views.append(memory[values + i * v_bytes : values + (i + 1) * v_bytes])
-            yield views, self._offset + extent.block * self.staged.nbytes
+            move(views, self._offset + extent.block * block_bytes, direct=self._direct)
+        return block_bytes * sum(extent.length for extent in some)
 
 
 @dataclass(slots=True)
@@ -218,94 +201,73 @@ class Traffic:
     between_s: float = 0.0
 
 
-@dataclass(slots=True, eq=False)
-class _Access:
-    """The use of a layer by a micro-batch."""
-
-    layer: int
-    part: int
-    buffer: StagingBuffer
-    after: list[_Access] = field(default_factory=list)  # those that must have been written back
-    read: Job | None = None
-    write: Job | None = None
-
-
 class PrefetchSchedule:
     """The accesses of one forward to layers on the disk, one at a time: `take`, then `finish`.
 
-    The computing thread submits reads and writes, in an order in which nothing is read before it was
-    written. An access that comes out of order is read and written where it occurs, and so are all later ones.
+    The computing thread submits reads and writes to one other thread, in an order in which nothing is read
+    before it was written. An access that comes out of order is read and written where it occurs, and so are
+    all later ones.
 
     Args:
-        order: (layer, micro-batch) of each expected access.
+        order: (layer, micro-batch) of each expected access, each once.
         views: of the micro-batches.
         layers: on the disk, by number.
-        buffers: one without threads, else `NUM_BUFFERS`.
-        reader, writer: both with a thread, or both without.
+        buffers: one without a thread, else `NUM_BUFFERS`.
+        worker: reads and writes.
     """
 
     def __init__(
         self,
         order: Iterable[tuple[int, int]],
         views: list[View],
-        layers: Mapping[int, DiskLayer],
+        layers: Mapping[int, StagedLayer],
         buffers: list[StagingBuffer],
-        reader: Prefetcher,
-        writer: Prefetcher,
+        worker: Prefetcher,
         traffic: Traffic,
         trace: Trace,
     ) -> None:
+        self._order = list(order)
+        self._number = {access: number for number, access in enumerate(self._order)}
         self._views, self._layers, self._buffers = views, layers, buffers
-        self._reader, self._writer = reader, writer
-        self._traffic, self._trace = traffic, trace
-        self._next = 0  # to be taken
-        self._issued = 0  # accesses with submitted reads
+        self._worker, self._traffic, self._trace = worker, traffic, trace
+        self._next = 0  # to be taken; those before it were finished
+        self._taken = (0, 0)
+        self._reads: list[Job] = []  # of the first accesses
+        self._writes: list[Job] = []
         self._in_order = True
         self._dropped = False
-        self._accesses: list[_Access] = []
-        found: dict[tuple[int, int], _Access] = {}
-        for layer, part in order:
-            number = len(self._accesses)
-            access = _Access(layer, part, buffers[number % len(buffers)])
-            if number >= len(buffers):
-                access.after.append(self._accesses[number - len(buffers)])
-            access.after += [found[layer, i] for i in views[part].after]
-            self._accesses.append(access)
-            found[layer, part] = access
 
     def begin(self) -> None:
         """Begin to read."""
-        if self._reader.num_threads:
+        if self._worker.num_threads:
             self._issue()
 
     def take(self, layer: int, part: int) -> KVStore:
         """Return a store of the blocks that the micro-batch uses, as its layer 0, until `finish`.
 
         Raises:
-            TierFailed: they can't be read, or an earlier one could not be written.
+            TierFailed: they can't be read.
         """
-        begin = perf_counter()
-        access = self._accesses[self._next] if self._next < len(self._accesses) else None
-        if self._in_order and (access is None or (access.layer, access.part) != (layer, part)):
+        begin, access = perf_counter(), (layer, part)
+        if self._in_order and self._order[self._next : self._next + 1] != [access]:
             self._in_order = False  # reads that are still queued do nothing
-            self._wait()
+            self._worker.finish()
             self._check_writes()
-        if not self._in_order or access is None:
-            access = _Access(layer, part, self._buffers[0])
-            self._load(access)
+        self._taken = access
+        if not self._in_order:
+            self._load(access, self._buffer)
         else:
-            if access.read is None:
-                self._submit_read(access)
-            assert access.read is not None
-            access.read.wait()
-            if access.read.error is not None:  # or that of a write before it
-                raise access.read.error
+            if self._next == len(self._reads):
+                self._submit_read()
+            read = self._reads[self._next]
+            read.wait()
+            if read.error is not None:
+                raise read.error
         waited = perf_counter() - begin
         self._traffic.load_s += waited
-        if self._reader.num_threads and waited > 1e-4:
-            self._trace.add("wait", self._name(access), begin, begin + waited)
-        self._taken = access
-        return self._layers[layer].staged.attach(access.buffer, len(self._views[part].blocks))
+        if self._worker.num_threads and waited > 1e-4:
+            self._trace.add("wait", _name(access), begin, begin + waited)
+        return self._layers[layer].attach(self._buffer, len(self._views[part].blocks))
 
     def finish(self) -> None:
         """End the current access, with its new rows written to the buffer.
@@ -314,18 +276,17 @@ class PrefetchSchedule:
             TierFailed: they can't be written.
         """
         begin, access = perf_counter(), self._taken
-        self._layers[access.layer].staged.detach()
+        self._layers[access[0]].detach()
+        write = Job(partial(self._save, access, self._buffer))
         if not self._in_order:
-            self._save(access)
+            write.run()
         else:
-            job = Job(partial(self._save, access))
-            self._writer.submit(job)
-            access.write = job
+            self._writes.append(write)
+            self._worker.submit(write)
             self._next += 1
-            if self._reader.num_threads:
-                self._issue()
-            elif job.error is not None:
-                raise job.error
+            self.begin()
+        if write.ended and write.error is not None:
+            raise write.error
         self._traffic.store_s += perf_counter() - begin
 
     def end(self) -> None:
@@ -335,61 +296,64 @@ class PrefetchSchedule:
             TierFailed: something can't be.
         """
         begin = perf_counter()
-        self._writer.finish()
+        self._worker.finish()
         waited = perf_counter() - begin
         self._traffic.store_s += waited
         self._traffic.between_s += waited
-        if self._writer.num_threads and waited > 1e-4:
+        if self._worker.num_threads and waited > 1e-4:
             self._trace.add("wait", "K, V written", begin, begin + waited)
         self._check_writes()
 
     def drop(self) -> None:
-        """Cancel the remaining accesses, and wait for the threads; a second call is harmless."""
+        """Cancel the remaining accesses, and wait for the thread; a second call is harmless."""
         self._dropped = True
-        self._wait()
+        self._worker.finish()
         for layer in self._layers.values():
-            layer.staged.detach()
+            layer.detach()
 
-    def _wait(self) -> None:
-        self._reader.finish()
-        self._writer.finish()
+    @property
+    def _buffer(self) -> StagingBuffer:
+        """The buffer of the access that is taken next, or is taken."""
+        return self._buffers[self._next % len(self._buffers)]
 
     def _check_writes(self) -> None:
-        for access in self._accesses:
-            if access.write is not None and access.write.error is not None:
-                raise access.write.error
+        for write in self._writes:
+            if write.error is not None:
+                raise write.error
 
     def _issue(self) -> None:
-        """Submit the reads of all accesses that wait for no write yet to be submitted."""
-        while self._issued < len(self._accesses):
-            access = self._accesses[self._issued]
-            if any(earlier.write is None for earlier in access.after):
+        """Submit the next reads, as far as buffers are free and what they read was written."""
+        while len(self._reads) < min(len(self._order), self._next + len(self._buffers)):
+            layer, part = self._order[len(self._reads)]
+            if any(self._number[layer, i] >= self._next for i in self._views[part].after):
                 return
-            self._submit_read(access)
+            self._submit_read()
 
-    def _submit_read(self, access: _Access) -> None:
-        writes = [earlier.write for earlier in access.after if earlier.write is not None]
-        access.read = Job(partial(self._load, access, ahead=True), writes)
-        self._reader.submit(access.read)
-        self._issued += 1
-        access.after = []
+    def _submit_read(self) -> None:
+        number = len(self._reads)
+        buffer = self._buffers[number % len(self._buffers)]
+        read = Job(partial(self._load, self._order[number], buffer, ahead=True))
+        self._reads.append(read)
+        self._worker.submit(read)
 
-    def _load(self, access: _Access, *, ahead: bool = False) -> None:
+    def _load(self, access: tuple[int, int], buffer: StagingBuffer, *, ahead: bool = False) -> None:
         if self._dropped or (ahead and not self._in_order):
             return
-        begin, view = perf_counter(), self._views[access.part]
-        layer = self._layers[access.layer]
-        self._traffic.bytes_read += layer.load(access.buffer, len(view.blocks), view.old)
-        self._trace.add("read", self._name(access), begin, perf_counter())
+        begin, (layer, part) = perf_counter(), access
+        view = self._views[part]
+        nbytes = self._layers[layer].load(buffer, len(view.blocks), view.old)
+        self._traffic.bytes_read += nbytes
+        self._trace.add("read", _name(access), begin, perf_counter())
 
-    def _save(self, access: _Access) -> None:
+    def _save(self, access: tuple[int, int], buffer: StagingBuffer) -> None:
         if self._dropped:
             return
-        begin, view = perf_counter(), self._views[access.part]
-        layer = self._layers[access.layer]
-        self._traffic.bytes_written += layer.save(access.buffer, len(view.blocks), view.new)
-        self._trace.add("write", self._name(access), begin, perf_counter())
+        begin, (layer, part) = perf_counter(), access
+        view = self._views[part]
+        nbytes = self._layers[layer].save(buffer, len(view.blocks), view.new)
+        self._traffic.bytes_written += nbytes
+        self._trace.add("write", _name(access), begin, perf_counter())
 
-    @staticmethod
-    def _name(access: _Access) -> str:
-        return f"K, V {access.layer} #{access.part}"
+
+def _name(access: tuple[int, int]) -> str:
+    return f"K, V {access[0]} #{access[1]}"

@@ -1,28 +1,24 @@
-"""Measurement of this machine's speeds, in a second or two."""
+"""Measurement of this machine's speeds, in about a second."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from time import perf_counter, process_time
+from timeit import repeat
 from typing import Any
 
 import torch
 
-from verbatim.batch import AttentionBatch, SamplePlan, SampleRow
 from verbatim.errors import TierFailed
-from verbatim.kernels.options import AttentionOptions
-from verbatim.kv.store import KVStore, LayerShape
 from verbatim.model.products import linear
-from verbatim.params import SamplingParams
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.stream import Stream, lay_out
 from verbatim.placement.offload.trace import Trace
-from verbatim.sampling.sampler import sample_rows
-from verbatim.weights.files import CHUNK, PAGE, DirectFile, bytes_of, pages
+from verbatim.weights.files import CHUNK, PAGE
 from verbatim.weights.lazy import Stored
 
 ROWS = (1, 8, 64, 512)  # for which products are measured
@@ -36,46 +32,40 @@ _WEIGHTS = 64_000_000  # bytes; more than a cache holds
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Rates, in bytes and seconds.
+    """Rates, in bytes and seconds. What else a step takes of memory and processor follows from the products.
 
     Attributes:
         read_rate: bytes/s from the disk, with the reads that stream weights.
         write_rate: bytes/s to the disk tier's folder.
-        row_s: to look one row of an embedding up on the disk.
-        copy_rate: bytes/s that are copied in RAM.
         product_s: for each number of rows, ascending: seconds for each element of a matrix that these
             rows are multiplied with.
-        kv_rate: bytes/s of K and V that a decode step attends to.
-        attention_s: for each query and key of a prompt, and each element of both: seconds.
-        sample_s: for each logit of which a token is drawn.
-        unit_s: for each layer and micro-batch, whatever their size.
         read_cpu_s: for each byte from the disk: seconds that a processor is busy with it.
         threads: which computed.
     """
 
     read_rate: float
     write_rate: float
-    row_s: float
-    copy_rate: float
     product_s: tuple[tuple[int, float], ...]
-    kv_rate: float
-    attention_s: float
-    sample_s: float
-    unit_s: float
     read_cpu_s: float = 0.0
     threads: int = 0
 
     def product(self, rows: float) -> float:
         """Return seconds per element of a matrix, for a number of rows that was not measured."""
-        if rows <= 0:
-            return 0.0
-        (first, least), last = self.product_s[0], self.product_s[-1]
+        (first, least), (last, most) = self.product_s[0], self.product_s[-1]
         if rows <= first:
-            return least
+            return least if rows > 0 else 0.0
         for (below, low), (above, high) in zip(self.product_s, self.product_s[1:], strict=False):
             if rows <= above:
                 return low + (high - low) * (rows - below) / (above - below)
-        return last[1] * rows / last[0]
+        return most * rows / last
+
+    def memory_rate(self, itemsize: int) -> float:
+        """Return the bytes/s of memory, which limits the product of a single row.
+
+        Args:
+            itemsize: of an element of the products' matrices.
+        """
+        return itemsize / self.product(1)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -86,13 +76,7 @@ class Machine:
 NOMINAL = Machine(
     read_rate=1.5e9,
     write_rate=0.8e9,
-    row_s=1.5e-4,
-    copy_rate=6e9,
     product_s=((1, 8e-11), (8, 9e-11), (64, 3e-10), (512, 2e-9)),
-    kv_rate=2e10,
-    attention_s=2e-11,
-    sample_s=2e-9,
-    unit_s=5e-4,
 )
 
 _found: dict[tuple[Any, ...], Any] = {}
@@ -118,24 +102,12 @@ def measure(
     threads = torch.get_num_threads()
     device = os.stat(tensors[0].path).st_dev if tensors else 0
     size = min(_MOST_READ, sum(stored.nbytes for stored in tensors)) // CHUNK
-    read_rate, read_cpu_s, row_s = _once(("read", device, size), lambda: _reading(tensors))
+    read_rate, read_cpu_s = _once(("read", device, size), lambda: _reading(tensors))
     write_rate = read_rate
     if folder is not None and (disk_limit is None or disk_limit >= _WRITTEN):
         write_rate = _once(("write", str(folder)), lambda: _writing(folder)) or read_rate
-    kv_rate, attention_s = _once(("attend", dtype, threads), lambda: _attending(dtype))
-    return Machine(
-        read_rate=read_rate,
-        write_rate=write_rate,
-        row_s=row_s,
-        copy_rate=_once(("copy",), _copying),
-        product_s=_once(("product", dtype, threads), lambda: _products(dtype)),
-        kv_rate=kv_rate,
-        attention_s=attention_s,
-        sample_s=_once(("sample", threads), _sampling),
-        unit_s=_once(("unit",), _calling),
-        read_cpu_s=read_cpu_s,
-        threads=threads,
-    )
+    product_s = _once(("product", dtype, threads), lambda: _products(dtype))
+    return Machine(read_rate, write_rate, product_s, read_cpu_s, threads)
 
 
 def _once(key: tuple[Any, ...], find: Callable[[], Any]) -> Any:
@@ -145,18 +117,8 @@ def _once(key: tuple[Any, ...], find: Callable[[], Any]) -> Any:
     return _found[key]
 
 
-def _usual(function: Callable[[], object], times: int = 3) -> float:
-    """Return the seconds of a call: the median of some, including the machine's other load."""
-    found = []
-    for _ in range(times):
-        begin = perf_counter()
-        function()
-        found.append(perf_counter() - begin)
-    return sorted(found)[len(found) // 2]
-
-
-def _reading(tensors: Sequence[Stored]) -> tuple[float, float, float]:
-    """Return bytes/s of the prefetcher's reads, their processor time per byte, and seconds to read a page."""
+def _reading(tensors: Sequence[Stored]) -> tuple[float, float]:
+    """Return bytes/s of the prefetcher's reads, and their processor time per byte."""
     chunks: list[Stored] = []
     for path in sorted({stored.path for stored in tensors}):
         own = [stored for stored in tensors if stored.path == path]
@@ -167,22 +129,9 @@ def _reading(tensors: Sequence[Stored]) -> tuple[float, float, float]:
             chunks.append(Stored("chunk", path, at, nbytes, torch.uint8, (nbytes,)))
     chunks = chunks[: _MOST_READ // CHUNK]
     if not chunks:
-        return NOMINAL.read_rate, 0.0, NOMINAL.row_s
+        return NOMINAL.read_rate, 0.0
     # Interference only slows reading down, so the fastest part is closest to the disk's rate.
-    rate, cpu_s = max(_read_ahead(chunks[i::_PARTS]) for i in range(_PARTS) if chunks[i::_PARTS])
-    some = [chunks[i * (len(chunks) - 1) // 7] for i in range(8)]
-    view = bytes_of(pages(PAGE).fill_(1))
-    with ExitStack() as files:
-        opened = {path: DirectFile(path) for path in {chunk.path for chunk in some}}
-        for file in opened.values():
-            files.callback(file.close)
-
-        def read_pages() -> None:
-            for chunk in some:
-                opened[chunk.path].read(view, chunk.offset, min(PAGE, chunk.nbytes))
-
-        row_s = _usual(read_pages, 2) / len(some)
-    return rate, cpu_s, row_s + 2e-5
+    return max(_read_ahead(chunks[i::_PARTS]) for i in range(_PARTS) if chunks[i::_PARTS])
 
 
 def _read_ahead(chunks: list[Stored]) -> tuple[float, float]:
@@ -219,12 +168,6 @@ def _writing(folder: Path) -> float | None:
         scratch.close()
 
 
-def _copying() -> float:
-    a = torch.ones(_WEIGHTS // 4)
-    b = torch.ones_like(a)
-    return a.nbytes / _usual(lambda: b.copy_(a))
-
-
 def _products(dtype: torch.dtype) -> tuple[tuple[int, float], ...]:
     depth, width = 2048, 2048
     count = max(1, _WEIGHTS // (depth * width * dtype.itemsize))
@@ -239,63 +182,6 @@ def _products(dtype: torch.dtype) -> tuple[tuple[int, float], ...]:
                 linear(x, weight)
 
         multiply()  # a probe, where torch's products are made invariant
-        found.append((rows, _usual(multiply) / (len(some) * depth * width)))
+        seconds = median(repeat(multiply, number=1, repeat=3))  # with the machine's other load
+        found.append((rows, seconds / (len(some) * depth * width)))
     return tuple(found)
-
-
-def _attending(dtype: torch.dtype) -> tuple[float, float]:
-    """Return bytes/s in a decode step, and seconds per pair of query and key in a prompt."""
-    sequences, blocks, tokens, heads, width = 8, 32, 16, 4, 128
-    store = KVStore(
-        [LayerShape(heads, width, width)],
-        1 + sequences * blocks,
-        tokens,
-        dtype,
-        torch.device("cpu"),
-    )
-    for k, v in store.layers:
-        k.fill_(0.01)
-        v.fill_(0.01)
-    tables = torch.arange(sequences * blocks, dtype=torch.int32).view(sequences, blocks) + 1
-    options = AttentionOptions(scale=0.1)
-    context = blocks * tokens
-    lens = torch.full((sequences,), context, dtype=torch.int32)
-
-    def attend(queries: int, count: int) -> float:
-        q = torch.full((queries * count, heads * 2, width), 0.1, dtype=dtype)
-        starts = torch.arange(0, queries * count + 1, queries, dtype=torch.int32)
-        batch = AttentionBatch(starts, lens[:count], tables[:count])
-        return _usual(lambda: store.attend(0, q, batch, options))
-
-    read = sequences * context * heads * 2 * width * dtype.itemsize
-    pairs = context * context / 2 * heads * 2 * 2 * width
-    return read / attend(1, sequences), attend(context, 1) / pairs
-
-
-def _sampling() -> float:
-    rows, vocab = 8, 32_768
-    logits = torch.linspace(-3, 3, rows * vocab).view(rows, vocab)
-    plan = SamplePlan(
-        [
-            SampleRow(params=SamplingParams(), seed=1, sample_index=i, position=5)
-            for i in range(rows)
-        ]
-    )
-    return _usual(lambda: sample_rows(logits, plan)) / (rows * vocab)
-
-
-def _calling() -> float:
-    """Measure the seconds that the calls of one layer take, whatever its size.
-
-    Here some forty, which is a fifth of a layer of transformers with its modules and views (measured).
-    """
-    x, weight = torch.ones(2, 64), torch.ones(64, 64)
-
-    def layer() -> None:
-        for _ in range(8):
-            linear(x, weight)
-        for _ in range(32):
-            x * x
-
-    layer()
-    return 5 * _usual(layer)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import product
-from typing import Any
+from itertools import accumulate, product
+from typing import NoReturn
 
 from verbatim.errors import InvalidRequest, OutOfBlocks, TierFailed
 from verbatim.options import available_memory
 from verbatim.placement.offload.choice import Offload, Percents
 from verbatim.placement.offload.cost import Prediction, predict
 from verbatim.placement.offload.kv import TIERS, assign_tiers
-from verbatim.placement.offload.machine import NOMINAL, Machine
+from verbatim.placement.offload.machine import NOMINAL, ROWS, Machine
 from verbatim.placement.offload.plan import (
     Plan,
     buffer_bytes,
@@ -26,18 +26,25 @@ from verbatim.placement.offload.plan import (
 )
 from verbatim.placement.offload.report import amount, sentences
 from verbatim.placement.offload.shape import ModelShape
-from verbatim.placement.options import EngineOptions
+from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions
 
 IN_MEMORY: Percents = (100.0, 0.0, 0.0)
 ON_DISK: Percents = (0.0, 0.0, 100.0)
 UNLIMITED = 1 << 60  # bytes
-_KV_SHARE = 0.4  # of the available memory, for K and V, where no budget is given
 BUDGET_SHARE = 0.6  # of the available memory, where no budget is given
 _MICRO_TOKENS = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
 _MAX_ROWS = 8192  # of a forward
 # Of the fastest plan: of these, K and V in memory and then the least work per token wins.
-_AS_FAST = 0.98
-_STEPS = 512  # in which the share of weights in memory is searched
+_AS_FAST = 0.99
+_GOLDEN = (
+    0.618  # of the units: any number of them that are numbered in steps of it is spread evenly
+)
+
+# What memory may hold: a slot, by its number, or one of these.
+Item = int | str
+_KV = "K and V of a layer"
+_SECOND = "a second unit in the ring"
+_WAITING = "waiting activations"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +62,11 @@ class PlannerInputs:
     shape: ModelShape
     offload: Offload
     options: EngineOptions
-    machine: Machine
     disk: int
     budget: int | None
     workload: tuple[int, int]
     limit: int | None
     max_kv_bytes: int = UNLIMITED
-
-    @property
-    def context(self) -> int:
-        return sum(self.workload)
 
     @property
     def two_budgets(self) -> bool:
@@ -81,7 +83,7 @@ class PlannerInputs:
             return self.options.kv_bytes - self.state_bytes(sequences)
         block = self.options.block_size
         block_bytes = block * self.shape.kv_bytes_per_token
-        blocks = sequences * -(-self.context // block) + 1
+        blocks = sequences * -(-sum(self.workload) // block) + 1
         if self.limit is not None and self.budget is not None:
             longest = -(-self.limit // block) + 1
             blocks = max(blocks, min(longest, self.budget // 4 // max(1, block_bytes)))
@@ -104,7 +106,7 @@ class PlannerInputs:
 
 
 def resolve_inputs(
-    shape: ModelShape, offload: Offload, options: EngineOptions, machine: Machine, limit: int | None
+    shape: ModelShape, offload: Offload, options: EngineOptions, limit: int | None
 ) -> PlannerInputs:
     """Resolve budgets, disk space and workload.
 
@@ -126,21 +128,18 @@ def resolve_inputs(
     if limit is not None:
         prompt = min(prompt, max(1, limit - 1))
         new = min(new, max(1, limit - prompt))
-    most = int(available_memory() * _KV_SHARE) if budget is None else UNLIMITED
-    workload = prompt, new
-    return PlannerInputs(shape, offload, options, machine, disk, budget, workload, limit, most)
+    most = int(available_memory() * DEFAULT_KV_SHARE) if budget is None else UNLIMITED
+    return PlannerInputs(shape, offload, options, disk, budget, (prompt, new), limit, most)
 
 
 def may_spill(shape: ModelShape, offload: Offload, options: EngineOptions) -> bool:
     """Return whether K and V or activations may go to the disk."""
     if (offload.kv or IN_MEMORY)[2] or (offload.activations or IN_MEMORY)[2]:
         return True
-    inputs = resolve_inputs(shape, offload, options, NOMINAL, None)
-    return (
-        offload.kv is None
-        and inputs.budget is not None
-        and (inputs.kv_bytes(options.max_sequences) + shape.nbytes > inputs.budget)
-    )
+    inputs = resolve_inputs(shape, offload, options, None)
+    if offload.kv is not None or inputs.budget is None:
+        return False
+    return inputs.kv_bytes(options.max_sequences) + shape.nbytes > inputs.budget
 
 
 class _Room:
@@ -154,15 +153,14 @@ class _Room:
         if not self.pooled:
             self.left |= {"gpu": given.gpu or 0, "cpu": given.cpu or 0}
 
-    def take(self, tier: str, nbytes: int) -> None:
-        """Take bytes of a tier, whether they are there or not."""
+    def take(self, tier: str, nbytes: int) -> str:
+        """Take bytes of a tier, whether they are there or not; return the tier."""
         self.left[self.first if self.pooled and tier != "disk" else tier] -= nbytes
+        return tier
 
     def place(self, nbytes: int) -> str:
         """Take bytes of the gpu tier if it has them, else of cpu; return which."""
-        tier = self.first if self.pooled or nbytes <= self.left["gpu"] else "cpu"
-        self.take(tier, nbytes)
-        return tier
+        return self.take(self.first if self.pooled or nbytes <= self.left["gpu"] else "cpu", nbytes)
 
     @property
     def suffices(self) -> bool:
@@ -178,9 +176,8 @@ def make_plan(
 ) -> tuple[Plan, Prediction]:
     """Return the plan with the most predicted tokens/s within the budgets and the user's choices.
 
-    Blocks of 1, 4, 16, ... sequences are tried, with micro-batches of several sizes, and the largest unit
-    streamed or kept in memory. For each of them, memory is filled with K and V first or with weights
-    first (`_fill`), and `cost.py` predicts the time.
+    Blocks of 1, 2, 4, ... sequences are tried. For each of them, memory is filled with what saves reading
+    (`_orders`), as far as it goes, and `cost.py` predicts the time.
 
     Args:
         limit: maximal tokens of a sequence; None: unlimited.
@@ -196,20 +193,21 @@ def make_plan(
             f"batch_size={offload.batch_size} and micro_batches={offload.micro_batches} make {block} "
             f"sequences at once, and max_sequences is {options.max_sequences}"
         )
-    inputs = resolve_inputs(shape, offload, options, machine, limit)
-    found = _search(inputs)
-    if not found:
+    inputs = resolve_inputs(shape, offload, options, limit)
+    plans = _plans(inputs, machine, tight=False) or _plans(inputs, machine, tight=True)
+    if not plans:
         _refuse(inputs)
-    fastest = max(prediction.tokens_per_s for _, prediction, _ in found)
-    plan, _, room = min(
-        (entry for entry in found if entry[1].tokens_per_s >= _AS_FAST * fastest),
+    found = [(plan, room, predict(shape, plan, machine, inputs.workload)) for plan, room in plans]
+    fastest = max(prediction.tokens_per_s for *_, prediction in found)
+    plan, room, prediction = min(
+        (entry for entry in found if entry[2].tokens_per_s >= _AS_FAST * fastest),
         # The model leaves out what each visit to K and V on the disk costs beside its bytes.
         key=lambda entry: (
             entry[0].kv[2] > 0,
-            (entry[1].decode.io_s + entry[1].decode.compute_s) / entry[1].sequences,
+            (entry[2].decode.io_s + entry[2].decode.compute_s) / entry[2].sequences,
         ),
     )
-    plan = _with_more_kv(inputs, plan, room)
+    plan = _with_more_kv(inputs, plan, room, reads=prediction.decode.weight_bytes > 0)
     if inputs.budget is None and plan.memory_bytes > available_memory():
         raise OutOfBlocks(
             f"placement=Offload: {plan.memory_bytes} bytes are needed ({_kinds(plan)}), and "
@@ -220,59 +218,51 @@ def make_plan(
     return replace(plan, reasons=reasons), prediction
 
 
-def _search(inputs: PlannerInputs) -> list[tuple[Plan, Prediction, _Room]]:
-    """Return plans within the budgets, with their predictions and what is left free."""
-    found: list[tuple[Plan, Prediction, _Room]] = []
-
-    def consider(sequences: int, *, tight: bool) -> None:
-        for base in _sizes(inputs, sequences, tight=tight):
-            for pinned in _pins(inputs):
-                for plan, room in _fill(inputs, base, pinned, tight=tight):
-                    prediction = predict(inputs.shape, plan, inputs.machine, inputs.workload)
-                    found.append((plan, prediction, room))
-
-    tried = _blocks(inputs)
-    for sequences in tried:
-        consider(sequences, tight=False)
-    if found and len(tried) > 1 and inputs.offload.batch_size is None:
-        best = max(found, key=lambda entry: entry[1].tokens_per_s)[0].block_size
-        more = {max(1, best // 2), min(2 * best, inputs.options.max_sequences)}
-        for sequences in more - set(tried):
-            consider(sequences, tight=False)
-    for sequences in tried:
-        if not found:
-            consider(sequences, tight=True)
-    return found
-
-
-def _blocks(inputs: PlannerInputs) -> list[int]:
-    """Return the numbers of sequences to try."""
-    offload, most = inputs.offload, inputs.options.max_sequences
-    if offload.batch_size and offload.micro_batches:
-        return [offload.batch_size * offload.micro_batches]
-    step = offload.batch_size or offload.micro_batches or 1
-    found = [step]
-    while found[-1] * 4 < most:
-        found.append(found[-1] * 4)
-    return sorted({*found, max(found[-1], most // step * step)})
-
-
-def _sizes(inputs: PlannerInputs, sequences: int, *, tight: bool) -> Iterator[Plan]:
-    """Yield the batch sizes to try for a block of `sequences`, as plans that hold nothing yet.
+def _plans(inputs: PlannerInputs, machine: Machine, *, tight: bool) -> list[tuple[Plan, _Room]]:
+    """Return the plans that fit, and the bytes that they leave.
 
     Args:
         tight: in as little memory as possible, with K and V of fewer tokens than the workload has.
     """
+    found = []
+    for base in _sizes(inputs, machine, tight=tight):
+        plans = (_fill(inputs, base, order) for order in _orders(inputs, base))
+        found += [plan for plan in plans if plan is not None]
+    return found
+
+
+def _sizes(inputs: PlannerInputs, machine: Machine, *, tight: bool) -> Iterator[Plan]:
+    """Yield the batch sizes to try, as plans that hold nothing yet; `tight` as for `_plans`.
+
+    The last one takes the least memory, if it is tight.
+    """
     shape, given, options = inputs.shape, inputs.offload, inputs.options
-    for batch_size in _batch_sizes(inputs, sequences):
-        for micro_tokens in _micro_tokens(inputs, tight=tight):
-            micro_batches = given.micro_batches or max(1, sequences // batch_size)
-            block, rows = batch_size * micro_batches, options.max_batch_tokens
-            kv_bytes = inputs.kv_bytes(block)
-            if tight and options.kv_bytes is None:
-                kv_bytes = min(kv_bytes, 2 * options.block_size * shape.kv_bytes_per_token)
-            if options.default_batch_tokens:
-                rows = block if tight else _rows(inputs, block, micro_tokens)
+    room = UNLIMITED if inputs.budget is None else inputs.budget
+    step, most = (given.batch_size or 1) * (given.micro_batches or 1), options.max_sequences
+    blocks, heights, most_rows = [step], list(_MICRO_TOKENS[4:]), 0
+    if not tight:
+        if not (given.batch_size and given.micro_batches):
+            doubled = (step << n for n in range(most.bit_length()))
+            blocks = sorted({*(n for n in doubled if n < most), most // step * step})
+        fitting = [n for n in _MICRO_TOKENS if working_bytes(shape, n) <= room // 8]
+        heights = fitting[:3:2]
+        # With so many rows a prompt computes for twice as long as all weights are read.
+        chosen = shape.experts_per_token / max(1, shape.experts)
+        elements = sum(s.elements * (chosen if s.of_experts else 1) for s in shape.slots)
+        row_s = elements * machine.product(ROWS[-1]) / ROWS[-1]
+        wanted = max(256, int(2 * shape.nbytes / machine.read_rate / row_s))
+        most_rows = min(wanted, _MAX_ROWS, room // 12 // waiting_bytes(shape, 1))
+        most_rows = 1 << most_rows.bit_length() >> 1
+    for block in blocks:
+        sizes = {given.batch_size or block // (given.micro_batches or 1)}
+        if step == 1 and (given.kv is None or given.kv[2]):  # smaller ones take smaller buffers
+            sizes.add(max(1, block // 8))
+        kv_bytes, rows = inputs.kv_bytes(block), options.max_batch_tokens
+        if tight and options.kv_bytes is None:
+            kv_bytes = min(kv_bytes, 2 * options.block_size * shape.kv_bytes_per_token)
+        if options.default_batch_tokens:
+            rows = block if tight else max(block, min(block * inputs.workload[0], most_rows))
+        for batch_size, micro_tokens in product(sizes, heights):
             yield Plan(
                 weights=given.weights or ON_DISK,
                 kv=given.kv or ON_DISK,
@@ -281,7 +271,7 @@ def _sizes(inputs: PlannerInputs, sequences: int, *, tight: bool) -> Iterator[Pl
                 kv_bytes=kv_bytes,
                 kv_block=options.block_size,
                 batch_size=batch_size,
-                micro_batches=micro_batches,
+                micro_batches=block // batch_size,
                 micro_tokens=micro_tokens,
                 max_batch_tokens=rows,
                 prompt_rows=prompt_rows(shape, inputs.budget),
@@ -290,244 +280,158 @@ def _sizes(inputs: PlannerInputs, sequences: int, *, tight: bool) -> Iterator[Pl
             )
 
 
-def _batch_sizes(inputs: PlannerInputs, sequences: int) -> list[int]:
-    given = inputs.offload
-    if given.batch_size:
-        return [given.batch_size]
-    if given.micro_batches:
-        return [max(1, sequences // given.micro_batches)]
-    if given.kv is not None and not given.kv[2]:
-        return [sequences]
-    return sorted({sequences, max(1, sequences // 8)}, reverse=True)
+def _orders(inputs: PlannerInputs, base: Plan) -> list[list[list[Item]]]:
+    """Return orders in which memory is filled, each in groups of items of one kind.
 
-
-def _micro_tokens(inputs: PlannerInputs, *, tight: bool) -> tuple[int, ...]:
-    """Return rows of a micro-batch to try: as many as an eighth of the budget holds, and a quarter."""
-    if tight:
-        return _MICRO_TOKENS[4:]
-    room = UNLIMITED if inputs.budget is None else inputs.budget // 8
-    fitting = (n for n in _MICRO_TOKENS if working_bytes(inputs.shape, n) <= room)
-    return tuple(fitting)[::2][:2]
-
-
-def _rows(inputs: PlannerInputs, sequences: int, micro_tokens: int) -> int:
-    """Return the rows of a forward for which a prompt computes as long as the weights are read."""
-    shape, machine = inputs.shape, inputs.machine
-    elements = sum(slot.elements for slot in shape.slots)
-    if shape.experts:
-        routed = sum(slot.elements for slot in shape.slots if slot.of_experts)
-        elements -= routed - routed * shape.experts_per_token // shape.experts
-    everything = sum(shape.slots[i].disk_bytes for i in (*shape.streamable(), *shape.cached))
-    row_s = elements * machine.product(micro_tokens) / micro_tokens
-    wanted = everything / machine.read_rate / max(row_s, 1e-12)
-    rows = 256
-    while rows < min(wanted, _MAX_ROWS, sequences * inputs.workload[0]):
-        rows *= 2
-    rows = max(rows, sequences)
-    if inputs.budget is not None:
-        while rows > sequences and waiting_bytes(shape, rows) > inputs.budget // 12:
-            rows = max(sequences, rows // 2)
-    return rows
-
-
-def _pins(inputs: PlannerInputs) -> list[tuple[int, ...]]:
-    """Return sets of slots to keep in memory first: none, or those of a unit much larger than the others.
-
-    A head is often as large as six layers. Streamed, it would need a ring of that size for itself.
+    All bytes of one kind save about the same time of the disk, so the kind that saves more goes first: K and
+    V, or weights. Where memory is short, K and V are worth more than what lets reading overlap, too.
     """
-    shape = inputs.shape
-    if inputs.offload.weights is not None:
-        return [()]
+    shape, given = inputs.shape, inputs.offload
+    lacking = -(-(base.kv_bytes - inputs.disk) * shape.layers // max(1, base.kv_bytes))
+    first: list[Item] = [_KV] * max(0, lacking)  # on the disk there is no room for them
+    kv: list[Item] = [] if given.kv else [_KV] * (shape.layers - len(first))
+    waiting: list[Item] = [] if given.activations else [_WAITING]
+    start = [[] if given.kv else first, waiting]
+    large, needed, experts, gathered = _weights(shape) if given.weights is None else [[]] * 4
+    return [
+        [*start, kv, large, [_SECOND], needed, experts, gathered],
+        [*start, large, [_SECOND], needed, experts, kv, gathered],
+        [*start, large, needed, experts, kv, gathered],
+    ]
+
+
+def _weights(shape: ModelShape) -> list[list[Item]]:
+    """Return the slots in the order in which they are to stay in memory.
+
+    A unit much larger than the others comes first: a head is often as large as six layers, and streamed, it
+    would need a ring of that size for itself. Then come weights that every token needs, experts, which only
+    some tokens need, and embeddings, of which only rows are read.
+    """
     everywhere = ("disk",) * len(shape.slots)
     sizes = sorted((shape.streamed(unit, everywhere), i) for i, unit in enumerate(shape.units))
-    if len(sizes) < 3 or sizes[-1][0] < 2 * sizes[-2][0]:
-        return [()]
-    return [(), shape.units[sizes[-1][1]].slots]
+    is_large = len(sizes) > 2 and sizes[-1][0] >= 2 * sizes[-2][0]
+    large = shape.units[sizes[-1][1]].slots if is_large else ()
+    needed = [unit.slots for unit in shape.units if not unit.gathers]
+    groups = [
+        list(large),
+        _by_turns(shape, needed),
+        _by_turns(shape, [unit.experts for unit in shape.units]),
+        list(range(len(shape.slots))),
+    ]
+    seen = set(shape.held)
+    found: list[list[Item]] = []
+    for group in groups:
+        found.append([i for i in group if i not in seen])
+        seen.update(group)
+    return found
 
 
-def _fill(
-    inputs: PlannerInputs, base: Plan, pinned: tuple[int, ...], *, tight: bool
-) -> Iterator[tuple[Plan, _Room]]:
-    """Yield plans that fill memory with K and V and with weights, each as far as it goes.
+def _by_turns(shape: ModelShape, units: list[tuple[int, ...]]) -> list[int]:
+    """Return slots of units so that any beginning of them is spread evenly over the units.
 
-    All bytes of one kind save about the same time of the disk, so the kind that saves more goes first; both
-    orders are tried. Activations go to the disk, and the ring holds one layer in place of two, only where
-    not all K and V fit otherwise.
-
-    Args:
-        base: has the batch sizes.
-        pinned: slots that stay in memory in any case.
-        tight: yield the first plan alone.
+    That keeps the ring small, which holds two neighbours.
     """
-    layers, given = inputs.shape.layers, inputs.offload
-    steps = _STEPS if given.weights is None else 0
-    for kv_first in (True, False) if given.kv is None else (True,):
-        least = max(0, -(-(base.kv_bytes - inputs.disk) * layers // max(1, base.kv_bytes)))
-        for activations, roomy in product((IN_MEMORY, ON_DISK), (True, False)):
-            if given.activations and activations != IN_MEMORY:
-                continue  # they are not chosen here
-
-            def plan(
-                kv: int,
-                weights: int,
-                activations: Percents = activations,
-                roomy: bool = roomy,
-            ) -> tuple[Plan, _Room] | None:
-                found = _assign(inputs, base, pinned, kv, weights, activations, roomy=roomy)
-                return found if found[1].suffices else None
-
-            def with_kv(kv: int, plan: Any = plan) -> bool:
-                return bool(plan(kv, 0) or (steps and plan(kv, steps)))
-
-            kv = _largest(least, layers, with_kv) if kv_first else least
-            weights = None if kv is None else _largest(0, steps, partial(plan, kv))
-            if kv is None or weights is None:
-                continue
-            if not kv_first:
-                kv = _largest(kv, layers, partial(plan, weights=weights)) or kv
-            if weights == steps:  # embeddings are left
-                weights = _largest(weights, 2 * steps, partial(plan, kv)) or weights
-            found = plan(kv, weights)
-            assert found is not None
-            yield found
-            if tight:
-                return
-            if not kv_first or given.kv is not None or not found[0].kv[2]:
-                break
-            least = layers
+    ranked = [
+        (place, number % 2, number, slot)
+        for number, slots in enumerate(units)
+        for place, slot in enumerate(sorted(slots, key=lambda i: -shape.slots[i].nbytes))
+    ]
+    return list(dict.fromkeys(slot for *_, slot in sorted(ranked)))
 
 
-def _largest(least: int, most: int, fits: Callable[[int], object]) -> int | None:
-    """Return the largest number from `least` to `most` that fits; None: not even `least` does."""
-    if fits(most):
-        return most
-    if least == most or not fits(least):
+def _fill(inputs: PlannerInputs, base: Plan, order: list[list[Item]]) -> tuple[Plan, _Room] | None:
+    """Return the plan that holds as many items of each group as fit, the first group first.
+
+    None if not even none fits. The last item of a group may free a buffer, so whole groups are tried first.
+    """
+    groups = [group for group in order if group]
+    beginnings = [*accumulate([[], *groups])]
+
+    def fits(held: Sequence[Item]) -> bool:
+        return _assign(inputs, base, held)[1].suffices
+
+    whole = next((n for n in reversed(range(len(beginnings))) if fits(beginnings[n])), None)
+    if whole is None:
         return None
-    while most - least > 1:
-        middle = (least + most) // 2
-        least, most = (middle, most) if fits(middle) else (least, middle)
-    return least
+    held = beginnings[whole]
+    for group in groups[whole:]:
+        counts = range(1, len(group) + 1)
+        held = held + group[: bisect_left(counts, True, key=lambda n: not fits(held + group[:n]))]
+    return _assign(inputs, base, held)
 
 
-def _assign(
-    inputs: PlannerInputs,
-    base: Plan,
-    pinned: tuple[int, ...],
-    kv_layers: int,
-    weight_steps: int,
-    activations: Percents,
-    *,
-    roomy: bool,
-) -> tuple[Plan, _Room]:
-    """Return a plan, whether it fits or not, and the bytes that it leaves. The gpu tier is filled first.
+def _assign(inputs: PlannerInputs, base: Plan, held: Sequence[Item]) -> tuple[Plan, _Room]:
+    """Return a plan that holds these items, whether they fit or not, and the bytes that it leaves.
+
+    What is given as percents is taken from its tiers; everything else fills the gpu tier first.
 
     Args:
         base: has the batch sizes.
-        kv_layers: number of layers whose K and V stay in memory.
-        weight_steps: share of the weights that stays in memory, as of `_spread`.
     """
     shape, given, room = inputs.shape, inputs.offload, _Room(inputs)
-    in_memory = list(dict.fromkeys((*shape.held, *pinned)))
-    tiers, kv = ["disk"] * len(shape.slots), given.kv
-    if given.weights is not None:
-        tiers = assign_tiers([slot.nbytes for slot in shape.slots], given.weights)
-    else:
-        in_memory += _spread(shape, pinned, weight_steps)
-    for i in in_memory:
+    sizes, layers = [slot.nbytes for slot in shape.slots], [1] * shape.layers
+    slots = dict.fromkeys([*shape.held, *(item for item in held if isinstance(item, int))])
+    tiers = assign_tiers(sizes, given.weights) if given.weights else ["disk"] * len(sizes)
+    for i in slots:
         tiers[i] = "gpu"
-    if kv is None:
-        share = 100 * kv_layers / shape.layers
-        kv = (share, 0.0, 100 - share)
+    kv_tiers, kv_layers = assign_tiers(layers, given.kv or ON_DISK), held.count(_KV)
+    kv = given.kv or (ON_DISK if kv_layers < shape.layers else IN_MEMORY)
     resident = base.kv_bytes * shape.resident_bytes_per_token // max(1, shape.kv_bytes_per_token)
     a_layer = -(-(base.kv_bytes - resident) // shape.layers)
-    fixed = buffer_bytes(shape, replace(base, kv=kv), tuple(tiers), inputs.context, roomy=roomy)
-    fixed["recurrent states"] = inputs.state_bytes(base.block_size)
     waiting = waiting_bytes(shape, base.max_batch_tokens)
-    if given.weights is not None:
-        for i in set(range(len(tiers))) - set(in_memory):
-            room.take(tiers[i], 0 if tiers[i] == "disk" else shape.slots[i].nbytes)
-    if given.kv is not None:
-        kept = assign_tiers([1] * shape.layers, kv)
-        for tier in TIERS:
-            room.take(tier, a_layer * kept.count(tier))
-    if given.activations is not None:
-        for tier, share in zip(TIERS, given.activations, strict=True):
-            room.take(tier, int(waiting * share / 100))
+    fixed = buffer_bytes(
+        shape, replace(base, kv=kv), tuple(tiers), sum(inputs.workload), roomy=_SECOND in held
+    )
+    fixed["recurrent states"] = inputs.state_bytes(base.block_size)
+    for i, tier in enumerate(tiers):
+        room.take(tier, 0 if i in slots or tier == "disk" else sizes[i])
+    for tier in kv_tiers if given.kv else ():
+        room.take(tier, a_layer)
+    for tier, share in zip(TIERS, given.activations or (), strict=False):
+        room.take(tier, int(waiting * share / 100))
     buffers = resident + sum(fixed.values())  # of gpu as far as it goes
     near = buffers if room.pooled else max(0, min(buffers, room.left["gpu"]))
     room.take("gpu", near)
     room.take("cpu", buffers - near)
-    for i in in_memory:
-        tiers[i] = room.place(shape.slots[i].nbytes)
-    if given.kv is None:
-        kept = [room.place(a_layer) for _ in range(kv_layers)]
-        room.take("disk", a_layer * (shape.layers - kv_layers))
-        gpu, cpu = (100 * kept.count(tier) / shape.layers for tier in ("gpu", "cpu"))
-        kv = (gpu, cpu, kv[2])
-    if given.activations is not None:
-        activations = given.activations
-    elif activations[2]:
-        room.take("disk", waiting)
-    elif room.place(waiting) == "cpu":
-        activations = (0.0, 100.0, 0.0)
+    for i in slots:
+        tiers[i] = room.place(sizes[i])
+    if not given.kv:
+        kv_tiers = [room.place(a_layer) for _ in range(kv_layers)]
+        kv_tiers += [room.take("disk", a_layer) for _ in range(shape.layers - kv_layers)]
+    activations = given.activations
+    if activations is None:
+        tier = room.place(waiting) if _WAITING in held else room.take("disk", waiting)
+        activations = _shares([1], [tier])
     assigned = tuple(tiers)
-    taken = {
+    memory = {
         "weights": 0,
-        "K and V": resident + a_layer * (len(kept) - kept.count("disk")),
-        "activations": int(waiting * (activations[0] + activations[1]) / 100),
+        "K and V": resident + a_layer * (shape.layers - kv_tiers.count("disk")),
+        "activations": int(waiting * (100 - activations[2]) / 100),
         **fixed,
         **weight_bytes(shape, assigned),
     }
     plan = replace(
         base,
-        weights=given.weights or _percents(shape, assigned),
-        kv=kv,
+        weights=given.weights or _shares(sizes, tiers),
+        kv=given.kv or _shares(layers, kv_tiers),
         activations=activations,
         tiers=assigned,
         ring_bytes=fixed["ring"],
-        memory={kind: nbytes for kind, nbytes in taken.items() if nbytes},
+        memory={kind: nbytes for kind, nbytes in memory.items() if nbytes},
     )
     return plan, room
 
 
-def _spread(shape: ModelShape, pinned: tuple[int, ...], steps: int) -> list[int]:
-    """Return the slots that stay in memory, spread evenly over the units, which keeps the ring small.
-
-    Weights that every token needs come before experts, which only some tokens need; last come embeddings, of
-    which only rows are read.
-
-    Args:
-        steps: up to `_STEPS`, the share of all but the embeddings; from there on, the share of these.
-    """
-    needed = [i for i in shape.streamable() if i not in pinned]
-    seen = {*needed, *shape.cached, *shape.held, *pinned}
-    kinds = needed, shape.cached, [i for i in range(len(shape.slots)) if i not in seen]
-    sizes = [sum(shape.slots[i].nbytes for i in slots) for slots in kinds]
-    wanted: float = (sizes[0] + sizes[1]) * min(steps, _STEPS) / _STEPS
-    wanted += sizes[2] * max(0, steps - _STEPS) / _STEPS
-    kept = []
-    for slots, size in zip(kinds, sizes, strict=True):
-        share = min(1.0, wanted / max(1, size))
-        passed = held = 0
-        for i in slots:
-            nbytes = shape.slots[i].nbytes
-            passed += nbytes
-            if share * passed - held >= nbytes / 2:
-                kept.append(i)
-                held += nbytes
-        wanted = max(0.0, wanted - size)
-    return kept
-
-
-def _percents(shape: ModelShape, tiers: tuple[str, ...]) -> Percents:
+def _shares(sizes: list[int], tiers: list[str]) -> Percents:
+    """Return the percents of the sizes in each tier."""
     held = dict.fromkeys(TIERS, 0)
-    for slot, tier in zip(shape.slots, tiers, strict=True):
-        held[tier] += slot.nbytes
-    gpu, cpu = (100 * held[tier] / max(1, shape.nbytes) for tier in ("gpu", "cpu"))
-    return gpu, cpu, max(0.0, 100 - gpu - cpu)
+    for size, tier in zip(sizes, tiers, strict=True):
+        held[tier] += size
+    gpu, cpu, disk = (100 * nbytes / max(1, sum(sizes)) for nbytes in held.values())
+    return gpu, cpu, disk
 
 
-def _with_more_kv(inputs: PlannerInputs, plan: Plan, room: _Room) -> Plan:
+def _with_more_kv(inputs: PlannerInputs, plan: Plan, room: _Room, *, reads: bool) -> Plan:
     """Use the free memory for K and V: for the block's sequences or, where no weights are read, for longer
     sequences and cached prefixes.
     """
@@ -535,22 +439,20 @@ def _with_more_kv(inputs: PlannerInputs, plan: Plan, room: _Room) -> Plan:
     if options.kv_bytes is not None or plan.kv[2]:
         return plan
     useful = inputs.kv_bytes(plan.block_size)
-    if all(plan.tiers[i] != "disk" for i in (*shape.streamable(), *shape.cached)):
+    if not reads:
         longest = -(-(inputs.limit or UNLIMITED) // options.block_size)
         blocks = options.max_sequences * longest + 1
         useful = blocks * options.block_size * shape.kv_bytes_per_token
-    free = [room.left[room.first]] * 2 if room.pooled else [room.left["gpu"], room.left["cpu"]]
-    shares = [(left, share) for left, share in zip(free, plan.kv[:2], strict=True) if share]
-    grown = min(
-        plan.kv_bytes + int(left * 100 / (100 if room.pooled else share)) for left, share in shares
-    )
+    shares = {room.first: 100.0} if room.pooled else dict(zip(TIERS, plan.kv, strict=True))
+    free = min(int(room.left[tier] * 100 / share) for tier, share in shares.items() if share)
+    grown = plan.kv_bytes + free
     if inputs.budget is None:
         grown = min(grown, inputs.max_kv_bytes)
     kv_bytes = max(plan.kv_bytes, min(grown, useful))
     return replace(plan, kv_bytes=kv_bytes, memory={**plan.memory, "K and V": kv_bytes})
 
 
-def _refuse(inputs: PlannerInputs) -> None:
+def _refuse(inputs: PlannerInputs) -> NoReturn:
     """Raise an error that names the chosen values, the limits and a sufficient budget."""
     given, options = inputs.offload, inputs.options
     assert inputs.budget is not None
@@ -585,9 +487,9 @@ def _refuse(inputs: PlannerInputs) -> None:
 
 def _least(inputs: PlannerInputs) -> tuple[Plan, _Room]:
     """Return a plan in as little memory as possible, whether it fits or not."""
-    *_, base = _sizes(inputs, _blocks(inputs)[0], tight=True)
-    kept = product((0, inputs.shape.layers), (0, _STEPS))  # without buffers, or without a ring
-    found = [_assign(inputs, base, (), kv, steps, ON_DISK, roomy=False) for kv, steps in kept]
+    *_, base = _sizes(inputs, NOMINAL, tight=True)
+    starts = [held for order in _orders(inputs, base) for held in accumulate([[], *order])]
+    found = [_assign(inputs, base, held) for held in starts]
     return min(found, key=lambda entry: entry[0].memory_bytes)
 
 

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from queue import SimpleQueue
 
 READERS = 2  # threads that read weights, or experts
 
 
 class Job:
-    """A read or a write, run once others are done.
+    """A read or a write.
 
     Waiting uses raw locks and simple queues, which Ctrl-C can't leave in an inconsistent state.
 
-    Args:
-        work: reads or writes.
-        after: jobs that must have ended before; they must have been submitted earlier.
-
     Attributes:
         ended: whether it is done, or has failed.
-        error: what `work` raised, or a job of `after`.
+        error: what `work` raised.
     """
 
-    def __init__(self, work: Callable[[], object], after: Sequence[Job] = ()) -> None:
+    def __init__(self, work: Callable[[], object]) -> None:
         self._work = work
-        self._after = after
         self.ended = False
         self._running = threading.Lock()
         self._running.acquire()
@@ -34,14 +29,9 @@ class Job:
     def run(self) -> None:
         """Run the job, and keep the error that it raises."""
         try:
-            for job in self._after:
-                job.wait()
-                self.error = self.error or job.error
-            if self.error is None:
-                self._work()
+            self._work()
         except BaseException as error:  # raised by the thread that waits
             self.error = error
-        self._after = ()
         self.ended = True
         self._running.release()
 

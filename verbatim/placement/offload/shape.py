@@ -122,11 +122,6 @@ class ModelShape:
         away = [tiers[i] == "disk" for i in unit.slots]
         return sum(s.made_bytes for s, a in zip(found, away, strict=True) if a or s.made_always)
 
-    def streamable(self) -> list[int]:
-        """Return the slots that are read in every step if they are on the disk."""
-        used = [i for unit in self.units if not unit.gathers for i in unit.slots]
-        return [i for i in dict.fromkeys(used) if i not in self.held]
-
     @property
     def cached(self) -> tuple[int, ...]:
         """The slots of experts that are read one by one."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError, NotSupported
-from verbatim.model.loader import empty_module
 from verbatim.model.quantization import Quantization
 from verbatim.model.weight_packing import Encoding, WeightPacking
 from verbatim.weights.formats.checkpoint import laid_out, pairs
@@ -29,11 +28,12 @@ _PROCESSORS = (
 )
 
 
-def read_gguf(path: Path, config: Any, dtype: torch.dtype) -> dict[str, Traced]:
+def read_gguf(path: Path, config: Any, empty: Any, dtype: torch.dtype) -> dict[str, Traced]:
     """Return the tensors of a GGUF file, traced, by transformers' names.
 
     Args:
         config: of the file's model.
+        empty: the module on the meta device.
         dtype: of decoded weights.
 
     Raises:
@@ -57,7 +57,7 @@ def read_gguf(path: Path, config: Any, dtype: torch.dtype) -> dict[str, Traced]:
             f"{path}: {architecture} in GGUF is decoded to the model's dtype when it is opened, which only a "
             "model in memory, without a placement, can be"
         )
-    names = get_gguf_hf_weights_map(empty_module(path, config), processor)
+    names = get_gguf_hf_weights_map(empty, processor)
     with path.open("rb") as file:
         stamp = stamp_of(file.fileno())
     table: dict[str, Any] = {}
