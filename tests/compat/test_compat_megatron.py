@@ -601,6 +601,7 @@ def grown(llm, params, ids):
     )
     grow(sequence, draws, range(len(ids)), None)
     assert len(sequence.tokens) == len(sequence.output_ids)
+    assert all(len(token.top_logprobs) == 1 for token in sequence.tokens)
     return sequence
 
 
@@ -1383,9 +1384,12 @@ def test_a_static_batch_that_is_broken_off_keeps_what_was_completed(controller, 
         return plain(batch)
 
     monkeypatch.setattr(runner, "forward", interrupted)
-    requests = requests_of(*mixed())
+    requests, streams = requests_of(*mixed()), {n: AsyncStream(n, lambda: None) for n in (10, 11)}
     with pytest.raises(KeyboardInterrupt):
-        controller.generate_all_output_tokens_static_batch(requests)
+        controller.generate_all_output_tokens_static_batch(requests, streams)
+    assert read_texts(streams[11])[-1] == requests[11].generated_text
+    with pytest.raises(KeyboardInterrupt):
+        read(streams[10])
     statuses = [request.status for request in requests.values()]
     assert statuses == [Status.FAILED, Status.COMPLETED, Status.FAILED]
     assert requests[11].error is None and requests[11].generated_length == 7

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from verbatim.checks import number, optional_integer
 from verbatim.core import Request
 from verbatim.engine.handle import EngineHandle
 from verbatim.engine.lockstep import run_together
@@ -133,16 +134,8 @@ def logprobs(
     """
     if not isinstance(module, nn.Module):
         raise InvalidRequest(f"module={type(module).__name__}: must be a torch module")
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float):
-        raise InvalidRequest(f"temperature={temperature!r}: must be a number above 0")
-    if not temperature > 0:
-        raise InvalidRequest(f"temperature={temperature}: must be above 0")
-    if micro_batch_size is not None and (
-        isinstance(micro_batch_size, bool)
-        or not isinstance(micro_batch_size, int)
-        or micro_batch_size < 1
-    ):
-        raise InvalidRequest(f"micro_batch_size={micro_batch_size!r}: must be 1 or more, or None")
+    number("temperature", temperature, 0.0, above=True)
+    optional_integer("micro_batch_size", micro_batch_size)
     if scores is not None and temperature != 1:
         raise InvalidRequest(f"temperature={temperature}: scores require temperature 1")
     if scores is not None and getattr(scores, "shape", None) != sequences.shape:

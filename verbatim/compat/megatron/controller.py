@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from verbatim.compat.batches import pad_rows
+from verbatim.compat.batches import by_name, pad_rows
 from verbatim.compat.megatron.context import DynamicInferenceContext
 from verbatim.compat.megatron.params import SamplingParams
 from verbatim.compat.megatron.request import InferenceRequest
@@ -25,22 +25,21 @@ from verbatim.tensors import engine_of, has_known_layers, open_forward
 TopNDict = dict[int, list[dict[str, float]]]
 _KWARGS = ("common_inference_params", "position")
 _STEP_LENGTH = 4096  # tokens of a request, where a wrapper names no limit
-_IN_A_STEP = "the engine does it inside of a step; call generate_output_tokens_dynamic_batch"
-_DRAFTS = 'drafts are verified inside of a step; open the LLM with draft=, such as draft="mtp"'
-_LOG_PROBS = (
-    "log-probs are made with the samples; set return_log_probs or top_n_logprobs of a request"
-)
 # Documented internals of a step that have no counterpart, with what to use.
-_ELSEWHERE = {
-    "_dynamic_step_context_init": _IN_A_STEP,
-    "_dynamic_step_forward_logits": _IN_A_STEP,
-    "_dynamic_step_sample_logits_and_verify_tokens": _DRAFTS,
-    "_compute_serial_mtp_and_sample": _DRAFTS,
-    "_dynamic_step_calculate_log_probs": _LOG_PROBS,
-    "_dynamic_step_calculate_log_probs_speculative": _LOG_PROBS,
-    "_dynamic_step_calculate_top_n_logprobs": _LOG_PROBS,
-    "_dynamic_step_calculate_top_n_logprobs_speculative": _LOG_PROBS,
-}
+_ELSEWHERE = by_name(
+    {
+        "the engine does it inside of a step; call generate_output_tokens_dynamic_batch": (
+            "_dynamic_step_context_init _dynamic_step_forward_logits"
+        ),
+        'drafts are verified inside of a step; open the LLM with draft=, such as draft="mtp"': (
+            "_dynamic_step_sample_logits_and_verify_tokens _compute_serial_mtp_and_sample"
+        ),
+        "log-probs are made with the samples; set return_log_probs or top_n_logprobs of a request": (
+            "_dynamic_step_calculate_log_probs _dynamic_step_calculate_log_probs_speculative "
+            "_dynamic_step_calculate_top_n_logprobs _dynamic_step_calculate_top_n_logprobs_speculative"
+        ),
+    }
+)
 
 
 class InferenceWrappedModel:

@@ -220,7 +220,6 @@ class GenerateCall:
             for _ in steps:
                 self._check_criteria()
                 self._send()
-        self._send()
         if self._streamer is not None:
             self._streamer.end()
 
