@@ -117,7 +117,7 @@ def expected(**fields: Any) -> tuple[list[int], list[float]]:
     """Greedy, from the plain reference."""
     model, ids, found = kempner_reference.make(**fields), list(IDS), []
     for _ in range(6):
-        logprobs = model(torch.tensor([ids]))[0, -1].log_softmax(-1)
+        logprobs = model(torch.tensor([ids])).detach()[0, -1].log_softmax(-1)
         ids.append(int(logprobs.argmax()))
         found.append(float(logprobs.max()))
     return ids[len(IDS) :], found

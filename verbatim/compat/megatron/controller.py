@@ -138,21 +138,22 @@ class TextGenerationController(DraftSteps):
 
         The second value is None without `detokenize_segments`.
         """
-        rows = tokens_gpu_tensor if tokens_gpu_tensor.dim() == 2 else tokens_gpu_tensor[None]
-        lengths = torch.as_tensor(lengths_gpu_tensor).flatten().tolist()
-        width = rows.shape[-1]
+        tokens, lengths = tokens_gpu_tensor, torch.as_tensor(lengths_gpu_tensor).flatten().tolist()
+        if not isinstance(tokens, Tensor) or tokens.is_floating_point():
+            raise InvalidRequest(f"tokens_gpu_tensor={tokens!r}: must be a tensor of ids")
+        rows = torch.atleast_2d(tokens)
         fits = rows.dim() == 2 and len(lengths) == len(rows)
-        if not fits or not all(0 <= n <= width for n in lengths):
+        if not fits or not all(0 <= n <= rows.shape[1] for n in lengths):
             raise InvalidRequest(
-                f"tokens {list(tokens_gpu_tensor.shape)} and lengths {lengths}: must be [L] and one "
-                "length, or [B, L] and B of them, each 0 to L"
+                f"tokens {list(tokens.shape)} and lengths {lengths}: must be [L] and one length, or "
+                "[B, L] and B of them, each 0 to L"
             )
         ids = [row[:n].tolist() for row, n in zip(rows, lengths, strict=True)]
         texts = [self._translation.detokenize(row, True, skip_special_tokens) for row in ids]
         segments = None
         if detokenize_segments:
             segments = [self._translation.segments(row, (), skip_special_tokens) for row in ids]
-        if tokens_gpu_tensor.dim() == 2:
+        if tokens.dim() == 2:
             return texts, segments
         return texts[0], None if segments is None else segments[0]
 
@@ -231,8 +232,7 @@ class TextGenerationController(DraftSteps):
         for name in kwargs:
             if name not in _KWARGS:
                 raise NotSupported(f"{name}: not known; there are {', '.join(_KWARGS)}")
-        params = kwargs.get("common_inference_params") or sampling_params or SamplingParams()
-        params.check()
+        params = SamplingParams.of(kwargs.get("common_inference_params") or sampling_params)
         if params.top_n_logprobs:
             if top_n_logprobs_dict is None:
                 raise InvalidRequest(

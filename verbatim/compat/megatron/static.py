@@ -28,6 +28,11 @@ def run_static_batch(
     A failing request does not affect the others; the first error is raised when all
     have ended.
     """
+    for name, given in (("active_requests", requests), ("active_streams", streams)):
+        if not isinstance(given, Mapping):
+            raise InvalidRequest(
+                f"{name} is {type(given).__name__}; it must be a dict, by request id"
+            )
     admitted: dict[int, Request] = {}
     errors: list[BaseException | None] = []
     begun = False
