@@ -10,18 +10,17 @@ import pytest
 from verbatim import kernels
 from verbatim.kernels import functions
 
-LETTERS = {"int64_t": "L", "int": "I", "float": "F"}
+LETTERS = {"int64_t": "L", "int": "I", "uint64_t": "Q", "uint32_t": "U", "float": "F"}
 
 
 def letters(arguments: str) -> str:
     """Return a letter for each argument, without the number of threads."""
-    *others, threads = (argument.split() for argument in arguments.split(","))
-    assert threads == ["int", "threads"], arguments
-    return "".join("P" if "*" in "".join(each) else LETTERS[each[0]] for each in others)
+    each = [a.split() for a in arguments.split(",") if a.split() != ["int", "threads"]]
+    return "".join("P" if "*" in "".join(words) else LETTERS[words[0]] for words in each)
 
 
 def declared() -> dict[str, str]:
-    """Return the arguments of every function with a number of threads in the sources, by name."""
+    """Return the arguments of every function in the sources, by name."""
     found: dict[str, str] = {}
     for file in Path(kernels.__file__).parent.glob("*.cpp"):
         source = file.read_text().replace("\\\n", " ")
@@ -30,10 +29,9 @@ def declared() -> dict[str, str]:
         )
         uses = re.findall(r"^(\w+)\((vb_\w+), \w+\)", source, re.MULTILINE)
         named = [(name, by_macro[macro]) for macro, name in uses if macro in by_macro]
-        named += re.findall(r"\b(?:void|int) (vb_[\w#]+)\(([^)]*)\)\s*\{", source)
+        named += re.findall(r"\b(?:void|int|int64_t) (vb_[\w#]+)\(([^)]+)\)\s*\{", source)
         for name, arguments in named:
-            if arguments.split()[-1:] == ["threads"]:
-                found[re.sub("_(f32|bf16|##suffix)$", "", name)] = letters(arguments)
+            found[re.sub("_(f32|bf16|##suffix)$", "", name)] = letters(arguments)
     return found
 
 

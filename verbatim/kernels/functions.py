@@ -13,8 +13,8 @@ from torch import Tensor
 from verbatim import kernels
 
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
-# A letter for each argument: an address (P), an integer of 64 (L) or 32 bits (I), a float (F). The number of
-# threads, which follows in all of them, is left out.
+# A letter for each argument: an address (P), an integer of 64 (L) or 32 bits (I), one without a sign (Q, U),
+# a float (F). The number of threads, which follows in most of them, is left out.
 _ARGUMENTS = {
     "vb_activate": "PPPLI",
     "vb_add_low_rank": "PLPLLLPL",
@@ -26,6 +26,7 @@ _ARGUMENTS = {
     "vb_experts": "PPLPPLP",
     "vb_experts_sorted": "PPPP",
     "vb_glu": "PPL",
+    "vb_gumbel": "QUULP",
     "vb_index_scores": "PPPPLLLL",
     "vb_interleave": "PPLLII",
     "vb_layer": "PPPPPPPLIPPLPP",
@@ -37,12 +38,23 @@ _ARGUMENTS = {
     "vb_pack_kv": "PPPPPLLLLLPII",
     "vb_pack_rows": "PPLLIIIP",
     "vb_rms_norm": "PPPLLFI",
+    "vb_sample_rows": "PILLLPPPLI",
+    "vb_support": "PLPPP",
     "vb_unpack_rows": "PPLLIII",
     "vb_weighted_mean": "PPPPPPPPPPLLLI",
     "vb_write_kv": "PPPPPLLLLLLLLL",
 }
-_WITH_RESULT = frozenset({"vb_pack_rows"})
-_TYPES = {"P": ctypes.c_void_p, "L": ctypes.c_int64, "I": ctypes.c_int, "F": ctypes.c_float}
+# Those to which the number of torch's threads is not passed on.
+_WITHOUT_THREADS = frozenset({"vb_gumbel", "vb_sample_rows", "vb_support"})
+_RESULTS = {"vb_pack_rows": ctypes.c_int, "vb_support": ctypes.c_int64}
+_TYPES = {
+    "P": ctypes.c_void_p,
+    "L": ctypes.c_int64,
+    "I": ctypes.c_int,
+    "Q": ctypes.c_uint64,
+    "U": ctypes.c_uint32,
+    "F": ctypes.c_float,
+}
 
 _Struct = TypeVar("_Struct", bound=type[ctypes.Structure])
 _structs: dict[str, type[ctypes.Structure]] = {}
@@ -97,13 +109,13 @@ def kernel(
     return _bound(library, name, dtype)
 
 
-def run(name: str, dtype: torch.dtype | None, *arguments: Any) -> None:
+def run(name: str, dtype: torch.dtype | None, *arguments: Any) -> Any:
     """Call a function of the kernels, which must be there, for a dtype if it has several.
 
     Args:
         arguments: without the number of threads.
     """
-    _bound(kernels.library(), name, dtype)(*arguments)
+    return _bound(kernels.library(), name, dtype)(*arguments)
 
 
 @functools.cache
@@ -114,8 +126,11 @@ def _bound(library: ctypes.CDLL | None, name: str, dtype: torch.dtype | None) ->
         size.restype = ctypes.c_int64
         assert size() == ctypes.sizeof(struct)
     function: Any = getattr(library, name if dtype is None else f"{name}_{SUFFIX[dtype]}")
-    function.argtypes = [*map(_TYPES.__getitem__, _ARGUMENTS[name]), ctypes.c_int]
-    function.restype = ctypes.c_int if name in _WITH_RESULT else None
+    function.argtypes = [*map(_TYPES.__getitem__, _ARGUMENTS[name])]
+    function.restype = _RESULTS.get(name)
+    if name in _WITHOUT_THREADS:
+        return function  # type: ignore[no-any-return]
+    function.argtypes = [*function.argtypes, ctypes.c_int]
 
     def call(*arguments: Any) -> Any:
         return function(*arguments, torch.get_num_threads())

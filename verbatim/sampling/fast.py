@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 
 import torch
 from torch import Tensor
 
 from verbatim import kernels
 from verbatim.batch import Draws, SampleRow, Support
+from verbatim.kernels.functions import run
 from verbatim.params import SamplingParams
 from verbatim.sampling.processors import edit
 
@@ -63,7 +63,9 @@ def sample_rows(
     width = max((spec.num_top for spec in specs), default=0)
     top_ids = torch.empty(num_rows, width, dtype=torch.int32)
     top_logprobs = torch.empty(num_rows, width, dtype=torch.float32)
-    _library().vb_sample_rows(
+    run(
+        "vb_sample_rows",
+        None,
         logits.data_ptr(),
         logits.dtype == torch.bfloat16,
         logits.stride(0),
@@ -106,33 +108,13 @@ def support(logits: Tensor, params: SamplingParams) -> Support:
     ids = torch.empty(vocab_size + 32, dtype=torch.int32)  # the kernel writes beyond the last
     log_mass = ctypes.c_double()
     logits = logits.contiguous()
-    count = _library().vb_support(
-        logits.data_ptr(), vocab_size, spec, ids.data_ptr(), ctypes.byref(log_mass)
-    )
+    at = ctypes.byref(spec), ids.data_ptr(), ctypes.byref(log_mass)
+    count = run("vb_support", None, logits.data_ptr(), vocab_size, *at)
     return Support(None, 0.0) if count < 0 else Support(ids[:count].tolist(), log_mass.value)
 
 
 def gumbel_row(seed: int, sample_index: int, position: int, vocab_size: int) -> Tensor:
     """Return the kernel's noise of ids 0 to `vocab_size - 1`: [V] float32."""
     out = torch.empty(vocab_size, dtype=torch.float32)
-    _library().vb_gumbel(seed, sample_index, position, vocab_size, out.data_ptr())
+    run("vb_gumbel", None, seed, sample_index, position, vocab_size, out.data_ptr())
     return out
-
-
-def _library() -> ctypes.CDLL:
-    return _bound(kernels.library())
-
-
-@functools.cache  # keyed by library: a process may change VERBATIM_KERNELS
-def _bound(library: ctypes.CDLL | None) -> ctypes.CDLL:
-    """Declare the arguments of the kernels."""
-    assert library is not None
-    pointer, long, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    rows = ctypes.POINTER(_Row)
-    library.vb_sample_rows.argtypes = [
-        *(pointer, integer, long, long, long, rows, pointer, pointer, long, integer)
-    ]
-    library.vb_support.restype = long
-    library.vb_support.argtypes = [pointer, long, rows, pointer, ctypes.POINTER(ctypes.c_double)]
-    library.vb_gumbel.argtypes = [ctypes.c_uint64, *[ctypes.c_uint32] * 2, long, pointer]
-    return library
