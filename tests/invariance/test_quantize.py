@@ -533,20 +533,24 @@ def test_fewer_bytes_are_read(folders: Callable[[str], Path]) -> None:
     assert read["int4"] < read["int8"] < read[None]
 
 
-def test_layers_have_their_quantized_bytes_while_they_are_lent_and_no_others(
-    folders: Callable[[str], Path],
+@pytest.mark.parametrize("weights", [(0, 100, 0), (0, 0, 100)], ids=["memory", "disk"])
+def test_layers_have_their_quantized_bytes_while_they_are_lent(
+    weights: Any, folders: Callable[[str], Path]
 ) -> None:
-    with quantized(folders("llama"), "int8", weights=(0, 100, 0)) as llm:
+    in_memory = weights[1] > 0
+    with quantized(folders("llama"), "int8", weights=weights) as llm:
         weights = llm.engine.runner.weights
         for unit in weights.units.order:
             packed = [slot for slot in unit.slots if slot.packing is not None and not unit.gathers]
             with weights.patched(unit):
                 for slot in packed:
                     ((layer, name),) = slot.holders
-                    assert layer._buffers[name].data_ptr() == slot.lazy.tensor.data_ptr()
+                    held = slot.lazy.tensor.data_ptr() if in_memory else None
+                    assert held in (None, layer._buffers[name].data_ptr())
+                    assert not layer.weight.isnan().any()
                     assert slot.parameter.isnan().all()  # never dequantized
             for slot in packed:
-                assert all(layer.weight.isnan().all() for layer, _ in slot.holders)
+                assert all(layer.weight.isnan().any() != in_memory for layer, _ in slot.holders)
 
 
 def test_closing_gives_the_packed_weights_back(

@@ -85,8 +85,8 @@ def assert_same_words(folder: Path, dtype: str, cases: list[dict[str, Any]]) -> 
             assert run(llm) == expected, case
             runner = llm.engine.runner
             preempted += llm.stats()["preemptions"]
-            assert bool(runner.store.traffic.bytes_read) == bool(case["kv"][2])
-            assert bool(runner.store.traffic.bytes_written) == bool(case["kv"][2])
+            for kind in ("read", "write"):
+                assert bool(runner.trace.nbytes(f"{kind} K and V")) == bool(case["kv"][2])
             assert runner.info()["attention"] == "exact"
             for share, held in zip(case["kv"], runner.store.bytes_by_tier().values(), strict=True):
                 assert bool(share) == bool(held)
@@ -144,8 +144,8 @@ def test_five_prompts_in_batches_of_two(folders: Callable[[str], Path]) -> None:
         settings: dict[str, Any] = dict(batch_size=2, micro_batches=3, activations=(0, 0, 100))
         with offloaded(folders("gpt2"), micro_tokens=64, kv=kv, **settings) as llm:
             assert [facts(r) for r in llm.generate(prompts, GREEDY)] == expected
-            away = llm.engine.runner.schedule.activations
-            assert away.traffic.bytes_read == away.traffic.bytes_written > 0
+            moved = llm.engine.runner.trace.nbytes
+            assert moved("read hidden states") == moved("write hidden states") > 0
 
 
 def test_prefixes_and_sleep(folders: Callable[[str], Path], no_thread_left: None) -> None:
@@ -181,9 +181,9 @@ def test_ctrl_c_within_forwards_changes_no_word(
 def test_timings_without_overlap_are_all_of_a_forward(folders: Callable[[str], Path]) -> None:
     with offloaded(folders("gpt2"), kv=(0, 0, 100), activations=(0, 0, 100), overlap=False) as llm:
         run(llm)
-        found, store = llm.engine.runner.timings(), llm.engine.runner.store
+        found, seconds = llm.engine.runner.timings(), llm.engine.runner.trace.seconds
         assert min(found) > 0
-        assert store.traffic.load_s > 0 and store.traffic.store_s > store.traffic.between_s
+        assert seconds("wait K and V") > 0 and seconds("store K and V") > 0
         assert not [t for t in threading.enumerate() if t.name.startswith("verbatim")]
 
 
@@ -241,8 +241,9 @@ def test_a_random_life_equals_that_of_a_plain_store(
     for i in range(40):
         life.step(strange=i % 8 == 7)
     assert life.pieces > 2 * life.forwards > 30 and life.compared > 200
-    traffic = tiered.traffic
-    assert traffic.bytes_read and traffic.bytes_written and traffic.load_s > 0
+    moved = tiered.trace.nbytes
+    assert moved("read K and V") and moved("write K and V")
+    assert tiered.trace.seconds("wait K and V") > 0
     tiered.release()
     scratch.close()
     assert not list(tmp_path.iterdir())
@@ -430,7 +431,8 @@ class _Waiting:
 def test_hidden_states_are_freed_and_come_back(tmp_path: Path) -> None:
     module = torch.nn.Linear(4, 4)
     scratch = Scratch(tmp_path, None)
-    away: Any = HiddenStates(module, (0, 0, 100), scratch, Trace())
+    trace = Trace()
+    away: Any = HiddenStates(module, (0, 0, 100), scratch, trace)
     hidden = torch.randn(3, 50, dtype=torch.bfloat16)
     view, before = hidden[1:], hidden.clone()
     parts: list[Any] = [
@@ -442,7 +444,7 @@ def test_hidden_states_are_freed_and_come_back(tmp_path: Path) -> None:
     for part in parts:
         away.send(part)
     assert hidden.untyped_storage().nbytes() == 0 and len(away._away) == 1
-    assert scratch.bytes_written == 300
+    assert trace.nbytes("write hidden states") == 300
     reserved = scratch.nbytes
     for part in parts:
         away.bring(part)
@@ -453,7 +455,7 @@ def test_hidden_states_are_freed_and_come_back(tmp_path: Path) -> None:
         away.send(parts[0])
         away.bring(parts[0])
     assert torch.equal(hidden, before) and scratch.nbytes <= reserved + 2 * PAGE
-    assert away.traffic.bytes_read == 21 * 300
+    assert trace.nbytes("read hidden states") == 21 * 300
     scratch.close()
 
 

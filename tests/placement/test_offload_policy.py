@@ -94,13 +94,6 @@ def test_what_fits_into_memory_stays_there():
     assert plan.kv_bytes > 0.5 * 16 * GB
 
 
-def test_two_budgets_that_hold_everything_leave_the_disk_alone():
-    plan, _ = planned(model(), gpu="3GB", cpu="5GB", workload=(32, 32))
-    gpu, cpu, disk = plan.weights
-    assert disk == 0 and gpu > 0 and cpu > 0
-    assert set(plan.tiers) == {"gpu", "cpu"}
-
-
 def test_a_head_larger_than_six_layers_is_kept_rather_than_streamed():
     shape = model()
     plan, _ = planned(shape, gpu="2GB", workload=(32, 32))
@@ -138,13 +131,13 @@ def test_k_and_v_stay_in_memory_where_the_disk_is_not_faster():
     assert plan.kv[2] == 0 and plan.weights[2] > 0
 
 
-def test_the_gpu_tier_is_filled_first():
+def test_two_budgets_that_hold_everything_leave_the_disk_alone_and_fill_the_gpu_first():
     plan, _ = planned(model(), gpu="3GB", cpu="5GB", workload=(32, 32))
+    assert set(plan.tiers) == {"gpu", "cpu"} and plan.weights[2] == 0
     buffers = sum(plan.memory.get(kind, 0) for kind in ("computation", "logits", "slack", "ring"))
-    slots = [
-        slot.nbytes for slot, tier in zip(model().slots, plan.tiers, strict=True) if tier == "gpu"
-    ]
-    assert sum(slots) + plan.kv_bytes * plan.kv[0] / 100 + buffers > 2.9 * GB
+    tiers = zip(model().slots, plan.tiers, strict=True)
+    slots = sum(slot.nbytes for slot, tier in tiers if tier == "gpu")
+    assert slots + plan.kv_bytes * plan.kv[0] / 100 + buffers > 2.9 * GB
     assert plan.weights[1] + plan.kv[1] > 0
 
 
@@ -240,10 +233,11 @@ def test_what_the_user_chose_is_kept():
     ("said", "checks"),
     [
         (dict(batch_size=6), lambda p: p.batch_size == 6 and p.block_size <= 36),
+        (dict(batch_size=1), lambda p: p.batch_size == 1 and p.block_size <= 36),
         (dict(micro_batches=4), lambda p: p.micro_batches == 4 and p.block_size <= 36),
         (dict(), lambda p: p.block_size <= 36),
     ],
-    ids=["batch size", "micro-batches", "neither"],
+    ids=["batch size", "one", "micro-batches", "neither"],
 )
 def test_a_block_has_no_more_sequences_than_may_run(said, checks):
     plan, _ = planned(model(), given=options(max_sequences=36), gpu="3GB", **said)

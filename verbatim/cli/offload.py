@@ -30,29 +30,20 @@ PLACING = (
     Option("cpu", str, _PANEL, "Budget of RAM, beside that.", "AMOUNT", _budget),
     Option("disk", str, _PANEL, "Folder for KV cache and activations that leave memory.", "PATH"),
     Option("disk_limit", str, _PANEL, "Budget of that folder.", "AMOUNT"),
-    Option(
-        "weights",
-        str,
-        _PANEL,
-        "Percents of the weights in gpu, cpu and disk. Default: planned.",
-        "G,C,D",
-        numbers("weights", _PERCENTS, float),
-    ),
-    Option(
-        "kv",
-        str,
-        _PANEL,
-        "Percents of the KV cache in gpu, cpu and disk. Default: planned.",
-        "G,C,D",
-        numbers("kv", _PERCENTS, float),
-    ),
-    Option(
-        "activations",
-        str,
-        _PANEL,
-        "Percents of waiting activations in gpu, cpu and disk. Default: planned.",
-        "G,C,D",
-        numbers("activations", _PERCENTS, float),
+    *(
+        Option(
+            name,
+            str,
+            _PANEL,
+            f"Percents of {what} in gpu, cpu and disk. Default: planned.",
+            "G,C,D",
+            numbers(name, _PERCENTS, float),
+        )
+        for name, what in (
+            ("weights", "the weights"),
+            ("kv", "the KV cache"),
+            ("activations", "waiting activations"),
+        )
     ),
     Option("batch_size", int, _PANEL, "Sequences per micro-batch. Default: planned."),
     Option("micro_batches", int, _PANEL, "Micro-batches per read of a layer. Default: planned."),

@@ -166,7 +166,6 @@ def rollout(
         checked = _check_params(params, group_size, padding_side)
         llm = engine_of(model)
         pad = optional_integer("pad_token_id", pad_token_id, -(2**63), 2**63 - 1)
-        pad = llm.pad_token_id if pad is None else pad
         record = record_routing
         if record is None:
             record = checked.record_routing or llm.shape_of("routing")[0] > 0
@@ -187,7 +186,7 @@ def rollout(
             _tensors,
             group_size=group_size,
             left=padding_side == "left",
-            pad=pad,
+            pad=llm.pad_token_id if pad is None else pad,
             records={name: llm.shape_of(name) for name in checked.records},
             support=checked.support,
         )

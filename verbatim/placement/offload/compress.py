@@ -56,7 +56,8 @@ class Compression:
         """
         streamed = {slot for unit in units.order if not unit.gathers for slot in unit.slots}
         gathered = {slot for unit in units.order if unit.gathers for slot in unit.slots}
-        streamed.update(slot for layer in units.experts for slot in layer.slots)
+        cached = {slot for layer in units.experts for slot in layer.slots}
+        streamed |= cached
         for slot in list(self.packed):
             assert slot.packing is not None
             if slot.tier == "disk" and slot in gathered:
@@ -74,13 +75,9 @@ class Compression:
                 packed, self.squares[slot.name] = pack_as_held(weight, slot.packing, slot.name)
             on_disk = slot.tier == "disk"
             slot.lazy = scratch.keep(slot.name, packed) if on_disk else Held(packed)
-            slot.in_place = False
-        _hold(units, module, self.packed)
-        for slot in units.held:
-            if slot.holders:  # never installed
-                assert isinstance(slot.lazy, Held)
-                slot.lend(slot.lazy.tensor)
-                slot.in_place = True
+        for slot in cached:
+            slot.holders = []  # their slots in the cache are held instead
+        _hold(units, module, [slot for slot in self.packed if slot not in cached])
 
 
 def choose(
@@ -95,7 +92,6 @@ def choose(
         packings: from `choose_packings`, for the same model, and those that its weights are stored in.
     """
     packed, rounded_ = [], []
-    of_experts = {slot for layer in units.experts for slot in layer.slots}
     for slot in units.slots:
         packing = packings.get(slot.parameter)
         if packing is None:
@@ -111,7 +107,7 @@ def choose(
         slot.packing = replace(packing, interleaved=interleaves)
         slot.stored_bytes = slot.packing.nbytes
         packed.append(slot)
-    by_parameter = {slot.parameter: slot for slot in packed if slot not in of_experts}
+    by_parameter = {slot.parameter: slot for slot in packed}
     # Of an embedding that is not read as a whole, rows are looked up.
     seen = {layer for unit in units.order if unit.gathers for layer in unit.module.modules()}
     for top in (*(unit.module for unit in units.order), module):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import math
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,14 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.model.experts import ExpertShare, run_experts
-from verbatim.model.packed import hold_packed, placeholder
+from verbatim.model.packed import hold_packed
 from verbatim.placement.offload.cost import LIKELY
 from verbatim.placement.offload.prefetch import Job, Prefetcher
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import ExpertLayer
 from verbatim.shield import Shield
 from verbatim.weights.files import CHUNK, PAGE, OpenFiles, pages, read_into
-from verbatim.weights.lazy import Held, Stored, materialize, pieces_of, sources
+from verbatim.weights.lazy import Stored, materialize, pieces_of, sources
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -54,9 +53,7 @@ class ExpertCache:
         shares: `[layers, experts]`, the share of a layer's choices that fell on an expert of late.
         capacity: experts that are held at most.
         later_parts: micro-batches of this forward that run the same layer after the present one.
-        bytes_read: bytes read from files, in whole pages.
         buffer_bytes: memory through which experts are read.
-        wait_s: seconds in which the computing thread waited for reads.
 
     Raises:
         TierFailed: a file can't be opened.
@@ -72,7 +69,6 @@ class ExpertCache:
     ) -> None:
         self.threaded = num_readers > 0
         self.later_parts = 0
-        self.wait_s = 0.0
         self.shield = Shield()  # Ctrl-C could leave a slot with another expert than is noted
         self.shares: Floats = np.zeros((len(layers), max(layer.count for layer in layers)))
         self._trace = trace
@@ -81,8 +77,6 @@ class ExpertCache:
         most = max(layer.buffer_bytes for layer in layers)
         self._buffers = [pages(min(most, CHUNK + PAGE)) for _ in range(max(1, num_readers))]
         self.buffer_bytes = sum(buffer.nbytes for buffer in self._buffers)
-        self.bytes_read = 0
-        self._counting = threading.Lock()
         self._layers: list[CachedLayer] = []
         try:
             for stored in {s for layer in layers for t in layer.slots for s in sources(t.lazy)}:
@@ -115,6 +109,11 @@ class ExpertCache:
         return sum(pool.nbytes for pool in {layer.pool for layer in self._layers})
 
     @property
+    def bytes_read(self) -> int:
+        """Bytes read from files, in whole pages."""
+        return self._trace.nbytes("read experts")
+
+    @property
     def num_experts(self) -> int:
         """The number of experts of all layers."""
         return sum(layer.layer.count for layer in self._layers)
@@ -141,7 +140,7 @@ class ExpertCache:
         begin = perf_counter()
         self._readers.submit(job)
         if not self.threaded:
-            self.wait_s += perf_counter() - begin
+            self._trace.add("wait", "experts", layer.layer.name, begin)
         return job
 
     def _read(self, cached: CachedLayer, expert: int, slot: int) -> None:
@@ -152,12 +151,11 @@ class ExpertCache:
             self._buffers.append(buffer)
 
     def _read_through(self, buffer: Tensor, cached: CachedLayer, expert: int, slot: int) -> None:
-        begin = perf_counter()
+        begin, nbytes = perf_counter(), 0
 
         def read(out: npt.NDArray[np.uint8], stored: Stored) -> None:
-            nbytes = read_into(out, stored, self._files.of(stored.path), buffer)
-            with self._counting:
-                self.bytes_read += nbytes
+            nonlocal nbytes
+            nbytes += read_into(out, stored, self._files.of(stored.path), buffer)
 
         def apart(stored: Stored) -> Tensor:
             out = torch.empty(stored.nbytes, dtype=torch.uint8)
@@ -178,20 +176,14 @@ class ExpertCache:
                     np.copyto(room[at:end], made)
                 at = end
             assert at == len(room)
-        self._trace.add("read", f"{cached.layer.name}, expert {expert}", begin, perf_counter())
+        name = f"{cached.layer.name}, expert {expert}"
+        self._trace.add("read", "experts", name, begin, nbytes)
 
     def wait(self, layer: CachedLayer, job: Job) -> None:
         """Wait until an expert was read, or could not be."""
         begin = perf_counter()
         job.wait()
-        end = perf_counter()
-        self.wait_s += end - begin
-        if end - begin > 1e-4:
-            self._trace.add("wait", layer.layer.name, begin, end)
-
-    def count_on(self, before: ExpertCache) -> None:
-        """Continue the counts of the cache that this one replaces."""
-        self.bytes_read, self.wait_s = before.bytes_read, before.wait_s
+        self._trace.add("wait", "experts", layer.layer.name, begin)
 
     def close(self) -> None:
         """End the threads and free everything; a second call does nothing."""
@@ -390,27 +382,6 @@ class _Pool:
         for key, packing in packed:
             module = hold_packed(module, key, self._memory[key], packing)
         return module
-
-
-def hold_experts(layers: Sequence[ExpertLayer]) -> None:
-    """Assign quantized experts that stay in memory to their modules, which multiply with them."""
-    for layer in layers:
-        for key, stack in layer.stacks.items():
-            lazy, packing = stack.slot.lazy, stack.slot.packing
-            if packing is not None:
-                assert isinstance(lazy, Held)
-                if key in layer.module.__dict__.get("packings", {}):  # freed before
-                    layer.module._buffers[f"{key}_packed"] = lazy.tensor
-                else:
-                    hold_packed(layer.module, key, lazy.tensor, packing)
-
-
-def free_experts(layers: Sequence[ExpertLayer]) -> None:
-    """Free the memory of `hold_experts`."""
-    for layer in layers:
-        for key in layer.stacks:
-            if (packed := layer.module._buffers.get(f"{key}_packed")) is not None:
-                layer.module._buffers[f"{key}_packed"] = placeholder(packed)
 
 
 def _shape_of(layer: ExpertLayer) -> Any:

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from verbatim.batch import Batch
+from verbatim.model.early_exit import EarlyExit
 from verbatim.model.hidden import head_of
 from verbatim.model.loader import LoadedModel
+from verbatim.model.mtp_source import Mtp, mtp_size
 from verbatim.model.patching import threads
 from verbatim.model.spec import inner_model
 from verbatim.placement.offload.choice import Offload
@@ -60,13 +62,13 @@ def forecast(
     offload: Offload,
     options: EngineOptions,
     limit: int | None,
-    draft_token_bytes: int = 0,
+    draft: Mtp | EarlyExit | None = None,
 ) -> Forecast:
     """Make a plan; with `policy="auto"` the machine is measured first, once per process.
 
     Args:
         limit: maximal tokens of a sequence; None: unlimited.
-        draft_token_bytes: what draft layers keep of a token, in memory.
+        draft: layers of the model that draft. MTP layers stay in memory, with what they keep of a token.
 
     Raises:
         OutOfBlocks, InvalidRequest: as `make_plan`.
@@ -79,13 +81,18 @@ def forecast(
     inner, lazy_weights = inner_model(loaded.module), loaded.lazy_weights or {}
     shape = shape_of(units, inner, dtype, options.kv_dtype, loaded.layers)
     head = head_of(inner)
-    without_head = head is not None and lazy_weights.keys().isdisjoint(head.parameters())
-    shape = replace(
-        shape,
-        vocab=1 if without_head else shape.vocab,
-        kv_bytes_per_token=shape.kv_bytes_per_token + draft_token_bytes,
-        resident_bytes_per_token=shape.resident_bytes_per_token + draft_token_bytes,
-    )
+    if head is not None and lazy_weights.keys().isdisjoint(head.parameters()):
+        shape = replace(shape, vocab=1)  # it is not held here
+    if isinstance(draft, Mtp):
+        assert loaded.folder is not None
+        count, nbytes = mtp_size(inner, loaded.folder, draft.beside)
+        a_layer = shape.kv_bytes_per_token // shape.layers + shape.hidden * dtype.itemsize
+        shape = replace(
+            shape,
+            draft_bytes=nbytes,
+            kv_bytes_per_token=shape.kv_bytes_per_token + count * a_layer,
+            resident_bytes_per_token=shape.resident_bytes_per_token + count * a_layer,
+        )
     machine = NOMINAL
     if offload.policy is not None:
         folder = None

@@ -18,7 +18,6 @@ from verbatim.placement.offload.kv_disk import (
     PrefetchSchedule,
     StagedLayer,
     StagingBuffer,
-    Traffic,
     View,
     extents,
     views_of,
@@ -70,7 +69,6 @@ class TieredKVStore(KVStore):
 
     Attributes:
         tiers: of each layer.
-        traffic: of the disk tier.
 
     Raises:
         TierFailed: the disk has no room.
@@ -100,8 +98,7 @@ class TieredKVStore(KVStore):
         self.layers = self.memory.layers
         self.top_k = top_k
         self.value_sizes = [shape.value_dim for shape in layers]
-        self.traffic = Traffic()
-        self._trace = trace
+        self.trace = trace
         self._groups = groups
         self._schedule: PrefetchSchedule | None = None
         copied = ["cpu"] if cpu_cache_compute is False else []
@@ -168,8 +165,7 @@ class TieredKVStore(KVStore):
             self._on_disk,
             self._buffers,
             self._worker,
-            self.traffic,
-            self._trace,
+            self.trace,
         )
         self._schedule = schedule
         try:
@@ -190,8 +186,8 @@ class TieredKVStore(KVStore):
         read = extents((i, a) for i, (a, _) in enumerate(copies))
         write = extents((i, b) for i, (_, b) in enumerate(copies))
         for layer in self._on_disk.values():  # what is copied may be overwritten by another copy
-            self.traffic.bytes_read += layer.load(self._buffers[0], len(copies), read)
-            self.traffic.bytes_written += layer.save(self._buffers[0], len(copies), write)
+            layer.load(self._buffers[0], len(copies), read)
+            layer.save(self._buffers[0], len(copies), write)
 
     def read_blocks(self, blocks: list[int]) -> list[Tensor]:
         self._cancel()
@@ -201,7 +197,7 @@ class TieredKVStore(KVStore):
                 found += in_memory[2 * self.place[i] : 2 * self.place[i] + 2]
                 continue
             layer, buffer = self._on_disk[i], self._buffers[0]
-            self.traffic.bytes_read += layer.load(buffer, len(blocks), extents(enumerate(blocks)))
+            layer.load(buffer, len(blocks), extents(enumerate(blocks)))
             found += [x.clone() for x in layer.attach(buffer, len(blocks)).layers[0]]
             layer.detach()
         return found
@@ -216,9 +212,7 @@ class TieredKVStore(KVStore):
             for own, content in zip(staged, contents[2 * i : 2 * i + 2], strict=True):
                 own.copy_(content)
             layer.detach()
-            self.traffic.bytes_written += layer.save(
-                buffer, len(blocks), extents(enumerate(blocks))
-            )
+            layer.save(buffer, len(blocks), extents(enumerate(blocks)))
 
     def poison(self, blocks: list[int]) -> None:
         self._cancel()

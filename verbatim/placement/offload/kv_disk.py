@@ -184,23 +184,6 @@ class StagedLayer:
         return block_bytes * sum(extent.length for extent in some)
 
 
-@dataclass(slots=True)
-class Traffic:
-    """Bytes moved, and seconds that the computing thread waited.
-
-    Attributes:
-        load_s: seconds waiting for reads.
-        store_s: seconds waiting for writes.
-        between_s: those of them in which no layer was about to compute.
-    """
-
-    bytes_read: int = 0
-    bytes_written: int = 0
-    load_s: float = 0.0
-    store_s: float = 0.0
-    between_s: float = 0.0
-
-
 class PrefetchSchedule:
     """The accesses of one forward to layers on the disk, one at a time: `take`, then `finish`.
 
@@ -223,13 +206,12 @@ class PrefetchSchedule:
         layers: Mapping[int, StagedLayer],
         buffers: list[StagingBuffer],
         worker: Prefetcher,
-        traffic: Traffic,
         trace: Trace,
     ) -> None:
         self._order = list(order)
         self._number = {access: number for number, access in enumerate(self._order)}
         self._views, self._layers, self._buffers = views, layers, buffers
-        self._worker, self._traffic, self._trace = worker, traffic, trace
+        self._worker, self._trace = worker, trace
         self._next = 0  # to be taken; those before it were finished
         self._taken = (0, 0)
         self._reads: list[Job] = []  # of the first accesses
@@ -263,10 +245,7 @@ class PrefetchSchedule:
             read.wait()
             if read.error is not None:
                 raise read.error
-        waited = perf_counter() - begin
-        self._traffic.load_s += waited
-        if self._worker.num_threads and waited > 1e-4:
-            self._trace.add("wait", _name(access), begin, begin + waited)
+        self._trace.add("wait", "K and V", _name(access), begin)
         return self._layers[layer].attach(self._buffer, len(self._views[part].blocks))
 
     def finish(self) -> None:
@@ -287,7 +266,7 @@ class PrefetchSchedule:
             self.begin()
         if write.ended and write.error is not None:
             raise write.error
-        self._traffic.store_s += perf_counter() - begin
+        self._trace.add("store", "K and V", _name(access), begin)
 
     def end(self) -> None:
         """Wait until everything is written.
@@ -297,11 +276,7 @@ class PrefetchSchedule:
         """
         begin = perf_counter()
         self._worker.finish()
-        waited = perf_counter() - begin
-        self._traffic.store_s += waited
-        self._traffic.between_s += waited
-        if self._worker.num_threads and waited > 1e-4:
-            self._trace.add("wait", "K, V written", begin, begin + waited)
+        self._trace.add("flush", "K and V", "K, V", begin)
         self._check_writes()
 
     def drop(self) -> None:
@@ -342,8 +317,7 @@ class PrefetchSchedule:
         begin, (layer, part) = perf_counter(), access
         view = self._views[part]
         nbytes = self._layers[layer].load(buffer, len(view.blocks), view.old)
-        self._traffic.bytes_read += nbytes
-        self._trace.add("read", _name(access), begin, perf_counter())
+        self._trace.add("read", "K and V", _name(access), begin, nbytes)
 
     def _save(self, access: tuple[int, int], buffer: StagingBuffer) -> None:
         if self._dropped:
@@ -351,8 +325,7 @@ class PrefetchSchedule:
         begin, (layer, part) = perf_counter(), access
         view = self._views[part]
         nbytes = self._layers[layer].save(buffer, len(view.blocks), view.new)
-        self._traffic.bytes_written += nbytes
-        self._trace.add("write", _name(access), begin, perf_counter())
+        self._trace.add("write", "K and V", _name(access), begin, nbytes)
 
 
 def _name(access: tuple[int, int]) -> str:

@@ -18,7 +18,7 @@ from verbatim.model.products import linear
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.stream import Stream, lay_out
 from verbatim.placement.offload.trace import Trace
-from verbatim.weights.files import CHUNK, PAGE
+from verbatim.weights.files import CHUNK
 from verbatim.weights.lazy import Stored
 
 ROWS = (1, 8, 64, 512)  # for which products are measured
@@ -120,13 +120,12 @@ def _once(key: tuple[Any, ...], find: Callable[[], Any]) -> Any:
 def _reading(tensors: Sequence[Stored]) -> tuple[float, float]:
     """Return bytes/s of the prefetcher's reads, and their processor time per byte."""
     chunks: list[Stored] = []
-    for path in sorted({stored.path for stored in tensors}):
-        own = [stored for stored in tensors if stored.path == path]
-        begin = min(stored.offset for stored in own) // PAGE * PAGE
-        end = max(stored.offset + stored.nbytes for stored in own)
-        for at in range(begin, end, CHUNK):
-            nbytes = min(CHUNK, end - at)
-            chunks.append(Stored("chunk", path, at, nbytes, torch.uint8, (nbytes,)))
+    for run in lay_out("checkpoint", list(tensors)).runs:
+        for at in range(0, run.needed, CHUNK):
+            nbytes = min(CHUNK, run.needed - at)
+            chunks.append(
+                Stored("chunk", run.path, run.offset + at, nbytes, torch.uint8, (nbytes,))
+            )
     chunks = chunks[: _MOST_READ // CHUNK]
     if not chunks:
         return NOMINAL.read_rate, 0.0

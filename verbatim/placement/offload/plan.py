@@ -158,6 +158,7 @@ def buffer_bytes(
         "computation": working_bytes(shape, min(plan.micro_tokens, plan.max_batch_tokens)),
         "logits": logits_bytes(shape, plan.block_size + plan.prompt_rows),
         "K and V buffers": staged if plan.kv[2] else 0,
+        "MTP layers": shape.draft_bytes,
         # What is not tracked, such as malloc's: a sixteenth, at most 100 MB.
         "slack": 0 if plan.budget is None else min(100_000_000, plan.budget // 16),
     }

@@ -249,14 +249,14 @@ def _sizes(inputs: PlannerInputs, machine: Machine, *, tight: bool) -> Iterator[
         # With so many rows a prompt computes for twice as long as all weights are read.
         chosen = shape.experts_per_token / max(1, shape.experts)
         elements = sum(s.elements * (chosen if s.of_experts else 1) for s in shape.slots)
-        row_s = elements * machine.product(ROWS[-1]) / ROWS[-1]
+        row_s = max(1, elements) * machine.product(ROWS[-1]) / ROWS[-1]
         wanted = max(256, int(2 * shape.nbytes / machine.read_rate / row_s))
         most_rows = min(wanted, _MAX_ROWS, room // 12 // waiting_bytes(shape, 1))
         most_rows = 1 << most_rows.bit_length() >> 1
     for block in blocks:
         sizes = {given.batch_size or block // (given.micro_batches or 1)}
-        if step == 1 and (given.kv is None or given.kv[2]):  # smaller ones take smaller buffers
-            sizes.add(max(1, block // 8))
+        if not (given.batch_size or given.micro_batches) and (given.kv is None or given.kv[2]):
+            sizes.add(max(1, block // 8))  # smaller ones take smaller buffers
         kv_bytes, rows = inputs.kv_bytes(block), options.max_batch_tokens
         if tight and options.kv_bytes is None:
             kv_bytes = min(kv_bytes, 2 * options.block_size * shape.kv_bytes_per_token)

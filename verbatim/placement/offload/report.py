@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from verbatim.placement.offload.choice import Offload, Percents
 from verbatim.placement.offload.cost import Prediction
 from verbatim.placement.offload.plan import Plan
 from verbatim.placement.offload.shape import ModelShape
-
-Row = tuple[str, ...]
 
 
 def amount(nbytes: float) -> str:
@@ -34,17 +32,6 @@ def shares(percents: Percents) -> str:
     """Format shares, such as "20 gpu, 50 cpu, 30 disk", without zeros."""
     named = zip(percents, ("gpu", "cpu", "disk"), strict=True)
     return ", ".join(f"{share:.3g}% {tier}" for share, tier in named if share >= 0.05)
-
-
-def table(rows: Sequence[Row]) -> str:
-    """Format rows of cells in columns; the first one aligned left, the others right."""
-    widths = [max(len(row[i]) for row in rows if len(row) > i) for i in range(max(map(len, rows)))]
-    lines = []
-    for row in rows:
-        first = f"{row[0]:<{widths[0]}}"
-        rest = (f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=False))
-        lines.append("  ".join([first, *rest]).rstrip())
-    return "\n".join(lines)
 
 
 def sentences(
@@ -83,24 +70,15 @@ def sentences(
             f"K and V of {prediction.sequences} sequences of {sum(workload)} tokens fit into memory, which "
             f"holds {amount(plan.kv_bytes)} of them."
         )
-    how = "both at the same time" if plan.overlap else "one after the other"
-    text.append(
-        f"A step of {prediction.sequences} tokens takes {duration(step.io_s)} of the disk and "
-        f"{duration(step.compute_s)} of the processor, {how}; it is limited by {prediction.limit}."
-    )
-    text.append(
-        f"Prompts go through in forwards of {plan.max_batch_tokens} rows, in micro-batches of "
-        f"{plan.micro_tokens}, which bounds what a layer takes while it computes."
-    )
     return tuple(text)
 
 
-def plan_rows(plan: Plan, prediction: Prediction) -> list[Row]:
-    """Return names and values of a plan and its prediction."""
+def plan_text(plan: Plan, prediction: Prediction) -> str:
+    """Format the plan, the prediction and the reasons for a terminal."""
     step = prediction.decode
     in_memory = [(f"  {kind}", amount(nbytes)) for kind, nbytes in plan.memory.items()]
     budget = "as much as it takes" if plan.budget is None else f"of {amount(plan.budget)}"
-    return [
+    rows = [
         ("weights", shares(plan.weights)),
         ("K and V", shares(plan.kv)),
         ("activations", shares(plan.activations)),
@@ -118,14 +96,8 @@ def plan_rows(plan: Plan, prediction: Prediction) -> list[Row]:
         ("  prompts", duration(prediction.prefill_s)),
         ("  new tokens/s", f"{prediction.tokens_per_s:.3g}"),
     ]
-
-
-def plan_text(plan: Plan, prediction: Prediction) -> str:
-    """Format the plan, the prediction and the reasons for a terminal."""
-    rows = plan_rows(plan, prediction)
-    width = max(len(row[0]) for row in rows)
-    lines = [f"{name:<{width}}  {value}" for name, value in rows]
-    return "\n".join([*lines, "", *plan.reasons])
+    width = max(len(name) for name, _ in rows)
+    return "\n".join([*(f"{name:<{width}}  {value}" for name, value in rows), "", *plan.reasons])
 
 
 def plan_line(plan: Plan, prediction: Prediction) -> str:
@@ -152,7 +124,7 @@ def compared(facts: Mapping[str, Mapping[str, float | None]]) -> str:
     Args:
         facts: as `Offloaded.stats` has them: name to {"predicted", "actual"}; the end of a name is its unit.
     """
-    rows: list[Row] = [("", "predicted", "actual", "actual/predicted")]
+    rows: list[tuple[str, ...]] = [("", "predicted", "actual", "actual/predicted")]
     for name, both in facts.items():
         end = next(end for end in _UNITS if name.endswith(end))
         show, unit = _UNITS[end]
@@ -162,4 +134,8 @@ def compared(facts: Mapping[str, Mapping[str, float | None]]) -> str:
         ratio = "" if not predicted or actual is None else f"{actual / predicted:.2f}"
         cells = ("" if value is None else show(value) for value in (predicted, actual))
         rows.append((name.removesuffix(end).replace("_", " ") + unit, *cells, ratio))
-    return table(rows)
+    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return "\n".join(
+        "  ".join([f"{name:<{first}}", *map(str.rjust, cells, widths)]).rstrip()
+        for name, *cells in rows
+    )

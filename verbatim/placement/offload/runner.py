@@ -15,9 +15,7 @@ from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.placement.offload.forecast import Measured
 from verbatim.placement.offload.kv import TieredKVStore
-from verbatim.placement.offload.kv_disk import Traffic
 from verbatim.placement.offload.report import plan_line
-from verbatim.placement.offload.schedule import HiddenStates
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.tiers import Tiers
 from verbatim.placement.offload.units import Slot
@@ -134,15 +132,12 @@ class Offloaded(Resident):
 
     def timings(self) -> Timings:
         """Return the timings of all forwards so far."""
-        kv, away = self.store.traffic, self.schedule.activations
-        hidden = away.traffic if isinstance(away, HiddenStates) else Traffic()
-        experts_s = 0.0 if self.weights.experts is None else self.weights.experts.wait_s
+        s = self.trace.seconds
+        within = s("wait experts") + s("wait K and V")  # a layer that computes
         return Timings(
-            load_s=self.weights.stream.wait_s + experts_s + kv.load_s + hidden.load_s,
-            compute_s=self.schedule.compute_s
-            + self.weights.make_s
-            - (experts_s + kv.load_s + kv.store_s - kv.between_s),
-            store_s=kv.store_s + hidden.store_s,
+            load_s=s("wait weights") + within + s("read hidden states"),
+            compute_s=s("compute weights") + s("make weights") - within - s("store K and V"),
+            store_s=s("store K and V") + s("flush K and V") + s("write hidden states"),
         )
 
     def writer(self, *, whole: bool = True) -> TierWriter:

@@ -22,7 +22,6 @@ from verbatim.model.context import ForwardContext, activate
 from verbatim.placement.offload.choice import Percents
 from verbatim.placement.offload.cut import cut
 from verbatim.placement.offload.kv import assign_tiers
-from verbatim.placement.offload.kv_disk import Traffic
 from verbatim.placement.offload.plan import Plan
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.trace import Trace
@@ -96,21 +95,16 @@ class HiddenStates:
         percents: of the micro-batches, in (gpu, cpu, disk).
         scratch: room on the disk.
         trace: records reads and writes.
-
-    Attributes:
-        traffic: of the disk tier; all waiting is between layers.
     """
 
     def __init__(
         self, module: nn.Module, percents: Percents, scratch: Scratch, trace: Trace
     ) -> None:
-        self.traffic = Traffic()
         self._module, self._percents = module, percents
         self._scratch, self._trace = scratch, trace
         self._rooms: dict[int, tuple[int, int]] = {}  # of each part's number: where, bytes
         # By number, until the next forward: parts of one that broke off are never brought back.
         self._away: dict[int, tuple[ref[Part], UntypedStorage, int]] = {}
-        self._tiers: list[str] = []
         self._before: Unit | None = None
         self._owned: set[int] = set()
 
@@ -120,18 +114,15 @@ class HiddenStates:
         Raises:
             TierFailed: it can't be written, or there is no room.
         """
-        if self._tier(part.number) != "disk":
-            return
-        storage = self._storage_of(part)
+        tier = assign_tiers([1] * (part.number + 1), self._percents)[-1]
+        storage = self._storage_of(part) if tier == "disk" else None
         if storage is None:
             return
         begin, nbytes = perf_counter(), storage.nbytes()
         self._scratch.write_from([_memory(storage)], self._room(part.number, nbytes))
         self._away[part.number] = ref(part), storage, nbytes
         storage.resize_(0)
-        self.traffic.bytes_written += nbytes
-        self.traffic.store_s += perf_counter() - begin
-        self._trace.add("write", f"hidden #{part.number}", begin, perf_counter())
+        self._trace.add("write", "hidden states", f"hidden #{part.number}", begin, nbytes)
 
     def bring(self, part: Part) -> None:
         """Read it back, if it was moved.
@@ -139,23 +130,14 @@ class HiddenStates:
         Raises:
             TierFailed: it can't be read.
         """
-        if part.number not in self._away:
-            return
-        owner, storage, nbytes = self._away[part.number]
-        if owner() is not part:
+        owner, storage, nbytes = self._away.get(part.number, (None, None, 0))
+        if storage is None or owner is None or owner() is not part:
             return
         begin = perf_counter()
         storage.resize_(nbytes)
         self._scratch.read_into([_memory(storage)], self._rooms[part.number][0])
         del self._away[part.number]
-        self.traffic.bytes_read += nbytes
-        self.traffic.load_s += perf_counter() - begin
-        self._trace.add("read", f"hidden #{part.number}", begin, perf_counter())
-
-    def _tier(self, number: int) -> str:
-        if number >= len(self._tiers):
-            self._tiers = assign_tiers([1] * (number + 1), self._percents)
-        return self._tiers[number]
+        self._trace.add("read", "hidden states", f"hidden #{part.number}", begin, nbytes)
 
     def _room(self, number: int, nbytes: int) -> int:
         at, has = self._rooms.get(number, (0, 0))
@@ -210,7 +192,6 @@ class BlockSchedule:
         self._plan = plan
         self.weights = weights
         self.activations = activations
-        self.compute_s = 0.0
         self._trace = trace
 
     def cut(self, batch: Batch) -> list[Batch]:
@@ -246,10 +227,8 @@ class BlockSchedule:
             self.activations.bring(part)  # it may have been moved while others ran
         begin = perf_counter()
         part.go()
-        end = perf_counter()
-        self.compute_s += end - begin
-        if unit is not None:
-            self._trace.add("compute", f"{unit.name} #{part.number}", begin, end)
+        name = f"start #{part.number}" if unit is None else f"{unit.name} #{part.number}"
+        self._trace.add("compute", "weights", name, begin)
         if away is not None and part.unit is not None:
             away.send(part)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-import threading
 from pathlib import Path
 
 from torch import Tensor
@@ -20,6 +19,8 @@ _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL})  # by th
 
 class Scratch(DirectFile):
     """Room in the disk tier's folder, reserved before it is written so that it can't run out later.
+
+    Any thread may read and write, one at a time may reserve.
 
     The file never has a name (O_TMPFILE), or loses it at once, so that nothing is left behind by a
     process that is killed.
@@ -37,9 +38,7 @@ class Scratch(DirectFile):
         self.limit = limit
         self.nbytes = 0  # reserved
         self.reserved_elsewhere = 0  # bytes in other files that count toward the limit
-        self.bytes_read = self.bytes_written = 0
         self._unflushed = 0
-        self._lock = threading.Lock()
         try:
             fd = _unnamed(self.folder)
         except OSError as error:
@@ -54,21 +53,20 @@ class Scratch(DirectFile):
         Raises:
             TierFailed: the disk is full, or they are more than the limit.
         """
-        with self._lock:
-            at, nbytes = self.nbytes, up(nbytes)
-            needed = self.reserved_elsewhere + at + nbytes
-            if self.limit is not None and needed > self.limit:
-                raise TierFailed(
-                    f"disk tier: {needed} bytes are needed in {self.folder}, and disk_limit is "
-                    f"{self.limit}"
-                )
-            try:
-                os.posix_fallocate(self._fd, at, max(1, nbytes))
-            except OSError as error:
-                raise TierFailed(
-                    f"disk tier: no room for {nbytes} bytes in {self.folder}: {error.strerror}"
-                ) from error
-            self.nbytes = at + nbytes
+        at, nbytes = self.nbytes, up(nbytes)
+        needed = self.reserved_elsewhere + at + nbytes
+        if self.limit is not None and needed > self.limit:
+            raise TierFailed(
+                f"disk tier: {needed} bytes are needed in {self.folder}, and disk_limit is "
+                f"{self.limit}"
+            )
+        try:
+            os.posix_fallocate(self._fd, at, max(1, nbytes))
+        except OSError as error:
+            raise TierFailed(
+                f"disk tier: no room for {nbytes} bytes in {self.folder}: {error.strerror}"
+            ) from error
+        self.nbytes = at + nbytes
         return at
 
     def write(self, data: Tensor, offset: int) -> None:
@@ -91,13 +89,9 @@ class Scratch(DirectFile):
         """
         total = sum(map(len, views))
         nbytes = self._move(os.pwritev, "writing to", views, offset, total, direct=direct)
-        with self._lock:
-            self.bytes_written += nbytes
-            self._unflushed += 0 if direct else nbytes
-            flush = self._unflushed >= _UNFLUSHED
-            if flush:
-                self._unflushed = 0
-        if flush:  # only what is written can be forgotten
+        self._unflushed += 0 if direct else nbytes
+        if self._unflushed >= _UNFLUSHED:  # only what is written can be forgotten
+            self._unflushed = 0
             try:
                 os.fdatasync(self._fd)
             except OSError as error:
@@ -113,9 +107,7 @@ class Scratch(DirectFile):
             TierFailed: it can't be read.
         """
         total = sum(map(len, views))
-        nbytes = self._move(os.preadv, "reading", views, offset, total, direct=direct)
-        with self._lock:
-            self.bytes_read += nbytes
+        self._move(os.preadv, "reading", views, offset, total, direct=direct)
 
     def keep(self, name: str, tensor: Tensor) -> Stored:
         """Write a tensor; return where it is."""

@@ -81,6 +81,7 @@ class ModelShape:
         hidden, intermediate, attention, vocab: widths: of hidden states; of the MLP, over all experts of a
             token; of queries, keys and values together; of the logits.
         experts, experts_per_token: 0 where there are none.
+        draft_bytes: of layers beside the model that draft, which stay in memory.
     """
 
     slots: tuple[SlotShape, ...]
@@ -97,6 +98,7 @@ class ModelShape:
     experts_per_token: int = 0
     state_bytes: int = 0
     resident_bytes_per_token: int = 0
+    draft_bytes: int = 0
 
     @property
     def layer_kv_bytes(self) -> float:

@@ -37,11 +37,6 @@ class Layout:
     places: dict[Stored, int] = field(default_factory=dict)  # of its first byte
     nbytes: int = 0
 
-    @property
-    def needed(self) -> int:
-        """Bytes of weights among them."""
-        return sum(stored.nbytes for stored in self.places)
-
 
 def lay_out(name: str, tensors: list[Stored]) -> Layout:
     """Lay tensors out so that neighbours in a file are read together; most layers are one run."""
@@ -87,7 +82,7 @@ class Stream:
         layouts: in the order of use.
         capacity: bytes of the ring; at least the largest layout's.
         num_threads: readers; 0 reads a layout when it is taken.
-        trace: records the reads.
+        trace: records reads and waits.
         files: of all layouts, closed by their owner; None: opened and closed here.
     """
 
@@ -102,8 +97,6 @@ class Stream:
         assert all(layout.nbytes <= capacity for layout in layouts)
         self.layouts = layouts
         self.capacity = up(capacity)
-        self.bytes_read = 0
-        self.wait_s = 0.0
         self._trace = trace
         self._files, self._is_shared = files or OpenFiles(), files is not None
         self._readers = Prefetcher("verbatim-reader", num_threads)
@@ -114,9 +107,8 @@ class Stream:
         self._shield = Shield()  # Ctrl-C could leave regions without their reads
         self._ring: Tensor | None = None
         try:
-            self._ring = pages(self.capacity).fill_(
-                0
-            )  # page faults would slow the first reads down
+            # Page faults would slow the first reads down.
+            self._ring = pages(self.capacity).fill_(0)
             self._view = bytes_of(self._ring)
             for layout in layouts:
                 for stored in layout.places:
@@ -127,6 +119,11 @@ class Stream:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the layouts that were taken."""
+        return self._trace.nbytes("wait weights")
 
     def follow(self, order: list[int]) -> None:
         """Read ahead in this cyclic order of layouts, from the next one that is taken on."""
@@ -156,11 +153,8 @@ class Stream:
                 if job.error is not None:
                     self._drop()
                     raise job.error
-            self.bytes_read += sum(region.done)
-        waited = perf_counter() - begin
-        self.wait_s += waited
-        if waited > 1e-4:
-            self._trace.add("wait", self.layouts[index].name, begin, begin + waited)
+        nbytes = sum(region.done)
+        self._trace.add("wait", "weights", self.layouts[index].name, begin, nbytes)
         assert self._ring is not None
         return self._ring[region.at : region.at + region.nbytes]
 
@@ -247,4 +241,4 @@ class Stream:
         needed = min(nbytes, run.needed - begin)
         view = self._view[at : at + nbytes]
         region.done.append(self._files.of(run.path).read(view, run.offset + begin, needed))
-        self._trace.add("read", self.layouts[region.index].name, start, perf_counter())
+        self._trace.add("read", "weights", self.layouts[region.index].name, start)

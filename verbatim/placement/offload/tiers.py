@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
-from verbatim.errors import InvalidRequest, OutOfBlocks, UnsupportedModel
+from verbatim.errors import UnsupportedModel
 from verbatim.heap import Heap
 from verbatim.kv.store import bytes_per_token
 from verbatim.model.decoder import Decoder
@@ -15,7 +14,7 @@ from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.early_exit import EarlyExit
 from verbatim.model.hidden import head_of
 from verbatim.model.loader import LoadedModel
-from verbatim.model.mtp_source import Mtp, mtp_size
+from verbatim.model.mtp_source import Mtp
 from verbatim.model.packing import PackingReport, choose_packings, holdable_of
 from verbatim.model.spec import ModelSpec, inner_model
 from verbatim.model.whole import ModelPart
@@ -26,7 +25,6 @@ from verbatim.placement.offload.head import split_head
 from verbatim.placement.offload.prefetch import READERS
 from verbatim.placement.offload.schedule import BlockSchedule, HiddenStates, install_gates
 from verbatim.placement.offload.scratch import Scratch
-from verbatim.placement.offload.shape import ModelShape
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import Units, find_units
 from verbatim.placement.offload.weights import Weights
@@ -66,16 +64,7 @@ class Tiers:
         with ExitStack() as undo:
             self.scratch = scratch = Scratch(offload.disk, offload.disk_limit)
             undo.callback(scratch.close)
-            self.forecast = forecast(loaded, units, offload, options, limit)
-            if isinstance(draft, Mtp):
-                draft_bytes, token_bytes = _draft_bytes(loaded, draft, self.forecast.shape)
-                smaller = _without(offload, draft_bytes)
-                try:
-                    self.forecast = forecast(loaded, units, smaller, options, limit, token_bytes)
-                except (InvalidRequest, OutOfBlocks) as error:
-                    raise type(error)(
-                        f"{error}, beside MTP layers of {draft_bytes} bytes"
-                    ) from None
+            self.forecast = forecast(loaded, units, offload, options, limit, draft)
             plan = self.plan = self.forecast.plan
             self._heap = heap = Heap(plan.heap_bytes)
             for slot, tier in zip(units.slots, plan.tiers, strict=True):
@@ -87,8 +76,6 @@ class Tiers:
                         slot.tier = "disk"
             else:
                 units.join_experts()
-            for slot in units.slots:
-                slot.in_place = slot.tier != "disk"
             self.original = loaded.module.state_dict(keep_vars=True)
             packed: Scratch | None = None
             self.report: PackingReport | None = None
@@ -132,8 +119,7 @@ class Tiers:
             decoder = Decoder(
                 module, order=self.schedule, fused=False, unseen=part is not None, part=part
             )
-        if weights.experts is not None:
-            weights.experts.wait_s = 0.0  # of the inspection
+        self.trace.restart()  # behind the inspection
         if not decoder.spec.finite:
             raise UnsupportedModel(
                 f"placement=Offload: {type(module).__name__} gives logits that are not numbers: its "
@@ -158,28 +144,6 @@ class Tiers:
     def close(self) -> None:
         """Free all memory and files."""
         self._undo.close()
-
-
-def _draft_bytes(loaded: LoadedModel, draft: Mtp, shape: ModelShape) -> tuple[int, int]:
-    """Return the bytes of MTP layers, which stay in memory, and about what they keep of a token."""
-    assert loaded.folder is not None
-    inner = inner_model(loaded.module)
-    count, nbytes = mtp_size(inner, loaded.folder, draft.beside)
-    hidden = shape.hidden * inner.dtype.itemsize
-    return nbytes, count * (shape.kv_bytes_per_token // shape.layers + hidden)
-
-
-def _without(offload: Offload, reserved: int) -> Offload:
-    """Return the options with a smaller budget; without one, the plan takes a share of the free memory."""
-    for name, budget in (("gpu", offload.gpu), ("cpu", offload.cpu)):
-        if budget and budget > reserved:
-            smaller: dict[str, Any] = {name: budget - reserved}
-            return replace(offload, **smaller)
-        if budget:
-            raise OutOfBlocks(
-                f"placement=Offload: MTP layers take {reserved} bytes; {name}={budget}"
-            )
-    return offload
 
 
 def units_of(

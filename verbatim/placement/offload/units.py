@@ -37,7 +37,6 @@ class Slot:
         nbytes: of the parameter.
         stored_bytes: of the data in its tier.
         tier: "gpu", "cpu" or "disk".
-        in_place: its data is always in memory, as the model needs it.
         rows_only: only rows of it are read, from its file.
         packing: of the lazy weight's data, if it is quantized.
         holders: modules that use the quantized bytes, which are installed as the buffer of this name; before
@@ -52,7 +51,6 @@ class Slot:
     parameter: nn.Parameter
     lazy: LazyWeight
     tier: str = "disk"
-    in_place: bool = False
     rows_only: bool = False
     stored_bytes: int = 0
     packing: WeightPacking | None = None
@@ -80,11 +78,13 @@ class Slot:
             weight = weight[self.cut[1] : self.cut[2]]
         return weight.detach().to(self.parameter.dtype).contiguous()
 
-    def lend(self, packed: Tensor | None) -> None:
-        """Assign the quantized bytes to the holders; None removes them."""
+    def install(self, data: Tensor | None) -> None:
+        """Give the model the parameter, or its holders the quantized bytes; None takes them away."""
+        if self.packing is None:
+            self.parameter.data = placeholder(self.parameter) if data is None else data
         for layer, name in self.holders:
             held: Any = layer._buffers[name]
-            layer._buffers[name] = placeholder(held) if packed is None else packed
+            layer._buffers[name] = placeholder(held) if data is None else data
 
     @property
     def tier_bytes(self) -> int:
@@ -211,9 +211,10 @@ class Units:
                     unit.slots = [slot for slot in unit.slots if slot not in own]
 
     def join_experts(self) -> None:
-        """Return them to their units, except for quantized ones, which stay in memory."""
+        """Return them to their units, to be read with these or to stay in memory."""
         for layer in self.experts:
-            layer.unit.slots += [slot for slot in layer.slots if slot.packing is None]
+            layer.unit.slots += layer.slots
+        self.experts = []
 
 
 def find_units(module: nn.Module, lazy_weights: Mapping[nn.Parameter, LazyWeight]) -> Units:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import accumulate
 from time import perf_counter
 from typing import Any
 
@@ -16,16 +14,15 @@ from torch.overrides import TorchFunctionMode
 
 from verbatim import kernels
 from verbatim.model.integers import interleaved_rows
-from verbatim.model.packed import placeholder
 from verbatim.model.quantize import unpack, unpack_rows
 from verbatim.placement.offload.compress import rounded_rows
-from verbatim.placement.offload.experts import ExpertCache, free_experts, hold_experts
+from verbatim.placement.offload.experts import ExpertCache
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.stream import Layout, Stream, lay_out
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import Slot, Unit, Units
-from verbatim.weights.files import PAGE, OpenFiles, bytes_of, pages, read_whole, up
-from verbatim.weights.lazy import Held, LazyWeight, Stored, from_rows, materialize, sources
+from verbatim.weights.files import OpenFiles, read_whole
+from verbatim.weights.lazy import Held, LazyWeight, Stored, materialize, rows_of, sources
 from verbatim.weights.update import overwrite
 
 _ALIGNED = 64  # bytes; what torch's own products may round differently without
@@ -64,23 +61,16 @@ class Weights:
         self.is_mixed = False  # an update of them went wrong
         self.experts: ExpertCache | None = None
         self._tidy = tidy
-        self._ring_bytes, self._num_readers, self._expert_bytes = (
-            ring_bytes,
-            num_readers,
-            expert_bytes,
-        )
-        self._scratch = (
-            scratch  # has the weights of the disk tier that are in no file of the user's
-        )
+        self._ring_bytes, self._num_readers = ring_bytes, num_readers
+        self._expert_bytes = expert_bytes
+        self._scratch = scratch  # weights of the disk tier that are in no file of the user's
         self._asleep: Scratch | None = None
         self._slept: dict[Slot, Stored] = {}  # weights that are in no file otherwise
         self._files = OpenFiles()
-        self._row_bytes = 0
         self._order: list[int] = []  # of layouts, as a forward uses them
         self._seen: list[int] | None = None  # layouts used so far, while their order is recorded
         self._region: tuple[Layout, Tensor] | None = None
         self._trace = trace
-        self.make_s = 0.0  # unpacking, casting and stacking what was read
         self._layout_of: dict[Unit, int] = {}
         self.stream = Stream([], 0, 0, trace)
         self.allocate()
@@ -96,11 +86,9 @@ class Weights:
                 assert self._asleep is not None
                 slot.lazy = Held(read_whole(stored, self._asleep))
             for slot in self.units.slots:
-                if slot.in_place and slot.holders:
-                    assert isinstance(slot.lazy, Held)
-                    slot.lend(slot.lazy.tensor)
-                elif slot.in_place:
-                    slot.parameter.data = rounded_rows(slot, materialize(slot.lazy, read_whole))
+                if slot.tier != "disk":
+                    made = materialize(slot.lazy, read_whole)
+                    slot.install(rounded_rows(slot, made) if slot.packing is None else made)
             self._open_files()
         except BaseException:
             self._drop()
@@ -118,22 +106,16 @@ class Weights:
             if tensors:
                 self._layout_of[unit] = len(layouts)
                 layouts.append(lay_out(unit.name, tensors))
-        readers, before = self._num_readers, self.experts
+        readers = self._num_readers
         self._files = OpenFiles(self._scratch)
         if self._expert_bytes:
             self.experts = ExpertCache(
                 self.units.experts, self._expert_bytes, readers, self._trace, self._files
             )
-            if before is not None:
-                self.experts.count_on(before)
-        else:
-            hold_experts(self.units.experts)
         readers = readers if layouts else 0
-        stream = Stream(layouts, self._ring_bytes, readers, self._trace, self._files)
-        stream.bytes_read, stream.wait_s = self.stream.bytes_read, self.stream.wait_s
-        self.stream = stream
+        self.stream = Stream(layouts, self._ring_bytes, readers, self._trace, self._files)
         if self._order:
-            stream.follow(self._order)
+            self.stream.follow(self._order)
 
     def release(self, asleep: Scratch) -> None:
         """Free all memory until `allocate`.
@@ -209,8 +191,7 @@ class Weights:
     @property
     def bytes_read(self) -> int:
         """Bytes read from files since it was opened, without those kept in memory."""
-        experts = 0 if self.experts is None else self.experts.bytes_read
-        return self.stream.bytes_read + self._row_bytes + experts
+        return sum(map(self._trace.nbytes, ("wait weights", "read rows", "read experts")))
 
     @property
     def bytes_per_forward(self) -> int:
@@ -246,11 +227,12 @@ class Weights:
     @contextmanager
     def _lent(self, unit: Unit) -> Iterator[None]:
         index = self._layout_of.get(unit)
-        away = [slot for slot in unit.slots if not slot.in_place]
+        # Rows of quantized embeddings are unpacked when they are looked up.
+        away = [s for s in unit.slots if s.tier == "disk" or (unit.gathers and s.packing)]
         if not away:
             yield
             return
-        if unit.gathers and index is None:
+        if unit.gathers:
             with _Lookup({slot.parameter: slot for slot in away}, self._rows):
                 yield
             return
@@ -261,26 +243,16 @@ class Weights:
             self._region = self.stream.layouts[index], region
         try:
             begin = perf_counter()
-            self._make(away)
-            end = perf_counter()
-            self.make_s += end - begin
+            for slot in away:
+                slot.install(materialize(slot.lazy, self._read))  # unpacked, cast and stacked
+            self._trace.add("make", "weights", unit.name, begin)
             yield
         finally:
             for slot in away:
-                slot.parameter.data = placeholder(slot.parameter)
-                slot.lend(None)
+                slot.install(None)
             self._region = None
             if index is not None:
                 self.stream.give_back()
-
-    def _make(self, away: list[Slot]) -> None:
-        """Give parameters their data, and holders their quantized bytes."""
-        for slot in away:
-            made = materialize(slot.lazy, self._read)
-            if slot.packing is None:
-                slot.parameter.data = made
-            else:
-                slot.lend(made)
 
     def _read(self, stored: Stored) -> Tensor:
         """Return a tensor of the region in use."""
@@ -301,23 +273,18 @@ class Weights:
             if slot.packing.interleaved:
                 return unpack(*interleaved_rows(lazy.tensor, slot.packing, ids))
             return unpack_rows(lazy.tensor, slot.packing, ids)
-        parts = sources(lazy)  # the rows of each, one after another
-        stored, width = parts[0], parts[0].nbytes // parts[0].shape[0]
-        starts = [0, *accumulate(part.shape[0] for part in parts)]
-        rows = torch.empty(len(ids), width, dtype=torch.uint8)
-        buffer = pages(up(width) + PAGE)
-        view = bytes_of(buffer)
-        for i, row in enumerate(ids.tolist()):
-            number = bisect(starts, row) - 1
-            part = parts[number]
-            at = part.offset + (row - starts[number]) * width
-            skip = at % PAGE
-            file = self._files.of(part.path, part.stamp)
-            file.read(view[: up(skip + width)], at - skip, skip + width)
-            rows[i] = buffer[skip : skip + width]
-        self._row_bytes += rows.nbytes
-        found = rows.view(stored.dtype).view(len(ids), *stored.shape[1:])
-        return rounded_rows(slot, from_rows(lazy, found))
+        begin, shape = perf_counter(), slot.parameter.shape
+        rows = [torch.empty(0, *shape[1:], dtype=slot.parameter.dtype)]
+        for row in ids.tolist():
+            own = rows_of(lazy, row, row + 1)
+            assert own is not None
+            rows.append(materialize(own, self._read_row))
+        nbytes = len(ids) * sum(stored.nbytes for stored in sources(lazy)) // shape[0]
+        self._trace.add("read", "rows", slot.name, begin, nbytes)
+        return rounded_rows(slot, torch.cat(rows))
+
+    def _read_row(self, stored: Stored) -> Tensor:
+        return read_whole(stored, self._files.of(stored.path, stored.stamp))
 
     def check_files(self) -> None:
         """Check that the files are unchanged since the model was opened.
@@ -343,10 +310,8 @@ class Weights:
 
     def _drop(self) -> None:
         self._close_files()
-        free_experts(self.units.experts)
         for slot in self.units.slots:
-            slot.parameter.data = placeholder(slot.parameter)
-            slot.lend(None)
+            slot.install(None)
             if isinstance(slot.lazy, Held):
                 slot.lazy = Held(slot.lazy.tensor.new_empty(0))
 
