@@ -327,7 +327,7 @@ PARTS = "schedule", "forward", "sample", "commit"
 @contextmanager
 def timed_steps(llm: LLM) -> Iterator[list[Step]]:
     """Every step of the engine, with timers around its parts; they are taken off again at the end."""
-    engine = llm.engine
+    engine = llm.engine._engine
     steps: list[Step] = []
 
     def timed(owner: Any, method: str, part: str) -> Callable[[], None]:

@@ -22,6 +22,7 @@ _TRIAL_PAUSE, _TRIAL_AGAIN = (
     64,
     8,
 )  # steps at least between two of them, and after an accepted token
+_LONGEST_PAUSE = 256  # as the costs change with the number of sequences
 _PLAIN_EVERY = 64  # steps at most until one without drafts is measured again
 
 
@@ -140,7 +141,7 @@ class DraftLengths:
         step_s = self._step_s.at(num_rows)
         cost_s = self._step_s.at(num_rows + num_trials) - step_s
         cost_s += self._draft_s.at(num_trials) if self._draft_s.known else 0.0
-        return int(cost_s / (_TRIAL_SHARE * step_s))
+        return min(int(cost_s / (_TRIAL_SHARE * step_s)), _LONGEST_PAUSE)
 
     def _best_count(self, offers: list[tuple[float, int, Sequence]], num_rows: int) -> int:
         """Return how many of the sorted offers give the most tokens per second."""
