@@ -26,7 +26,7 @@ from verbatim import kernels
 from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.attention import paged_attention
-from verbatim.kv.quantized import PACKINGS, pack, packed_attention
+from verbatim.kv.quantized import PACKINGS, pack
 
 HEADS, SIZE, BLOCK = 16, 128, 16
 OPTIONS = AttentionOptions(scale=SIZE**-0.5)
@@ -72,11 +72,8 @@ class Layers:
 
     def attend(self, layer: int = 0) -> Tensor:
         k_store, v_store = self.stores[layer]
-        if self.packing is None:
-            return paged_attention(self.q, k_store, v_store, *self.batch)
-        packing = self.packing
-        return packed_attention(
-            self.q, k_store, v_store, *self.batch, value_size=SIZE, packing=packing
+        return paged_attention(
+            self.q, k_store, v_store, *self.batch, value_size=SIZE, packing=self.packing
         )
 
 

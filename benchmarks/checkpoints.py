@@ -32,7 +32,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from support.gguf_files import gguf_name, gguf_writer, save_gguf
 from verbatim import LLM, SamplingParams
-from verbatim.model.weight_packing import BLOCKS, TABLES, Encoding
+from verbatim.model.weight_packing import TABLES, Encoding
+from verbatim.weights.formats.gguf import HALVES
 
 Tensors = dict[str, Tensor]
 GROUP = 128
@@ -109,6 +110,13 @@ def mxfp4(experts: int, n: int, k: int) -> Tensors:
     return {"blocks": blocks, "scales": torch.randint(118, 122, (experts, n, k // 32)).byte()}
 
 
+def nvfp4(n: int, k: int) -> Tensors:
+    """NVFP4 as ModelOpt writes it."""
+    own = (torch.rand(n, k // 16) * 200 + 100).to(torch.float8_e4m3fn)
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
+    return {"weight": codes, "weight_scale": own, "weight_scale_2": torch.tensor(1e-5)}
+
+
 def torchao_int8(n: int, k: int) -> Tensors:
     own = scales(n, 1, dtype=torch.bfloat16) / 10
     return {
@@ -130,7 +138,7 @@ def torchao_fp8(n: int, k: int) -> Tensors:
 
 def gguf_blocks(kind: str) -> Callable[..., Tensors]:
     """Return the writer of a GGUF type: random bits, and small scales where its blocks have float16."""
-    halves = BLOCKS[Encoding[kind]][1] if kind.endswith("K") else slice(0, 2)
+    halves = HALVES[Encoding[kind]] if kind.endswith("K") else slice(0, 2)
 
     def writer(n: int, k: int) -> Tensors:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -165,6 +173,7 @@ FORMATS: dict[str, tuple[str, dict[str, Any], Callable[..., Tensors], dict[str, 
         *(_compressed("pack-quantized", num_bits=4, strategy="group", group_size=GROUP), 4),
     ),
     "nf4": ("Llama", LLAMA, nf4, dict(quant_method="bitsandbytes", load_in_4bit=True), 4),
+    "nvfp4": ("Llama", LLAMA, nvfp4, dict(quant_method="modelopt", quant_algo="NVFP4"), 4),
     "compressed-int8": (
         *("Llama", LLAMA, int8),
         *(_compressed("int-quantized", num_bits=8, strategy="channel"), 8),

@@ -9,6 +9,7 @@ of this machine. Whatever is timed has said the resident model's words first, bi
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import signal
@@ -93,9 +94,9 @@ def measure(folder: Path, whole: LLM, said: dict[int, Any], args: argparse.Names
                 steps.append(times[id(llm)])
                 ratios.append(times[id(whole)] / times[id(llm)])
             step = 1e3 * statistics.median(steps) / TOKENS
-            figures = llm.stats()["cluster"]
-            hop = "-" if stages == 1 else f"{1e3 * figures['hop_s']:.3f}"
-            rest = 1e3 * figures["rest_s"]
+            busy, hops = times_of(llm)
+            hop = "-" if stages == 1 else f"{1e3 * statistics.median(hops):.3f}"
+            rest = step - 1e3 * statistics.median(busy)
             print(
                 f"{stages:6} {step:10.2f} {statistics.median(ratios):14.2f} {hop:>8} {rest:13.2f}"
             )
@@ -105,6 +106,24 @@ def measure(folder: Path, whole: LLM, said: dict[int, Any], args: argparse.Names
                 if args.picture:
                     draw(llm, args.picture)
                 recovery(llm, said)
+
+
+def spans_of(llm: LLM) -> list[list[Any]]:
+    """Step, micro-batch, begin, end and rows of the last work of each stage."""
+    runner = cast(Clustered, llm.engine.runner)
+    return [status["spans"] for status in runner._each("status")]
+
+
+def times_of(llm: LLM) -> tuple[list[float], list[float]]:
+    """Seconds of all stages' work in each decode step, and of each hop between two stages."""
+    stages = [
+        {step: (begin, end) for step, _, begin, end, n in row if n == 1} for row in spans_of(llm)
+    ]
+    steps = [
+        [stage[step] for stage in stages] for step in stages[0] if all(step in s for s in stages)
+    ]
+    busy = [sum(end - begin for begin, end in step) for step in steps]
+    return busy, [b[0] - a[1] for step in steps for a, b in itertools.pairwise(step)]
 
 
 def concurrent(llm: LLM, said: dict[int, Any], rounds: int) -> None:
@@ -197,8 +216,7 @@ def draw(llm: LLM, path: Path) -> None:
 
     long = [[(3 * i + 7 * j) % 31_000 + 3 for j in range(200)] for i in range(SESSIONS)]
     llm.generate(long, SamplingParams(max_tokens=12, seed=1, ignore_eos=True))
-    runner = cast(Clustered, llm.engine.runner)
-    spans = [status["spans"] for status in runner._each("status")]
+    spans = spans_of(llm)
     first = min(row[-13 - 2][2] if len(row) > 15 else row[0][2] for row in spans)
     figure, axes = plt.subplots(figsize=(10, 2.4), layout="constrained")
     colours = plt.get_cmap("tab10").colors

@@ -24,7 +24,7 @@ from verbatim import LLM, SamplingParams, kernels
 from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.attention import paged_attention
-from verbatim.kv.quantized import PACKINGS, pack, packed_attention, unpack
+from verbatim.kv.quantized import PACKINGS, pack, unpack
 from verbatim.kv.store import KVStore
 
 PROMPTS = [
@@ -189,7 +189,7 @@ def attention_calls(sequences: int, context: int, rows: int) -> list[Callable[[]
     )
     batch = (rows_of, AttentionOptions(scale=size**-0.5))
     packed = [
-        partial(packed_attention, q, pack(k, p), pack(v, p), *batch, value_size=size, packing=p)
+        partial(paged_attention, q, pack(k, p), pack(v, p), *batch, value_size=size, packing=p)
         for p in PACKINGS.values()
     ]
     return [

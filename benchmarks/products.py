@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 from verbatim import kernels
 from verbatim.model.integers import interleave
-from verbatim.model.products import linear, packed_linear
+from verbatim.model.products import Packed, linear
 from verbatim.model.quantization import resolve_quantization
 from verbatim.model.quantize import pack
 from verbatim.model.weight_packing import WeightPacking
@@ -128,7 +128,7 @@ def operands(
                 if kind.bits == 8
                 else int4(x, w.theirs[0], 64, w.theirs[1])
             ),
-            "ours": lambda x, w: packed_linear(x, w.ours, packing),
+            "ours": lambda x, w: linear(x, Packed(w.ours, packing)),
         }
     count = max(1, COLD_BYTES // one.ours.nbytes)
     copies = [Operand(one.ours.clone(), tuple(t.clone() for t in one.theirs)) for _ in range(count)]

@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -255,6 +255,17 @@ class Delta:
     log_masses: list[float] | None = None
 
 
+class Token(NamedTuple):
+    """The records of one token of a sequence, as `Completion` describes them."""
+
+    logprob: float = math.nan
+    sampled_logprob: float = math.nan
+    weight_version: int = 0
+    top_logprobs: TopLogprobs | None = None
+    support: Support = Support(None, 0.0)
+    hidden: Tensor | None = None  # [H], if requested
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """The ids and the block table of one sample, or one beam, of one request."""
@@ -264,12 +275,7 @@ class Sequence:
     watch: Watch
     grammar: GrammarState | None = None
     output_ids: list[int] = field(default_factory=list)
-    weight_versions: list[int] = field(default_factory=list)  # one per token
-    logprobs: list[float] = field(default_factory=list)
-    sampled_logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[TopLogprobs] = field(default_factory=list)
-    supports: list[Support] = field(default_factory=list)  # if requested
-    hidden: list[Tensor] = field(default_factory=list)  # [H] each, one per token
+    tokens: list[Token] = field(default_factory=list)  # the record of each of `output_ids`
     routing: Tensor | None = None  # read from its blocks when it ends
     indices: Tensor | None = None  # likewise
     number: int = 0  # order of arrival, the tie-breaker of `rank`; kept through preemption
@@ -281,8 +287,9 @@ class Sequence:
     snapshot: bytes | None = None  # key of its latest state that was cached while decoding
     # By MTP layer: positions whose K and V are in its blocks.
     num_draft_computed: dict[int, int] = field(default_factory=dict)
-    # Candidates of a beam's next token, until all beams of its request have theirs.
+    # Candidates of a beam's next token, until all beams of its request have theirs; and its record.
     candidates: Candidates | None = None
+    next_token: Token = field(default_factory=Token)
     score: float = 0.0  # of a beam
     finish_reason: FinishReason | None = None
     stop_reason: StopReason = None
@@ -344,10 +351,10 @@ class Sequence:
         for layer, count in self.num_draft_computed.items():
             self.num_draft_computed[layer] = min(count, num_slots)
 
-    def push(self, token_id: int) -> None:
+    def push(self, token_id: int, token: Token) -> None:
         """Append one token; finish the sequence if the token ends it or completes its grammar."""
         self.output_ids.append(token_id)
-        self.weight_versions.append(self.request.weight_version)
+        self.tokens.append(token)
         ended = self.watch.push(token_id)
         if ended is not None:
             self.finish_reason, self.stop_reason = ended
@@ -367,11 +374,7 @@ class Sequence:
             self.watch.fork(),
             None if self.grammar is None else self.grammar.fork(),
             output_ids=list(self.output_ids),
-            weight_versions=list(self.weight_versions),
-            logprobs=list(self.logprobs),
-            top_logprobs=list(self.top_logprobs),
-            supports=list(self.supports),
-            hidden=list(self.hidden),
+            tokens=list(self.tokens),
             keys=list(self.keys),
             number=self.number,
         )
@@ -411,17 +414,6 @@ class SessionCache:
     last_used: float = field(default_factory=time.monotonic)
     closed: bool = False
     turn: Sequence | None = None
-
-    def cut(self, num_tokens: int, block_size: int) -> list[int]:
-        """Keep the first `num_tokens` positions; return the blocks that are no longer needed."""
-        needed = -(-num_tokens // block_size)
-        rest = self.blocks[needed:]
-        del self.blocks[needed:], self.token_ids[num_tokens:]
-        self.num_indexed = min(self.num_indexed, len(self.token_ids) // block_size)
-        for layer, count in self.num_draft_computed.items():
-            # A slot of an MTP layer also depends on the tokens after it.
-            self.num_draft_computed[layer] = min(count, max(0, len(self.token_ids) - 1 - layer))
-        return rest
 
 
 # How much earlier a request must arrive to go before one of the next better priority.

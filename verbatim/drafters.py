@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from verbatim.draft.chain import Chain
-from verbatim.draft.config import NAMES, DraftModel, DraftOptions
+from verbatim.draft.config import NAMES, Drafter, DraftModel
 from verbatim.draft.layers import EarlyExitProposer, MtpProposer
 from verbatim.draft.model import DraftModelProposer
 from verbatim.engine.drafting import Drafting
-from verbatim.engine.lengths import AdaptiveLengths, FixedLengths
+from verbatim.engine.lengths import DraftLengths
 from verbatim.errors import InvalidRequest, ModelError, NotSupported, OutOfBlocks
 from verbatim.kv.store import bytes_per_token
 from verbatim.model.decoder import Decoder
 from verbatim.model.early_exit import EarlyExit
 from verbatim.model.limits import max_length_of
-from verbatim.model.loader import LoadedModel
+from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.mtp_source import Mtp
 from verbatim.model.spec import inner_model
 from verbatim.options import available_memory, memory_bytes, total_memory
@@ -32,10 +33,17 @@ _MAX_PADDING = 1024  # maximum number of padding ids of a vocabulary
 
 
 def open_drafting(
-    drafts: DraftOptions, runner: Runner, options: EngineOptions, loaded: LoadedModel
+    draft: Drafter | None,
+    num_tokens: int | None,
+    runner: Runner,
+    options: EngineOptions,
+    loaded: LoadedModel,
 ) -> Drafting | None:
-    """Open the proposer for `runner`; return None without `draft`."""
-    draft, num_tokens = drafts.draft, drafts.num_tokens
+    """Open the proposer for `runner`; return None without `draft`.
+
+    Args:
+        num_tokens: tokens per draft; None: adaptive.
+    """
     if draft is None:
         return None
     proposer: Proposer
@@ -53,7 +61,7 @@ def open_drafting(
         live = loaded.live and isinstance(proposer, Chain)
     return Drafting(
         proposer,
-        AdaptiveLengths() if num_tokens is None else FixedLengths(num_tokens),
+        DraftLengths(num_tokens),
         runner.vocab_size,
         owns=proposer is not draft,
         runs_live_module=live,
@@ -71,12 +79,7 @@ def _open_draft_model(
         OutOfBlocks: `kv_memory` is too small for one block.
     """
     try:
-        small = open_weights(
-            lambda skeleton: open_model(
-                draft.model, None, draft.dtype, None, False, skeleton=skeleton
-            ),
-            None,
-        )
+        small = open_weights(partial(open_model, ModelSource(draft.model, draft.dtype)), None)
     except ModelError as error:
         if isinstance(draft.model, str):  # it may be a misspelt proposer name
             message = f"draft={draft.model!r}, which is none of {NAMES}: {error}"

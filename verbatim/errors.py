@@ -75,7 +75,8 @@ class RequestFailed(VerbatimError, RuntimeError):
 
 
 class StageFailed(VerbatimError, RuntimeError):
-    """A stage of a cluster was lost and could not be replaced; the message names it and the reason.
+    """A stage of a cluster was lost and could not be replaced, or could not be had when the model was opened;
+    the message names it and the reason.
 
     The requests of the step fail with this error. The engine stays open: the next request tries to replace
     the stage again, and sessions keep their tokens.

@@ -6,24 +6,25 @@ import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from verbatim.checks import integer, optional_integer, switch
 from verbatim.core import Delta, Request, Result, TopLogprobs
 from verbatim.device import refuse_on_gpu, resolve_device
-from verbatim.draft.config import DraftOptions, resolve_draft, resolve_draft_tokens
+from verbatim.draft.config import resolve_draft, resolve_draft_tokens
 from verbatim.engine.admission import Prompt
 from verbatim.engine.handle import EngineHandle, check_not_forked
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
 from verbatim.model.limits import eos_ids_of, pad_id_of
-from verbatim.model.loader import LoadedModel, ModelSource, Skeleton
+from verbatim.model.loader import ModelSource
 from verbatim.model.quantization import Quantization
 from verbatim.model.unused import check_unused_weights
 from verbatim.opening import open_engine, open_runner
-from verbatim.options import positive, switch
-from verbatim.params import SamplingParams, as_index
+from verbatim.params import SamplingParams
 from verbatim.placement.distributed.choice import Cluster, PipelineParallel, Ranked
 from verbatim.placement.distributed.runner import Clustered
 from verbatim.placement.offload.choice import Offload
@@ -37,7 +38,6 @@ from verbatim.spelling import suggests_names
 from verbatim.text.chat import render_chat
 from verbatim.weights.adapter import read_adapter
 from verbatim.weights.load import open_weights
-from verbatim.weights.skeleton import open_skeleton
 from verbatim.weights.update import Weights, named_weights
 
 
@@ -64,7 +64,7 @@ class LLM:
         max_waiting: maximum queued requests; further ones raise QueueFull. None: unlimited.
         max_unread: maximum unread deltas of a stream; above it the request ends with RequestFailed.
         max_length: maximum tokens of prompt and completion together. None: the model's limit.
-        deterministic: True: outputs have the same bits in every schedule. Always so on the CPU. On a GPU,
+        deterministic: True: outputs are bit-identical in every schedule. Always so on the CPU. On a GPU,
             "auto" and False leave matrix products to torch, which is faster.
         num_threads: size of torch's thread pool while this engine computes. None: torch's setting.
         revision: branch, tag or commit of a hub id.
@@ -177,49 +177,35 @@ class LLM:
                 f"quantization={quantized.name!r}: not supported for a live module, which is used in place; "
                 "save it with save_pretrained and open the folder"
             )
-        drafts = DraftOptions(
-            resolve_draft(draft),
-            num_tokens=resolve_draft_tokens(num_draft_tokens, draft),
-        )
+        num_draft_tokens = resolve_draft_tokens(num_draft_tokens, draft)
+        draft = resolve_draft(draft)
         refuse_on_gpu(
             placed,
             placement=placement,
             quantization=quantization,
             kv_dtype=options.kv_dtype,
-            draft=drafts.draft,
+            draft=draft,
         )
-        max_unread = positive("max_unread", max_unread)
+        max_unread = integer("max_unread", max_unread)
         unused_weights = check_unused_weights(unused_weights)
         if not isinstance(adapters, Mapping | None):
             raise InvalidRequest(f"adapters={adapters!r:.80}: must be a dict of folders by name")
         matrices = {_adapter_name(n): read_adapter(f) for n, f in (adapters or {}).items()}
 
-        def open_(skeleton: Skeleton | None) -> LoadedModel:
-            return open_model(
-                model,
-                tokenizer,
-                dtype,
-                revision,
-                trust_remote_code,
-                config,
-                skeleton=skeleton,
-                unused_weights=unused_weights,
-            )
-
+        source = ModelSource(model, dtype, revision, trust_remote_code, config, unused_weights)
         if placement is not None:
-            loaded = open_(open_skeleton)
+            loaded = open_model(source, tokenizer, in_memory=False)
             loaded.quantization = quantized
         else:
-            loaded = open_weights(open_, quantized)
+            loaded = open_weights(partial(open_model, source), quantized, tokenizer)
         handle = open_engine(
             loaded,
             options,
-            drafts,
+            draft=draft,
+            num_draft_tokens=num_draft_tokens,
             weak=_weak,
             placement=placement,
-            source=None
-            if isinstance(model, nn.Module)
-            else ModelSource.of(model, dtype, revision, trust_remote_code, loaded, unused_weights),
+            source=None if isinstance(model, nn.Module) else source.plain(loaded),
             max_unread=max_unread,
         )
         self._start(handle)
@@ -413,7 +399,7 @@ class LLM:
 
     def rebalance(self) -> list[tuple[int, int]]:
         """Reassign the layers of a `Cluster` to its stages by their measured speed. Running requests continue
-        with the same bits.
+        bit-identically.
 
         Returns:
             The layers of each stage as (first, end), end excluded.
@@ -433,7 +419,7 @@ class LLM:
         """Stop the engine's steps until `resume()`; return once they have stopped. Callers keep waiting.
 
         Args:
-            mode: "keep": freeze running requests, which continue later with the same bits. "drain": finish
+            mode: "keep": freeze running requests, which continue later bit-identically. "drain": finish
                 running and queued requests first; new ones are queued. "abort": end all of them with finish
                 reason "abort".
 
@@ -455,7 +441,7 @@ class LLM:
         self.engine.resume()
 
     def sleep(self, weights: bool = False) -> None:
-        """Pause, and free the KV memory until `wake()`. Running requests then continue with the same bits.
+        """Pause, and free the KV memory until `wake()`. Running requests then continue bit-identically.
 
         Args:
             weights: also free the memory of the weights; `wake()` reads them again from their files. Changes
@@ -511,7 +497,7 @@ class LLM:
             ModelError: the folder can't be read.
             VerbatimError: the weights are asleep.
         """
-        version, runner = _as_version(version), self.engine.runner
+        version, runner = optional_integer("version", version, 0, 2**63 - 1), self.engine.runner
         check_finite = switch("check_finite", check_finite)
         tensors = named_weights(weights)
         return self.engine.update_weights(
@@ -528,7 +514,7 @@ class LLM:
         """
         return self.engine.update_weights(
             lambda: lambda: None,
-            version=_as_version(version),
+            version=optional_integer("version", version, 0, 2**63 - 1),
             restart=switch("restart", restart),
         )
 
@@ -626,16 +612,6 @@ class LLM:
             for row, prompt in enumerate(prompts)
         ]
 
-    @property
-    def can_record_routing(self) -> bool:
-        """Return whether the model has experts, so that routing can be recorded."""
-        return self.engine.runner.choices["routing"].layers > 0
-
-    @property
-    def routing_shape(self) -> tuple[int, int]:
-        """Number of layers with recorded routing, and experts per token."""
-        return self.shape_of("routing")
-
     def shape_of(self, name: str) -> tuple[int, int]:
         """Number of layers whose "routing" or "indices" are recorded, and choices of each for a token."""
         choices = self.engine.runner.choices[name]
@@ -659,12 +635,3 @@ def _adapter_name(name: Any) -> str:
             f"adapter={name!r:.80}: a name must be a string of printable characters"
         )
     return name
-
-
-def _as_version(version: Any) -> int | None:
-    number = as_index(version)
-    if number is None and version is not None:
-        raise InvalidRequest(f"version={version!r}: must be an integer or None")
-    if number is not None and not 0 <= number < 2**63:
-        raise InvalidRequest(f"version={version}: must be from 0 to {2**63 - 1}")
-    return number

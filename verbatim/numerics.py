@@ -1,4 +1,4 @@
-"""The numerics key: what machines must have in common to compute the same bits."""
+"""The numerics key: what machines must have in common for bit-identical outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def numerics_key(
     quantization: str | None = None,
     gpu: dict[str, Any] | None = None,
 ) -> str:
-    """Return the numerics key: what machines must have in common to compute the same bits.
+    """Return the numerics key: what machines must have in common for bit-identical outputs.
 
     Args:
         quantization: the name of the format that weights are rounded to. A format in which a checkpoint has

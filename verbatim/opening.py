@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from verbatim import kernels
-from verbatim.draft.config import DraftOptions
+from verbatim.draft.config import Drafter
 from verbatim.drafters import open_drafting
 from verbatim.engine.admission import Admission
-from verbatim.engine.collective import collective_of
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.engine import Engine
-from verbatim.engine.handle import Collective, EngineHandle
+from verbatim.engine.handle import EngineHandle
+from verbatim.engine.lockstep import collective_of
 from verbatim.engine.recompute import recompute_batches
 from verbatim.engine.scheduler import Scheduler
 from verbatim.errors import EngineClosed, InvalidRequest, NotSupported
@@ -55,7 +55,6 @@ from verbatim.protocols import Runner
 from verbatim.source import open_model
 from verbatim.text.tokenizer import Tokenizer
 from verbatim.weights.identity import files_digest
-from verbatim.weights.skeleton import open_skeleton
 
 _PROMPT_LOGITS_BYTES = 256 * 2**20  # limit for the logits of one chunk of prompt log-probs
 
@@ -63,8 +62,9 @@ _PROMPT_LOGITS_BYTES = 256 * 2**20  # limit for the logits of one chunk of promp
 def open_engine(
     loaded: LoadedModel,
     options: EngineOptions,
-    drafts: DraftOptions | None = None,
     *,
+    draft: Drafter | None = None,
+    num_draft_tokens: int | None = None,
     weak: bool = False,
     placement: Any = None,
     source: ModelSource | None = None,
@@ -79,10 +79,9 @@ def open_engine(
     """
     if kernels.missing():
         warnings.warn(kernels.MISSING, RuntimeWarning, stacklevel=3)
-    drafts = drafts or DraftOptions()
-    if isinstance(drafts.draft, EarlyExit) and isinstance(placement, ExpertParallel):
+    if isinstance(draft, EarlyExit) and isinstance(placement, ExpertParallel):
         raise NotSupported(
-            f"draft={drafts.draft!r}: not supported with placement=ExpertParallel, whose ranks draft for "
+            f"draft={draft!r}: not supported with placement=ExpertParallel, whose ranks draft for "
             "requests of their own and need each other's experts; use 'ngram', 'mtp' or a smaller model"
         )
     module: Any = loaded.module
@@ -91,7 +90,7 @@ def open_engine(
     named = (config.max_seq_len, "max_seq_len") if with_caches else max_length_of(config)
     limit = resolve_length(options, *named)
     files = None if options.prefix_folder is None else _identify(loaded, options, source)
-    layers = drafts.draft if isinstance(drafts.draft, EarlyExit | Mtp) else None
+    layers = draft if isinstance(draft, EarlyExit | Mtp) else None
     to_open = ToOpen(loaded, source, options, limit[0], layers)
     if placement is None:
         placed = _open_here(to_open, weak)
@@ -111,7 +110,7 @@ def open_engine(
             live=loaded.live,
             config=config,
             generation_config=loaded.generation_config,
-            drafting=open_drafting(drafts, runner, options, loaded),
+            drafting=open_drafting(draft, num_draft_tokens, runner, options, loaded),
             max_unread=max_unread,
             collective=collective_of(placed.together),
         )
@@ -145,7 +144,7 @@ def _open_here(model: ToOpen, weak: bool) -> Placed:
             raise NotSupported(
                 f"draft={draft!r}: the layers of a module with kv_caches can't be run one by one"
             )
-        return Placed(open_kv_caches(loaded.module, options, limit, weak=weak), options)
+        return Placed(open_kv_caches(loaded, options, limit, weak=weak), options)
     if device.is_gpu and not loaded.live:
         move(loaded, device)
     with device.current():
@@ -222,26 +221,22 @@ def open_runner(
     runner: Runner,
     options: EngineOptions,
     *,
-    name: str,
     tokenizer: Any,
     limit: tuple[int | None, str],
     eos_ids: frozenset[int],
     live: bool,
     placeholders: Mapping[int, str] = MappingProxyType({}),
-    config: Any = None,
-    generation_config: Any = None,
     drafting: Drafting | None = None,
-    max_unread: int = 65_536,
-    collective: Collective | None = None,
+    **handle: Any,
 ) -> EngineHandle:
     """Build the engine over a runner.
 
     Args:
-        name: name of the model.
         tokenizer: a transformers tokenizer, or None to work with ids only.
         limit: maximum length of prompt and completion together, and the source of the number.
         live: the caller owns the module, and may change its weights.
         placeholders: ids that prompts must not contain, as in `Admission`.
+        handle: further arguments of `EngineHandle`.
     """
     length, source = limit
     capacity = (runner.num_blocks - 1) * options.block_size
@@ -275,15 +270,7 @@ def open_runner(
         adapters=engine.adapters,
         placeholders=placeholders,
     )
-    return EngineHandle(
-        engine,
-        admission,
-        name=name,
-        config=config,
-        generation_config=generation_config,
-        max_unread=max_unread,
-        collective=collective,
-    )
+    return EngineHandle(engine, admission, **handle)
 
 
 def plan_offload(
@@ -304,9 +291,8 @@ def plan_offload(
     Raises:
         ModelError, NotSupported: the model can't be opened like this; see also `forecast`.
     """
-    loaded = open_model(
-        model, False, dtype, revision, trust_remote_code, config, skeleton=open_skeleton
-    )
+    source = ModelSource(model, dtype, revision, trust_remote_code, config)
+    loaded = open_model(source, False, in_memory=False)
     units, _ = units_of(loaded, offload, options)
     limit, _ = resolve_length(options, *max_length_of(inner_model(loaded.module).config))
     return forecast(loaded, units, offload, options, limit)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from verbatim.checks import integer
 from verbatim.errors import InvalidRequest
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -19,24 +20,10 @@ _ANY_SIZE = 1 << 62  # a budget may be larger than this machine, for a plan of a
 _AMOUNT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*$")
 
 
-def positive(name: str, value: Any) -> int:
-    """Return `value` as an integer above 0."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidRequest(f"{name}={value!r}: must be an integer, 1 or more")
-    return value
-
-
-def switch(name: str, value: Any) -> bool:
-    """Return `value` if it is a bool."""
-    if not isinstance(value, bool):
-        raise InvalidRequest(f"{name}={value!r}: must be True or False")
-    return value
-
-
 def thread_count(value: Any) -> int | None:
     """Return `num_threads`: None, or 1 to four times the processors (64 at least)."""
     most = max(64, 4 * (os.cpu_count() or 1))
-    if value is not None and positive("num_threads", value) > most:
+    if value is not None and integer("num_threads", value) > most:
         raise InvalidRequest(f"num_threads={value}: at most {most} on this machine")
     return None if value is None else int(value)
 

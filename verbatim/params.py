@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import numbers
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from verbatim.checks import as_index, integer, number, optional_integer, optional_seconds, switch
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.spelling import suggests_names
 
@@ -190,29 +190,10 @@ class SamplingParams:
         return {name: value for name, value, default in pairs if not _same(value, default)}
 
     def _check_numbers(self) -> None:
-        integer, number = self._integer, self._number
-        integer("n", 1, MAX_N)
-        number("temperature", 0.0)
-        integer("top_k", 0)
-        number("top_p", 0.0, 1.0, open_low=True)
-        number("min_p", 0.0, 1.0)
-        number("typical_p", 0.0, 1.0, open_low=True)
-        number("repetition_penalty", 1e-30, 1e30)  # what float32 can divide and multiply by
-        number("presence_penalty", -2.0, 2.0)
-        number("frequency_penalty", -2.0, 2.0)
-        integer("min_tokens", 0)
-        integer("max_tokens", 0, optional=True)
-        integer("seed", 0, 2**64 - 1, optional=True)
-        integer("num_beams", 1, MAX_BEAMS)
-        number("length_penalty", -100.0, 100.0)
-        integer("priority", -MAX_PRIORITY, MAX_PRIORITY)
-        if self.timeout_s is not None:
-            number("timeout_s", 0.0, open_low=True)
-        integer("logprobs", 0, MAX_LOGPROBS, optional=True)
-        integer("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
+        for name, (check, *limits) in _NUMBERS.items():
+            object.__setattr__(self, name, check(name, getattr(self, name), *limits))
         for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidRequest(f"{name}={getattr(self, name)!r}: must be True or False")
+            switch(name, getattr(self, name))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}"
@@ -298,47 +279,6 @@ class SamplingParams:
                 f"temperature={self.temperature} with num_beams={self.num_beams}: beams are ranked by the "
                 "model's own log-probs; leave it at 1 (or 0)"
             )
-
-    def _integer(
-        self, name: str, low: int, high: int | None = None, *, optional: bool = False
-    ) -> None:
-        given = getattr(self, name)
-        if given is None and optional:
-            return
-        value = as_index(given)
-        if value is None:
-            raise InvalidRequest(f"{name}={given!r}: must be an integer{' or None' * optional}")
-        object.__setattr__(self, name, value)
-        if value < low or (high is not None and value > high):
-            upper = f" to {high}" if high is not None else " or more"
-            raise InvalidRequest(f"{name}={value}: must be {low}{upper}")
-
-    def _number(
-        self, name: str, low: float, high: float | None = None, *, open_low: bool = False
-    ) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise InvalidRequest(f"{name}={value!r}: must be a number")
-        try:
-            value = float(value)
-        except OverflowError:
-            value = math.inf
-        object.__setattr__(self, name, value)
-        if not math.isfinite(value):
-            raise InvalidRequest(f"{name}={value}: must be a finite number")
-        too_low = value <= low if open_low else value < low
-        if too_low or (high is not None and value > high):
-            lower = f"above {low:g}" if open_low else f"{low:g} or more"
-            upper = f" and at most {high:g}" if high is not None else ""
-            raise InvalidRequest(f"{name}={value}: must be {lower}{upper}")
-
-
-def as_index(value: Any) -> int | None:
-    """Return an integer of Python, numpy or torch as Python's; None for anything else, a bool included."""
-    try:
-        return None if isinstance(value, bool) else operator.index(value)
-    except (TypeError, RuntimeError):  # a tensor without data is the latter
-        return None
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -513,5 +453,26 @@ def _biases(value: Any) -> dict[int, float]:
     return biases
 
 
+_above = partial(number, above=True)
+_NUMBERS: dict[str, tuple[Any, ...]] = {
+    "n": (integer, 1, MAX_N),
+    "temperature": (number, 0.0),
+    "top_k": (integer, 0),
+    "top_p": (_above, 0.0, 1.0),
+    "min_p": (number, 0.0, 1.0),
+    "typical_p": (_above, 0.0, 1.0),
+    "repetition_penalty": (number, 1e-30, 1e30),  # what float32 can divide and multiply by
+    "presence_penalty": (number, -2.0, 2.0),
+    "frequency_penalty": (number, -2.0, 2.0),
+    "min_tokens": (integer, 0),
+    "max_tokens": (optional_integer, 0),
+    "seed": (optional_integer, 0, 2**64 - 1),
+    "num_beams": (integer, 1, MAX_BEAMS),
+    "length_penalty": (number, -100.0, 100.0),
+    "priority": (integer, -MAX_PRIORITY, MAX_PRIORITY),
+    "timeout_s": (partial(optional_seconds, above=True),),
+    "logprobs": (optional_integer, 0, MAX_LOGPROBS),
+    "prompt_logprobs": (optional_integer, 0, MAX_LOGPROBS),
+}
 _SWITCHES = [field.name for field in dataclasses.fields(SamplingParams) if field.type == "bool"]
 _DEFAULTS = SamplingParams()

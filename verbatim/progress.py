@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
+from verbatim.checks import switch
 from verbatim.core import FinishReason, Request
-from verbatim.options import switch
 
 _DELAY_S = 1.0  # before the bar shows, so that short calls show none
 

@@ -150,7 +150,7 @@ class Runner(Protocol):
         ...
 
     def wake(self) -> None:
-        """Allocate the memory that `sleep` freed; the weights have the same bits.
+        """Allocate the memory that `sleep` freed; the weights are bit-identical.
 
         Raises:
             ModelChanged: the checkpoint has changed; the runner stays asleep.

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
-import numbers
+import asyncio
 import os
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
 
+from verbatim.checks import integer, optional_seconds, switch
 from verbatim.core import Delta, FinishReason, Request, Result, SessionCache
 from verbatim.engine.admission import Prompt
-from verbatim.engine.calls import TaskWaiter, ThreadWaiter
 from verbatim.engine.handle import EngineHandle
 from verbatim.errors import EngineClosed, InvalidRequest, SessionBusy
-from verbatim.params import SamplingParams, as_index
+from verbatim.params import SamplingParams
 from verbatim.session_file import SessionState, read_session, write_session
 from verbatim.text.detokenizer import Detokenizer
 
@@ -59,7 +59,7 @@ class Session:
             self._state = state = read_session(load, engine)
             if seed not in (None, state.seed):
                 raise InvalidRequest(f"seed={seed}: the loaded session has seed {state.seed}")
-        self._wait_s = _seconds("wait_s", wait_s)
+        self._wait_s = optional_seconds("wait_s", wait_s)
         self.params = params or state.params
         if max_length is None:
             state.max_length = min(state.max_length, longest)
@@ -67,7 +67,9 @@ class Session:
             state.max_length = _resolve_length(max_length, len(state.token_ids), engine)
         self._busy = threading.Lock()
         self._request: Request | None = None
-        self._cache = SessionCache(state.max_length, _seconds("idle_timeout_s", idle_timeout_s))
+        self._cache = SessionCache(
+            state.max_length, optional_seconds("idle_timeout_s", idle_timeout_s)
+        )
         sessions = engine.sessions
         self._finalizer = weakref.finalize(self, sessions.close_session, self._cache)
         self._finalizer.atexit = False  # nothing outlives the process
@@ -87,11 +89,7 @@ class Session:
 
     @position.setter
     def position(self, value: int) -> None:
-        position, num_tokens = as_index(value), self.position
-        if position is None or not 0 <= position <= num_tokens:
-            raise InvalidRequest(
-                f"position={value!r}: must be an integer from 0 to {num_tokens}, the tokens so far"
-            )
+        position = integer("position", value, 0, self.position)  # of the tokens so far
         with self._claimed():
             if position == len(self._state.token_ids):  # a turn may have ended meanwhile
                 return
@@ -209,8 +207,7 @@ class Session:
                 Python callables or recorded choices.
             SessionBusy, EngineClosed: as in `generate`.
         """
-        if not isinstance(kv, bool):
-            raise InvalidRequest(f"kv={kv!r}: must be True or False")
+        switch("kv", kv)
         self._check_open()
         with self._claimed():
             self._state.params = self.params
@@ -244,14 +241,12 @@ class Session:
                 self._request = None
 
     def _reserve(self) -> None:
-        waiter = ThreadWaiter()
-        for patience_s in self._handle.sessions.acquire(self._cache, self._wait_s, waiter.wake):
-            waiter.wait(patience_s)
+        for pause_s in self._handle.sessions.acquire(self._cache, self._wait_s):
+            time.sleep(pause_s)
 
     async def _areserve(self) -> None:
-        waiter = TaskWaiter()
-        for patience_s in self._handle.sessions.acquire(self._cache, self._wait_s, waiter.wake):
-            await waiter.wait(patience_s)
+        for pause_s in self._handle.sessions.acquire(self._cache, self._wait_s):
+            await asyncio.sleep(pause_s)
 
     @contextmanager
     def _claimed(self) -> Iterator[None]:
@@ -287,13 +282,13 @@ class Session:
             ids = [self._bos_id()]
         else:
             ids = ids + self._handle.admission.prompt_ids(inputs, begins=not ids)
-        return self._handle.admission.admit_turn(
-            inputs if isinstance(inputs, str) else None,
-            ids,
+        return self._handle.admission.admit(
+            inputs,
             params,
-            self._cache,
+            ids=ids,
             resumed_ids=resumed_ids,
             resumed_text=resumed_text,
+            session_cache=self._cache,
         )
 
     def _take(self, request: Request, result: Result) -> None:
@@ -340,21 +335,10 @@ class Session:
 
 
 def _resolve_length(max_length: Any, num_tokens: int, engine: EngineHandle) -> int:
-    length = as_index(max_length)
-    if length is None or not 1 <= length <= engine.admission.max_length:
-        limit = f"{engine.admission.max_length} ({engine.admission.limit_source})"
-        raise InvalidRequest(f"max_length={max_length!r}: must be an integer from 1 to {limit}")
+    admission = engine.admission
+    length = integer("max_length", max_length, 1, admission.max_length, why=admission.limit_source)
     if length < num_tokens:
         raise InvalidRequest(
             f"max_length={length}: the loaded session already has {num_tokens} tokens"
         )
     return length
-
-
-def _seconds(name: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < 0:
-        raise InvalidRequest(f"{name}={value!r}: must be a number of seconds, 0 or more, or None")
-    return float(value)

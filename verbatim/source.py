@@ -9,45 +9,32 @@ import torch
 from torch import nn
 
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.model.loader import DTYPES, LoadedModel, Skeleton
+from verbatim.model.loader import DTYPES, LoadedModel, ModelSource
 from verbatim.model.spec import inner_model
 from verbatim.options import dtype_name
 from verbatim.placement.kv_caches import speaks_kv_caches
 from verbatim.placement.wrapped import check_runnable, unwrap
 from verbatim.text.tokenizer import Tokenizer
-from verbatim.weights.reopen import open_files
+from verbatim.weights.opening import open_files
 
 
 def open_model(
-    model: Any,
-    tokenizer: Any,
-    dtype: str | torch.dtype,
-    revision: str | None,
-    trust_remote_code: bool,
-    config: Any = None,
-    *,
-    skeleton: Skeleton | None = None,
-    unused_weights: str = "error",
+    source: ModelSource, tokenizer: Any = None, *, in_memory: bool = True
 ) -> LoadedModel:
-    """Load the module and tokenizer given by `LLM`'s arguments.
+    """Load the module and tokenizer given by `LLM`'s arguments. The weights of files are left there.
 
-    The weights are left in their files with `skeleton`; those of a DCP checkpoint and quantized ones always.
+    Args:
+        in_memory: they will be in this process's memory; a live module is accepted.
     """
+    model, config = source.model, source.config
     if isinstance(tokenizer, str | os.PathLike):
         tokenizer = Tokenizer.open(
-            os.fspath(tokenizer), revision=revision, trust_remote_code=trust_remote_code
+            os.fspath(tokenizer),
+            revision=source.revision,
+            trust_remote_code=source.trust_remote_code,
         ).hf
     if model is None or isinstance(model, str | os.PathLike):
-        return open_files(
-            model,
-            tokenizer=tokenizer,
-            dtype=dtype,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            config=config,
-            skeleton=skeleton,
-            unused_weights=unused_weights,
-        )
+        return open_files(source, tokenizer, in_memory=in_memory)
     if config is not None:
         raise InvalidRequest(
             f"config={config!r}: only for a torch.distributed.checkpoint, and model= is a module; leave it "
@@ -57,14 +44,14 @@ def open_model(
         raise InvalidRequest(
             f"model={model!r}: must be None, a folder, a hub id or a transformers module"
         )
-    if skeleton is not None:
+    if not in_memory:
         raise NotSupported(
             "placement: a live module is in memory; all placements but None take a folder with safetensors, "
             "such as save_pretrained writes, a torch.distributed.checkpoint or a GGUF file"
         )
     check_runnable(model, gpu=True)
     model = unwrap(model)
-    _check_live(model, dtype)
+    _check_live(model, source.dtype)
     if speaks_kv_caches(model):
         return LoadedModel(model, tokenizer, None, type(model).__name__, live=True)
     inner = inner_model(model)

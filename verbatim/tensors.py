@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verbatim.checks import integer, optional_integer
 from verbatim.errors import (
     EngineClosed,
     InvalidRequest,
@@ -20,7 +21,7 @@ from verbatim.errors import (
 )
 from verbatim.llm import LLM
 from verbatim.model.limits import eos_ids_of, pad_id_of
-from verbatim.options import on_cpu, positive
+from verbatim.options import on_cpu
 from verbatim.params import SamplingParams
 from verbatim.placement.actor import RowRunner, StepForward, limit_of
 from verbatim.placement.callbacks import CallbackRunner, Hooks
@@ -32,6 +33,9 @@ from verbatim.placement.wrapped import check_runnable, is_transformers, unwrap
 _ID_BLOCK = 64  # block size of an engine whose blocks hold only ids
 # Tokens of a row, if no config states a limit: blocks are allocated for all of them.
 _FREE_LENGTH = 2**20
+_MOST_IDS = (
+    2**22
+)  # of all rows of such an engine, unless one row needs more; rows beyond are evicted
 
 # One engine per live module, dropped with its module.
 _engines: weakref.WeakKeyDictionary[nn.Module, LLM] = weakref.WeakKeyDictionary()
@@ -118,12 +122,15 @@ def open_forward(
             range, or modules on another device.
     """
     name = type(model).__name__
-    max_length = positive("max_length", max_length)
-    max_sequences = positive("max_sequences", max_sequences)
+    max_length = integer("max_length", max_length)
+    max_sequences = integer("max_sequences", max_sequences)
+    if not isinstance(arguments, Mapping):
+        raise InvalidRequest(f"arguments={arguments!r}: must be a dict of names and values")
+    pad_token_id = optional_integer("pad_token_id", pad_token_id, -(2**63), 2**63 - 1)
     if hooks is not None:
         _check_hooks(hooks, batch)
     if hasattr(model, "run_one_forward_step"):
-        model = StepForward(model)
+        model = type(name, (StepForward,), {})(model)  # errors name the wrapper
     check_runnable(model)
     model = unwrap(model)
     config: Any = getattr(model, "config", None)
@@ -136,10 +143,11 @@ def open_forward(
         raise PromptTooLong(f"max_length={max_length}: at most {_FREE_LENGTH} ({source})")
     if limit is None or max_length < limit:
         limit, source = max_length, "max_length"
-    sizes = {
-        "block_size": _ID_BLOCK,
-        "num_blocks": 1 + max_sequences * (1 + -(-limit // _ID_BLOCK)),
-    }
+    row = 1 + -(-limit // _ID_BLOCK)
+    rows = max_sequences * row
+    if hooks is None:
+        rows = min(rows, max(row, _MOST_IDS // _ID_BLOCK))
+    sizes = {"block_size": _ID_BLOCK, "num_blocks": 1 + rows}
     options = engine_options(
         block_size=_ID_BLOCK,
         max_batch_tokens=max(1, max_sequences * limit),
@@ -202,10 +210,7 @@ def generate(
     """
     check_padded(input_ids, attention_mask)
     _check_names(params)
-    if pad_token_id is not None and (
-        isinstance(pad_token_id, bool) or pad_token_id != int(pad_token_id)
-    ):
-        raise InvalidRequest(f"pad_token_id={pad_token_id!r}: must be an integer or None")
+    pad_token_id = optional_integer("pad_token_id", pad_token_id, -(2**63), 2**63 - 1)
     if params.get("seed") is None:
         params["seed"] = int(torch.randint(2**53, (), device="cpu"))
     settings = SamplingParams(max_tokens=max_new_tokens, **params)

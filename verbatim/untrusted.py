@@ -26,8 +26,8 @@ _PARTS = re.compile(r"^(num|n)_\w*(heads?|experts?|groups?|blocks?|codebooks)$")
 _IMPLEMENTATIONS = re.compile(r"^_?(attn|experts)_implementation(_internal)?$")
 # Decoded by `weights/formats`, not by transformers, whose quantizers need packages or load kernels.
 QUANTIZATIONS = (
-    *("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "mxfp4"),
-    "torchao",
+    *("auto-round", "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq"),
+    *("modelopt", "mxfp4", "torchao"),
 )
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _MOST_POINTER_BYTES = 1024  # Git LFS's own limit

@@ -1,4 +1,4 @@
-"""`verbatim generate` against a scripted engine: what it prints, where, and how it ends."""
+"""`verbatim generate`, `chat`, `info` and the help on a scripted engine: what they print, how they end."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import dataclasses
 import io
 import json
 import signal
+import subprocess
 import sys
 import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-import typer
 
 import verbatim
 from support.scripted_llm import ScriptedLLM, interrupted_after, run
 from verbatim import kernels
+from verbatim._version import __version__
 from verbatim.cli.generate import generate
-from verbatim.cli.offload import OFFLOAD
+from verbatim.cli.offload import OFFLOAD, PLACING
 from verbatim.cli.options import ADAPTERS, GENERATE_ONLY, MODEL, SAMPLING, helps, prepare
 from verbatim.cli.placing import CLUSTER
+from verbatim.cli.terminal import exit_status
 from verbatim.core import Completion, Metrics, Result
 from verbatim.errors import StageFailed
 from verbatim.params import STRUCTURES, SamplingParams
@@ -298,9 +301,7 @@ def test_a_closed_pipe_ends_quietly(monkeypatch):
     monkeypatch.setattr("verbatim.kernels.available", lambda: ["generic"])
     monkeypatch.setattr(sys, "stdout", Closed())
     monkeypatch.setattr(sys, "stderr", stderr := io.StringIO())
-    with pytest.raises(typer.Exit) as caught:
-        generate(["Hello"], **_nothing_given())
-    assert caught.value.exit_code == 141
+    assert exit_status(partial(generate, ["Hello"], **_nothing_given())) == 141
     assert stderr.getvalue() == ""
     assert ScriptedLLM.last.closed
 
@@ -313,10 +314,10 @@ def _nothing_given():
 @pytest.mark.parametrize(
     ("args", "status", "says"),
     [
-        (["x", "--temperature", "-1"], 1, "temperature=-1.0: must be 0 or more"),
-        (["x", "--top-p", "0"], 1, "top_p=0.0: must be above 0 and at most 1"),
-        (["x", "--top-p", "1.5"], 1, "top_p=1.5: must be above 0 and at most 1"),
-        (["x", "--top-k", "-1"], 1, "top_k=-1: must be 0 or more"),
+        (["x", "--temperature", "-1"], 1, "temperature=-1.0: must be a finite number, 0 or more"),
+        (["x", "--top-p", "0"], 1, "top_p=0.0: must be a finite number above 0 and at most 1"),
+        (["x", "--top-p", "1.5"], 1, "top_p=1.5: must be a finite number above 0 and at most 1"),
+        (["x", "--top-k", "-1"], 1, "top_k=-1: must be an integer, 0 or more"),
         (["x", "--max-tokens", "-1"], 1, "max_tokens=-1"),
         (["x", "--seed", str(2**64)], 1, "seed=18446744073709551616"),
         (["x", "--temperature", "nan"], 1, "temperature=nan"),
@@ -340,8 +341,8 @@ def _nothing_given():
         (["x", "--regex", ""], 1, "regex='': must be a non-empty string"),
         (["x", "--choice", ""], 1, "choice=['']: must be a list of non-empty strings"),
         (["x", "--regex", "a", "--choice", "a"], 1, "regex and choice: at most one"),
-        (["x", "--timeout-s", "0"], 1, "timeout_s=0.0: must be above 0"),
-        (["x", "--num-beams", "0"], 1, "num_beams=0: must be 1 to 64"),
+        (["x", "--timeout-s", "0"], 1, "timeout_s=0.0: must be a finite number of seconds above 0"),
+        (["x", "--num-beams", "0"], 1, "num_beams=0: must be an integer, 1 to 64"),
         (["x", "--num-beams", "2", "--n", "3"], 1, "n=3: must be at most num_beams=2"),
         (["x", "--num-beams", "2", "--top-k", "5"], 1, "top_k=5 with num_beams=2: beam search"),
         (["x", "--length-penalty", "2"], 1, "length_penalty=2.0: requires num_beams above 1"),
@@ -443,3 +444,116 @@ def test_the_help_shows_defaults_and_the_way_to_turn_a_switch_off():
     shown = run("serve", "--help").stdout
     for text in ("512", "--no-docs", "raw_logprobs.", "half of"):
         assert text in shown
+
+
+# ---- chat, info and the help
+
+
+def test_chat_keeps_the_conversation_and_uses_the_models_own_defaults():
+    done = run("chat", "--top-p", "0.9", "--system", "Be brief.", input=b"Hi\n\nMore\n")
+    assert done.exit_code == 0
+    assert done.stdout == "Once there was a 🦊.\n" * 2
+    banner = done.stderr.splitlines()[0]
+    for part in ("temperature=0.7", "top_k=20", "top_p=0.9", "max_tokens=256"):
+        assert part in banner
+    engine = ScriptedLLM.last
+    seed = engine.params[0].seed
+    assert engine.params[0] == SamplingParams(
+        temperature=0.7, top_k=20, top_p=0.9, max_tokens=256, seed=seed
+    )
+    roles = [(message["role"], message["content"]) for message in engine.asked[-1]]
+    assert roles == [
+        ("system", "Be brief."), ("user", "Hi"), ("assistant", "Once there was a 🦊."),
+        ("user", "More"),
+    ]  # fmt: skip
+    assert engine.closed
+
+
+def test_every_turn_tells_its_seed():
+    done = run("chat", input=b"Hi\nMore\n")
+    seeds = [params.seed for params in ScriptedLLM.last.params]
+    assert seeds[0] != seeds[1]
+    assert [line for line in done.stderr.splitlines() if "seed" in line] == [
+        f"(seed {seed})" for seed in seeds
+    ]
+    done = run("chat", "--seed", "5", input=b"Hi\nMore\n")
+    assert done.stderr.splitlines()[-2:] == ["(seed 5)", "(seed 5)"]
+
+
+def test_chat_says_when_the_time_is_over():
+    done = run("chat", "--timeout-s", "2", "--seed", "5", input=b"Hi\n")
+    assert (done.exit_code, done.stdout) == (0, "Once there \n")
+    assert done.stderr.endswith("(out of time after 2 tokens, seed 5)\n")
+
+
+def test_chat_shows_the_beginning_of_a_long_grammar():
+    done = run("chat", "--grammar", 'start: "yes" | "no" ' + "| x" * 1000, input=b"Hi\n")
+    banner = done.stderr.splitlines()[0]
+    assert """grammar='start: "yes" |""" in banner
+    assert len(banner) < 300
+
+
+def test_chat_survives_a_prompt_that_is_too_long():
+    done = run("chat", input=b"Hi\n" + b"x" * 1001 + b"\nMore\n")
+    assert done.exit_code == 0
+    assert "verbatim: the conversation has 2000 tokens; the limit is 1000" in done.stderr
+    assert "/clear" in done.stderr
+    assert [message["content"] for message in ScriptedLLM.last.asked[-1]][::2] == ["Hi", "More"]
+
+
+def test_chat_keeps_the_partial_answer_after_ctrl_c():
+    done = run("chat", input=b"Hi\nMore\n", engine=interrupted_after(2))
+    assert done.exit_code == 0
+    assert done.stdout == "Once there \nOnce there was a 🦊.\n"
+    assert f"(interrupted, seed {ScriptedLLM.last.params[0].seed})" in done.stderr
+    assert ScriptedLLM.last.asked[-1][1] == {"role": "assistant", "content": "Once there "}
+
+
+def test_chat_commands():
+    done = run("chat", "--max-tokens", "1", input=b"Hi\n/clear\n/help\n/bogus\nMore\n/exit\nno\n")
+    assert done.exit_code == 0
+    assert [len(messages) for messages in ScriptedLLM.last.asked] == [1, 1]
+    assert "unknown command /bogus" in done.stderr
+    assert "(cut after 1 tokens, seed " in done.stderr
+
+
+def test_chat_refuses_bad_options_and_binary_lines():
+    done = run("chat", "--top-k", "-1")
+    assert done.stderr == "verbatim: top_k=-1: must be an integer, 0 or more\n"
+    done = run("chat", input=b"Hi\n\xff\n")
+    assert done.exit_code == 1
+    assert done.stderr.endswith("verbatim: stdin is not UTF-8 text: line 2\n")
+
+
+def test_info_prints_facts_aligned_or_as_json():
+    assert run("info").stdout.splitlines() == [
+        "model         scripted",
+        "weight bytes  1,500,000 (1.5 MB)",
+        "probe",
+        "  padding     2",
+        "eos           1",
+    ]
+    assert json.loads(run("info", "--json").stdout) == ScriptedLLM().info()
+
+
+def test_version():
+    assert run("--version").stdout == f"verbatim {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "names"),
+    [(["--help"], ["generate"]), (["plan", "--help"], [option.flags for option in PLACING])],
+)
+def test_help_does_not_import_torch(args, names):
+    code = (
+        "import sys\n"
+        "from verbatim.cli.commands import app\n"
+        "try: app()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
+        "print(heavy, file=sys.stderr)"
+    )
+    command = [sys.executable, "-P", "-c", code, *args]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert all(name in done.stdout for name in names)
+    assert done.stderr.strip() == "set()"

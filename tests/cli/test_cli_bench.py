@@ -6,24 +6,26 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 from typer.testing import CliRunner
 
-from verbatim.bench.machine import Limits, Needs
-from verbatim.bench.ours import Ours
-from verbatim.bench.run import BenchPlan, Cell, measure
-from verbatim.cli.bench import bench
+from verbatim.bench.machine import Limits, Needs, random_ids
+from verbatim.bench.peers import Ours
+from verbatim.bench.plan import BenchPlan
+from verbatim.bench.run import Cell, measure
+from verbatim.cli.commands import app
 from verbatim.errors import InvalidRequest
 from verbatim.llm import LLM
 from verbatim.storyteller import path
 
-app = typer.Typer()
-app.command()(bench)
 LITTLE = ["--rounds", "1", "--steps", "2", "--rows", "1,3", "--contexts", "20", "--prefills", "24"]
 
 
+def prompts(rows: int, length: int) -> list[list[int]]:
+    return [random_ids(length, 2048) for _ in range(rows)]
+
+
 def run(*args: str):
-    return CliRunner().invoke(app, [*args])
+    return CliRunner().invoke(app, ["bench", *args])
 
 
 @pytest.fixture(autouse=True)
@@ -83,9 +85,9 @@ def test_what_is_too_long_for_the_model_is_left_out_and_said() -> None:
     ("args", "message"),
     [
         (("--rows", "1,x"), "--rows '1,x': must be integers of 1 or more"),
-        (("--contexts", "0"), "--contexts '0'"),
-        (("--rounds", "0"), "--rounds 0: must be 1 or more"),
-        (("--mixed", "-1"), "--mixed -1: must be 0 or more"),
+        (("--contexts", "0"), "contexts=0: must be 1 or more"),
+        (("--rounds", "0"), "rounds=0: must be 1 or more"),
+        (("--mixed", "-1"), "mixed=-1: must be 0 or more"),
         (("--plot", "a.txt"), "must end in .png, .svg or .pdf"),
         (("--gguf", "no.gguf"), "--gguf no.gguf"),
         (("--openvino", "nowhere"), "--openvino nowhere"),
@@ -111,10 +113,10 @@ class Failing:
     def __init__(self) -> None:
         self.calls = 0
 
-    def prefill(self, length: int) -> float:
+    def prefill(self, prompt: list[int]) -> float:
         return 0.5
 
-    def decode(self, rows: int, context: int, steps: int) -> list[float]:
+    def decode(self, prompts: list[list[int]], steps: int) -> list[float]:
         raise RuntimeError("no more room")
 
 
@@ -133,9 +135,7 @@ def test_a_peer_that_fails_is_left_out_and_the_rest_goes_on() -> None:
             [Failing()],
             Still(),
             Needs(1_000_000, 500_000, 100),
-            vocab=2048,
-            max_length=2048,
-            say=lambda what: None,
+            lambda what: None,
         )
         prefill, decode = report.cells
         assert prefill.ratio("another") is not None and prefill.speed("another") == 32.0
@@ -164,7 +164,7 @@ def test_the_engine_really_reads_so_many_tokens_and_is_as_before() -> None:
             runner.forward = counted
 
         ours._skip_prefill = then_count
-        times = ours.decode(3, 40, 4)
+        times = ours.decode(prompts(3, 40), 4)
         assert len(times) == 4 and len(seen) == 6 and min(seen) >= 40
 
 
@@ -175,9 +175,9 @@ def test_rows_that_end_before_all_are_taken_in_are_refused() -> None:
         for layer in store.layers:
             for tensor in layer:
                 tensor.zero_()
-        assert len(Ours(llm).decode(3, 30, 4)) == 4
+        assert len(Ours(llm).decode(prompts(3, 30), 4)) == 4
         with pytest.raises(InvalidRequest, match="3 rows of 54 tokens: some reach 64"):
-            Ours(llm).decode(3, 54, 4)
+            Ours(llm).decode(prompts(3, 54), 4)
 
 
 def test_medians_ratios_and_shares() -> None:

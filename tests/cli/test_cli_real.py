@@ -73,43 +73,20 @@ def test_the_reported_seed_gives_the_same_tokens_again(run):
     assert ids()[1] != seed
 
 
-def test_json_carries_log_probs(run):
-    args = ("--logprobs", "2", "--prompt-logprobs", "1", "--n", "2", "--max-tokens", "4")
-    result = json.loads(run("generate", "the", "--json", *args).stdout)
-    assert [output["index"] for output in result["outputs"]] == [0, 1]
-    for output in result["outputs"]:
-        lengths = {len(output[name]) for name in ("token_ids", "logprobs", "top_logprobs")}
-        assert lengths == {len(output["token_ids"])}
-        assert all(len(top) >= 2 for top in output["top_logprobs"])
-    assert result["prompt_logprobs"][0] is None
-    assert len(result["prompt_logprobs"]) == len(result["prompt_token_ids"])
-
-
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ([""], "empty"),
-        (["--ids", ""], "empty"),
         (["--ids", "5 99999"], "99999"),
-        (["--ids", "5 -1"], "-1"),
         (["the quick brown fox " * 20], str(MAX_LENGTH)),
         (["x", "--dtype", "int7"], "int7"),
         (["x", "--device", "cuda"], "cuda"),
         (["x", "--kv-memory", "lots"], "lots"),
-        (["x", "--num-threads", "0"], "num_threads=0"),
         (["x", "--max-length", "100000"], "100000"),
         (["x", "--logit-bias", "99999=1"], "99999"),
         (["x", "--allowed-token-ids", "99999"], "99999"),
         (["x", "--regex", "(", *FEW], "regex: "),
-        (["x", "--regex", r"a(?!b)", *FEW], "regex: "),
         (["x", "--grammar", "start: nothing_of_this_name", *FEW], "grammar: "),
         (["x", "--json-schema", "false", *FEW], "no document validates"),
-        (
-            ["x", "--json-schema", '{"type": "integer", "minimum": 2, "maximum": 1}', *FEW],
-            "json_schema: ",
-        ),
-        (["x", "--json-schema", '{"uniqueItems": true}', *FEW], "not supported: uniqueItems"),
-        (["x", "--kv-dtype", "int5"], "int5"),
         (["x", "--json", "--record-routing"], "record_routing: "),
     ],
 )
@@ -122,10 +99,10 @@ def test_what_the_engine_refuses_is_one_line(run, args, says):
 
 
 def test_a_kv_cache_that_can_not_be_allocated_is_one_line(run, monkeypatch):
-    def make_store(*_):
+    def allocate(*_):
         return torch.empty(2**50)
 
-    monkeypatch.setattr("verbatim.placement.resident.make_store", make_store)
+    monkeypatch.setattr("verbatim.placement.resident.KVStore", allocate)
     done = run("generate", "x", "--kv-memory", "1MB")
     assert (done.exit_code, done.stdout) == (1, "")
     assert re.fullmatch(
@@ -134,29 +111,7 @@ def test_a_kv_cache_that_can_not_be_allocated_is_one_line(run, monkeypatch):
     )
 
 
-@pytest.fixture
-def tell(monkeypatch):
-    """`verbatim generate` on the storyteller."""
-    monkeypatch.setattr("verbatim.kernels.available", lambda: ["generic"])
-
-    def tell(*args):
-        done = CliRunner().invoke(app, ["generate", "Once upon a time", *args])
-        assert done.exit_code == 0, done.stderr
-        return done
-
-    return tell
-
-
-def test_the_storyteller_chooses(tell):
-    done = tell("--choice", "a cat", "--choice", "a dog")
-    assert done.stdout in ("a cat\n", "a dog\n")
-    assert done.stderr.endswith("finish: stop\n")
-    choices = ("--choice", " there was a cat.", "--choice", " there was a dog.")
-    told = {tell(*choices, "--seed", str(seed)).stdout for seed in range(8)}
-    assert told == {" there was a cat.\n", " there was a dog.\n"}
-
-
-def test_the_storyteller_keeps_to_a_schema(tell, tmp_path):
+def test_the_storyteller_keeps_to_a_schema(tmp_path):
     schema = {
         "type": "object",
         "properties": {
@@ -170,47 +125,10 @@ def test_the_storyteller_keeps_to_a_schema(tell, tmp_path):
     path = tmp_path / "animal.json"
     path.write_text(json.dumps(schema, indent=4))
     for seed in range(2):
-        args = ("--seed", str(seed), "--max-tokens", "900", "--json-schema")
-        told = tell(*args, json.dumps(schema)).stdout
+        args = ["generate", "Once", "--seed", str(seed), "--max-tokens", "900", "--json-schema"]
+        told = CliRunner().invoke(app, [*args, json.dumps(schema)]).stdout
         jsonschema.validate(json.loads(told), schema)
-        assert tell(*args, f"@{path}").stdout == told
-
-
-def test_the_storyteller_keeps_to_a_pattern_and_a_grammar(tell, tmp_path):
-    pattern = r" there (was|were) [a-z]{3,9}(, [a-z]{3,9}){2}\."
-    assert re.fullmatch(pattern, tell("--regex", pattern).stdout.removesuffix("\n"))
-    path = tmp_path / "sums.lark"
-    path.write_text('start: sum\nsum: NUMBER | "(" sum " + " sum ")"\nNUMBER: /[1-9]/\n')
-    told = tell("--grammar", f"@{path}", "--max-tokens", "40", "--seed", "3").stdout
-    assert re.fullmatch(r"[1-9()+ ]+\n", told)
-
-
-def test_the_storyteller_searches_with_beams(tell):
-    args = ("--num-beams", "3", "--n", "2", "--max-tokens", "8")
-    outputs = json.loads(tell(*args, "--json").stdout)["outputs"]
-    assert outputs[0]["score"] >= outputs[1]["score"]
-    assert [output["sampled_logprobs"] for output in outputs] == [None, None]
-    one, two = (output["text"] for output in outputs)
-    assert tell(*args).stdout == f"--- 1 of 2 ---\n{one}\n--- 2 of 2 ---\n{two}\n"
-    assert tell("--num-beams", "3", "--max-tokens", "8").stdout == f"{one}\n"
-
-
-def test_the_storytellers_time_is_over(tell):
-    done = tell("--timeout-s", "0.1", "--max-tokens", "900", "--ignore-eos")
-    assert done.stderr.endswith("finish: timeout\n")
-
-
-def test_json_carries_the_routing_of_a_mixture_of_experts(run, folder, tmp_path):
-    toy = make_toy("qwen3_moe", vocab_size=512, max_position_embeddings=MAX_LENGTH)
-    toy.save_pretrained(tmp_path)
-    args = ("--ids", "5 17 9", "--max-tokens", "4", "--ignore-eos", "--record-routing", "--json")
-    (output,) = json.loads(run("generate", *args, model=tmp_path).stdout)["outputs"]
-    config = toy.config
-    shape = (3 + 4 - 1, config.num_hidden_layers, config.num_experts_per_tok)
-    routing = output["routing"]
-    assert (len(routing), len(routing[0]), len(routing[0][0])) == shape
-    chosen = {expert for token in routing for layer in token for expert in layer}
-    assert chosen <= set(range(config.num_experts))
+        assert CliRunner().invoke(app, [*args, f"@{path}"]).stdout == told
 
 
 def test_models_that_cannot_be_opened_are_one_line(run, folder, tmp_path):

@@ -19,7 +19,7 @@ from verbatim.cli.commands import app
 from verbatim.errors import InvalidRequest
 from verbatim.kv.store import KVStore
 from verbatim.verify import NAMES, verify
-from verbatim.verify.compare import Comparison
+from verbatim.verify.report import Comparison
 from verbatim.verify.requests import make_requests
 
 IN_MEMORY = [name for name in NAMES if name not in ("offloaded", "two-stages")]
@@ -38,7 +38,7 @@ def test_every_schedule_of_the_storyteller_gives_the_same_bits():
     told, names = [], [name for name in NAMES if name != "two-stages"]
     report = verify(only=names, tokens=8, on_row=told.append)
     assert report.ok
-    assert report.verdict() == "the same bits in all 12 schedules"
+    assert report.verdict() == "bit-identical in all 12 schedules"
     assert statuses(report) == {"alone": "reference"} | dict.fromkeys(names, "equal")
     assert told == list(report.rows)
     rows = {row.name: row for row in report.rows}
@@ -60,7 +60,7 @@ def test_every_schedule_of_the_storyteller_gives_the_same_bits():
 
 def test_two_stages_give_the_same_bits():
     report = verify(only=["two-stages"], tokens=6, cluster=Cluster(stages=2, hosts=ThreadHosts()))
-    assert report.verdict() == "the same bits in the schedule"
+    assert report.verdict() == "bit-identical in the schedule"
     assert report.rows[1].note == "layers 0 to 2 and 3 to 4"
 
 
@@ -81,7 +81,7 @@ def test_every_schedule_of_the_command_gives_the_same_bits():
     done = CliRunner().invoke(app, ["verify"])
     assert done.exit_code == 0
     *_, last = done.stdout.splitlines()
-    assert last == "the same bits in all 13 schedules"
+    assert last == "bit-identical in all 13 schedules"
 
 
 def broken(monkeypatch, is_wrong):
@@ -150,7 +150,7 @@ def test_the_command_tells_which_rows_broke(monkeypatch):
     *_, where, verdict = done.stdout.splitlines()
     assert where.startswith("batched (")
     assert ", not " in where
-    assert verdict == "1 of 2 schedules gave the same bits; different or failed: batched"
+    assert verdict == "1 of 2 schedules are bit-identical; different or failed: batched"
     table = [line.split("│")[1:-1] for line in done.stdout.splitlines() if line.startswith("│")]
     assert [[cell.strip() for cell in row[:2]] for row in table] == [
         ["alone", "reference"],
@@ -182,7 +182,7 @@ def test_a_schedule_that_fails_is_told_and_the_others_run(toy, monkeypatch):
 def test_a_batch_that_runs_one_by_one_proves_nothing(toy, monkeypatch):
     plain = LLM
     monkeypatch.setattr(
-        "verbatim.verify.trial.LLM", lambda *args, **kw: plain(*args, max_sequences=3, **kw)
+        "verbatim.verify.schedules.LLM", lambda *args, **kw: plain(*args, max_sequences=3, **kw)
     )
     report = verify(toy, only=["batched"])
     (row,) = report.of("not run")
@@ -262,7 +262,7 @@ def test_one_bit_is_a_difference(result):
     assert found.logprobs_differ == {4}
     assert not found.ids_differ
     assert 0 < found.largest < 1e-12
-    assert str(found.first).startswith("once, request 4, logprob 2: ")
+    assert found.first.startswith("once, request 4, logprob 2: ")
     zeros = altered(result, logprobs=[0.0] * 5), altered(result, logprobs=[-0.0] * 5)
     found = Comparison()
     found.add(0, *zeros)
@@ -278,8 +278,7 @@ def test_behind_another_token_no_difference_is_measured(result):
     found = Comparison()
     found.add(0, result, altered(result, token_ids=ids, logprobs=logprobs))
     assert found.ids_differ == found.logprobs_differ == {0}
-    assert found.first is not None
-    assert (found.first.what, found.first.found) == ("token 3", ids[3])
+    assert found.first == f"request 0, token 3: {ids[3]}, not {ids[3] - 1}"
     assert found.largest == pytest.approx(0.25)
     for changes in (dict(text="x"), dict(token_ids=ids[:4]), dict(stop_reason=7)):
         found = Comparison()

@@ -859,8 +859,6 @@ def test_a_session_has_ids_or_hidden_states(monkeypatch: pytest.MonkeyPatch) -> 
         session.step(hidden)
         with pytest.raises(InvalidRequest, match="hidden states"):
             model.generate(ROWS[:, :2], max_new_tokens=1)
-        with pytest.raises(NotSupported, match="position"):
-            session.position = 0
         with pytest.raises(NotSupported, match="hypo_ids"):
             session.step(hidden, hypo_ids=torch.tensor([1, 0]))
     with model.inference_session(max_length=9) as session:
@@ -873,7 +871,7 @@ def test_a_session_has_ids_or_hidden_states(monkeypatch: pytest.MonkeyPatch) -> 
         session.step(hidden)
 
 
-def test_a_step_that_fails_in_a_layer_ends_its_session() -> None:
+def test_a_session_outlives_a_step_that_fails_in_a_layer() -> None:
     model = AutoDistributedModelForCausalLM.from_pretrained(make_toy("llama"))
     hidden = torch.randn(1, 2, 64)
 
@@ -881,12 +879,27 @@ def test_a_step_that_fails_in_a_layer_ends_its_session() -> None:
         raise ValueError("a layer's")
 
     with model.inference_session(max_length=9) as session:
-        assert not session.step(hidden).requires_grad
+        first = session.step(hidden)
+        assert not first.requires_grad
         with pytest.raises(InvalidRequest, match="rows"):
             session.step(hidden.expand(2, 2, 64))
         with pytest.raises(InvalidRequest, match="hidden states"):
             session.step(torch.tensor([[1]]))
-        session.step(hidden)  # is unchanged by these
+        hook = model.transformer.h[1].register_forward_hook(fail)
+        with pytest.raises(ValueError, match="a layer's"):
+            session.step(hidden)
+        hook.remove()
+        second = session.step(hidden)
+        with model.inference_session(max_length=9) as whole:
+            together = whole.step(torch.cat([hidden, hidden], dim=1))
+            whole.position = 2
+            torch.testing.assert_close(whole.step(hidden), second)
+            whole.position = 0
+            assert whole.step(hidden.expand(2, 2, 64)).shape == (2, 2, 64)
+        torch.testing.assert_close(torch.cat([first, second], dim=1), together)
+        session._hidden.layers[0].is_croppable = False
+        with pytest.raises(NotSupported, match="position=1"):
+            session.position = 1
         hook = model.transformer.h[1].register_forward_hook(fail)
         with pytest.raises(ValueError, match="a layer's"):
             session.step(hidden)

@@ -88,7 +88,7 @@ def test_the_rule_for_doors_notices(source):
     assert sins(source)
 
 
-NOUNS = "batch cli compat core errors llm options params protocols tensors text".split()
+NOUNS = "batch checks cli compat core errors llm options params protocols tensors text".split()
 
 
 def test_doors_import_public_names_nouns_and_the_handle():

@@ -10,7 +10,7 @@ import pytest
 
 from verbatim import SamplingParams
 from verbatim.core import Request, Sequence
-from verbatim.engine.lengths import MAX_ADAPTIVE, AdaptiveLengths, FixedLengths
+from verbatim.engine.lengths import MAX_ADAPTIVE, DraftLengths
 from verbatim.engine.work import Chunk, Draft
 
 
@@ -32,7 +32,7 @@ class Machine:
         proposes: float = 1.0,
         noise: float = 0.0,
     ) -> None:
-        self.lengths = AdaptiveLengths()
+        self.lengths = DraftLengths()
         self.sequences = sequences(rows)
         self.acceptance, self.forward_s = acceptance, forward_s
         self.draft_s = draft_s if callable(draft_s) else lambda lines: draft_s
@@ -191,8 +191,8 @@ def test_a_draft_is_never_longer_than_there_is_room() -> None:
 
 def test_a_fixed_length_is_just_that() -> None:
     a, b, c = sequences(3)
-    assert FixedLengths(4).choose({a: 9, b: 2, c: 0}) == {a: 4, b: 2}
-    assert FixedLengths(0).choose({a: 9}) == {}
+    assert DraftLengths(4).choose({a: 9, b: 2, c: 0}) == {a: 4, b: 2}
+    assert DraftLengths(0).choose({a: 9}) == {}
 
 
 def test_prefill_that_never_ends_does_not_end_drafting() -> None:

@@ -743,9 +743,9 @@ class CountingEngine:
 
     def __init__(self) -> None:
         self.inside: dict[Request, Any] = {}
-        self.runner = self
+        self.runner = self.scheduler = self
         self.sessions = Sessions(BlockPool(2), StateSlots(0), 1)
-        self.busy = threading.Lock()
+        self.busy = threading.RLock()
         self.steps = 0
 
     @property
@@ -775,14 +775,21 @@ class CountingEngine:
                 if len(request.prompt_logprobs) == request.max_tokens:
                     self.end(request)
                 else:
-                    self.inside[request](Delta(request.request_id, 0, "", [1], [0.0], [0.0], None))
+                    self.deliver(request, None)
             return bool(self.inside)
 
     def end(self, request: Request) -> None:
-        deliver = self.inside.pop(request)
         request.result = Result(request.request_id, None, [], None, None, [], 0, Metrics(), 0)
+        self.deliver(request, request.result)
+        del self.inside[request]
         self.on_end(request)
-        deliver(Delta(request.request_id, 0, "", [1], [0.0], [0.0], None, result=request.result))
+
+    def deliver(self, request: Request, result: Result | None) -> None:
+        delta = Delta(request.request_id, 0, "", [1], [0.0], [0.0], None, result=result)
+        try:
+            self.inside[request](delta)
+        except RequestFailed as error:  # its stream is not read
+            self.fail(request, error)
 
     def abort(self, request: Request) -> None:
         with self.alone():

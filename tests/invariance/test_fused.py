@@ -55,25 +55,22 @@ def test_fused_layers_give_the_bits_of_plain_ones(name: str, dtype: str) -> None
         assert outputs(fused, threads) == expected, f"{threads} threads"
 
 
+HALF = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "changes",
+    ("name", "changes"),
     [
-        dict(attention_bias=True, mlp_bias=True),
-        dict(hidden_size=60, intermediate_size=100, num_attention_heads=6, head_dim=10),
-        dict(num_attention_heads=4, num_key_value_heads=1, head_dim=80),
+        ("llama", dict(attention_bias=True, mlp_bias=True)),
+        ("llama", dict(hidden_size=60, intermediate_size=100, num_attention_heads=6, head_dim=10)),
+        ("llama", dict(num_attention_heads=4, num_key_value_heads=1, head_dim=80)),
+        ("glm4", dict(rope_parameters=HALF)),
     ],
-    ids=["biases", "odd", "wide-heads"],
+    ids=["biases", "odd", "wide-heads", "partial rotation"],
 )
-def test_fused_layers_of_other_widths(changes: dict[str, Any], dtype: str) -> None:
-    fused, plain = fused_and_plain(make_toy("llama", dtype=DTYPES[dtype], **changes))
-    assert outputs(fused) == outputs(plain)
-
-
-def test_a_partial_rotation_is_fused() -> None:
-    rope = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)
-    model = make_toy("glm4", dtype=torch.bfloat16, rope_parameters=rope)
-    fused, plain = fused_and_plain(model)
+def test_fused_layers_of_other_settings(name: str, changes: dict[str, Any], dtype: str) -> None:
+    fused, plain = fused_and_plain(make_toy(name, dtype=DTYPES[dtype], **changes))
     assert outputs(fused) == outputs(plain)
 
 
@@ -241,18 +238,6 @@ EDITS = (
 )
 
 
-@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
-def test_edits_of_a_live_module_are_seen(edit: Callable[[Any], None]) -> None:
-    model = make_toy("llama")
-    fused, plain = fused_and_plain(model)
-    before = outputs(fused)
-    edit(model)
-    after = outputs(fused)
-    assert after == outputs(plain)
-    assert after != before or edit is lay_out_by_columns
-    assert outputs(fused) == after, "again"
-
-
 def update_decay(model: Any) -> None:
     with torch.no_grad():
         model.model.layers[0].linear_attn.A_log.mul_(0.5)
@@ -283,14 +268,19 @@ DELTA_EDITS = (
 )
 
 
-@pytest.mark.parametrize("edit", DELTA_EDITS, ids=lambda edit: edit.__name__)
-def test_edits_of_a_delta_rule_are_seen(edit: Callable[[Any], None]) -> None:
-    model = make_toy("qwen3_5")
+@pytest.mark.parametrize(
+    ("name", "edit"),
+    [*(("llama", edit) for edit in EDITS), *(("qwen3_5", edit) for edit in DELTA_EDITS)],
+    ids=lambda case: case if isinstance(case, str) else case.__name__,
+)
+def test_edits_of_a_live_module_are_seen(name: str, edit: Callable[[Any], None]) -> None:
+    model = make_toy(name)
     fused, plain = fused_and_plain(model)
     before = outputs(fused)
     edit(model)
     after = outputs(fused)
-    assert after == outputs(plain) != before
+    assert after == outputs(plain)
+    assert after != before or edit is lay_out_by_columns
     assert outputs(fused) == after, "again"
 
 

@@ -22,7 +22,6 @@ from support.toys import make_toy, random_ids
 from verbatim import (
     LLM,
     FinishReason,
-    InvalidRequest,
     QueueFull,
     RequestFailed,
     SamplingParams,
@@ -330,11 +329,6 @@ def _raiser(error: BaseException) -> Any:
         raise error
 
     return push
-
-
-def test_a_surrogate_in_a_salt_is_refused_at_the_door() -> None:
-    with pytest.raises(InvalidRequest, match=r"must be Unicode"):
-        SamplingParams(cache_salt="\ud800")
 
 
 def test_a_small_urgent_request_does_not_wait_for_a_large_prefill() -> None:

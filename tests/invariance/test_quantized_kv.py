@@ -35,13 +35,11 @@ from verbatim.kv import attention
 from verbatim.kv.quantized import (
     PACKINGS,
     Packing,
-    kernel_pack,
     pack,
-    packed_attention,
     resolve_kv_dtype,
     unpack,
 )
-from verbatim.kv.store import LayerShape, bytes_per_token, make_store
+from verbatim.kv.store import KVStore, LayerShape, bytes_per_token
 
 KINDS = list(PACKINGS.values())
 LIBRARIES = kernels.available()
@@ -103,7 +101,6 @@ def test_what_is_not_finite_is_nan_in_its_group_alone(packing: Packing) -> None:
 def test_kernel_packs_the_same_bytes_as_the_reference(
     name: str, dtype: torch.dtype, packing: Packing
 ) -> None:
-    library = attention.bind(kernels.load(name))
     for key_size, value_size in ((12, 15), (1, 33), (128, 64), (65, 100)):
         fused = torch.cat([hard_rows(key_size), hard_rows(value_size, seed=1)], -1).to(dtype)
         fused[7, 0, 0], fused[8, 1, -1] = torch.nan, -torch.inf
@@ -115,7 +112,7 @@ def test_kernel_packs_the_same_bytes_as_the_reference(
         ]
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            kernel_pack(library, k, v, *stores, slots, packing)
+            attention.kernel_pack(k, v, *stores, slots, packing, name)
             for rows, store in ((k, stores[0]), (v, stores[1])):
                 by_slot = store.transpose(1, 2).flatten(0, 1)
                 assert torch.equal(by_slot[slots], pack(rows, packing))
@@ -178,10 +175,10 @@ def test_a_backend_that_is_not_there_is_refused(packing: Packing) -> None:
     q = torch.zeros(1, 1, 8, dtype=torch.float16)
     batch = (q, store, store, rows, AttentionOptions(1.0))
     with pytest.raises(ValueError, match="backend='fast'"):
-        packed_attention(*batch, value_size=8, packing=packing, backend="fast")
+        attention.paged_attention(*batch, value_size=8, packing=packing, backend="fast")
     with pytest.raises(ValueError, match=r"no attention kernel for torch.float16"):
-        packed_attention(*batch, value_size=8, packing=packing, backend="kernel")
-    out = packed_attention(*batch, value_size=8, packing=packing)
+        attention.paged_attention(*batch, value_size=8, packing=packing, backend="kernel")
+    out = attention.paged_attention(*batch, value_size=8, packing=packing)
     assert torch.equal(out, q)
 
 
@@ -190,7 +187,7 @@ def test_a_backend_that_is_not_there_is_refused(packing: Packing) -> None:
 
 def test_blocks_are_copied_counted_poisoned_and_released(packing: Packing) -> None:
     shapes = [LayerShape(2, 12, 20), LayerShape(1, 70, 33)]
-    store = make_store(shapes, 5, 4, packing, torch.device("cpu"))
+    store = KVStore(shapes, 5, 4, packing, torch.device("cpu"))
     assert store.dtype_name == packing.name
     assert store.nbytes == 5 * 4 * bytes_per_token(shapes, packing)
     opts = AttentionOptions(0.3)
@@ -311,8 +308,7 @@ def test_evicted_requests_finish_with_the_same_bits(dtype: str, kv_dtype: str) -
 
 @pytest.mark.parametrize("kv_dtype", PACKINGS)
 def test_the_reference_is_as_invariant(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("attention", "quantized"):
-        monkeypatch.setattr(f"verbatim.kv.{module}.library_for", lambda device: None)
+    monkeypatch.setattr(attention, "has_kernels", lambda device: False)
     prompts, params = mixed_requests(9)
     expected = generated(open_toy("llama", "float32", kv_dtype=kv_dtype), prompts, params)
     with open_toy("llama", "float32", kv_dtype=kv_dtype, max_batch_tokens=9, block_size=3) as llm:

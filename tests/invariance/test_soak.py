@@ -67,7 +67,6 @@ def test_a_soak_loses_nothing() -> None:
         assert stats["blocks_used"] == stats["running"] == stats["waiting"] == 0
         assert stats["preemptions"] > 100 and stats["cached_tokens"] > 1000 and aborted > 200
         assert not engine._calls and not engine.scheduler.prefixes._in_flight
-        assert len(engine.scheduler.waiting._queue) <= 64
         # What was asked and answered is kept by this test; an engine that kept more would show here.
         assert grown < 60 * 2**20, f"{grown / 2**20:.0f} MiB more than halfway through"
     whole = [r for r in finished if r.result and _ended(r)]

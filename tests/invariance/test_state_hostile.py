@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
+from support.drafters import Oracle, answers_of
 from support.pairwise import parametrize_combinations, slow_but
 from support.requests_mixed import all_facts, facts, generated
 from support.states import check_nothing_is_left
@@ -76,31 +78,15 @@ def test_a_budget_below_one_state_is_refused_by_name(name: str) -> None:
         LLM(model, kv_memory=needed - 1)
 
 
-class HalfRight:
-    """Draft tokens of which the first ones are right, as many as the calls say, and the others wrong."""
-
-    def __init__(self, truth: list[list[int]]) -> None:
-        self.truth = truth
-        self.calls = 0
-
-    def propose(self, sequences: Sequence[Any], lengths: Sequence[int]) -> list[list[int]]:
-        drafts = []
-        for sequence, length in zip(sequences, lengths, strict=True):
-            self.calls += 1
-            done, right = len(sequence.output_ids), self.calls % 5
-            draft = self.truth[sequence.index][done : done + min(right, length)]
-            drafts.append((draft + [5 + self.calls % 90] * length)[:length])
-        return drafts
-
-
 @pytest.mark.parametrize("name", slow_but(RECURRENT_FAMILIES[::3], RECURRENT_FAMILIES))
 def test_samples_that_fork_amid_drafts_keep_their_states(name: str) -> None:
     model, prompt = make_toy(name), random_ids(19, seed=4)
     params = SamplingParams(n=4, max_tokens=40, seed=3, ignore_eos=True, logprobs=0)
     with LLM(model) as llm:
         (plain,) = llm.generate([prompt], params)
-    truth = [output.token_ids for output in plain.outputs]
-    with LLM(model, draft=HalfRight(truth), num_draft_tokens=4, block_size=4) as llm:
+    calls = itertools.count(1)
+    oracle = Oracle(answers_of([plain]), right=lambda sequence: next(calls) % 5)
+    with LLM(model, draft=oracle, num_draft_tokens=4, block_size=4) as llm:
         engine = llm.engine
         requests = [engine.admission.admit(prompt, params) for _ in range(3)]
         for request in requests:  # the later ones share the prompt of a request that is drafting

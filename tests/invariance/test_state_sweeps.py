@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from support.drafters import Oracle, answers_of
 from support.pairwise import slow_but
 from support.requests_mixed import all_facts, facts, generated, mixed_requests
 from support.states import check_nothing_is_left
@@ -17,23 +18,6 @@ from verbatim.placement.options import EngineOptions
 
 two_fast = pytest.mark.parametrize("name", slow_but(("qwen3_5", "lfm2"), RECURRENT_FAMILIES))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=0, seed=1)
-
-
-class Guesses:
-    """Drafts the true next tokens up to a number that goes from 0 to 8 with the calls, then wrong ones."""
-
-    def __init__(self, truth: dict[tuple[int, ...], list[int]]) -> None:
-        self.truth = truth
-        self.calls = 0
-
-    def propose(self, sequences: Sequence[Any], lengths: Sequence[int]) -> list[list[int]]:
-        return [self._draft(s, length) for s, length in zip(sequences, lengths, strict=True)]
-
-    def _draft(self, sequence: Any, length: int) -> list[int]:
-        self.calls += 1
-        truth, done = self.truth[tuple(sequence.request.prompt_ids)], len(sequence.output_ids)
-        right = truth[done : done + min(length, self.calls % 9)]
-        return (right + [3 + self.calls % 90] * length)[:length]
 
 
 @two_fast
@@ -84,8 +68,9 @@ def test_drafts_with_any_number_of_accepted_tokens_change_no_bit(name: str) -> N
     model = make_toy(name)
     with LLM(model) as llm:
         plain = llm.generate(prompts, params)
-    truth = {tuple(p): r.outputs[0].token_ids for p, r in zip(prompts, plain, strict=True)}
-    with LLM(model, draft=Guesses(truth), num_draft_tokens=8, block_size=4) as llm:
+    calls = itertools.count(1)
+    oracle = Oracle(answers_of(plain), right=lambda sequence: next(calls) % 9)
+    with LLM(model, draft=oracle, num_draft_tokens=8, block_size=4) as llm:
         assert all_facts(llm.generate(prompts, params)) == all_facts(plain)
         accepted = llm.engine.drafting.totals.num_accepted  # type: ignore[union-attr]
         assert all(accepted[:8]), "every number of accepted tokens from 1 to 8 has occurred"

@@ -19,7 +19,6 @@ from verbatim import (
     Cluster,
     InvalidRequest,
     Offload,
-    OutOfBlocks,
     SamplingParams,
     rl,
 )
@@ -300,9 +299,3 @@ def test_drafts_by_recurrent_layers_change_no_bit(
         if draft != "early-exit" and torch.equal(*(next(m.parameters()) for m in (draft, model))):
             assert drafts.num_accepted == drafts.num_drafted
         check_nothing_is_left(llm)
-
-
-def test_too_little_memory_is_refused_by_name() -> None:
-    model = make_toy("qwen3_next")
-    with pytest.raises(OutOfBlocks, match=r"recurrent states.*3 slots"):
-        LLM(model, kv_memory=2000)

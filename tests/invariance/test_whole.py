@@ -21,7 +21,9 @@ from support.stores import poisoned_store
 from support.toys import make_toy
 from verbatim import LLM, SamplingParams
 from verbatim.batch import Batch
-from verbatim.model.decoder import Decoder, Output
+from verbatim.kv.store import KVStore
+from verbatim.model.decoder import Decoder
+from verbatim.model.flat import contents_of
 from verbatim.model.quantization import resolve_quantization
 from verbatim.model.whole import WholeModel
 from verbatim.weights.lazy import Held
@@ -289,13 +291,15 @@ def test_only_rows_that_need_logits_go_through_the_end(
     assert torch.equal(some, every[rows])
 
 
-def logits_of(decoder: Decoder, batch: Batch) -> torch.Tensor:
+def zeroed_store(decoder: Decoder) -> KVStore:
     store = poisoned_store(decoder, 40, 4, STATES)
-    for held in (held for pair in store.layers for held in pair):
+    for held in contents_of(store):
         held.zero_()
-    for held in () if store.states is None else store.states.tensors:
-        held.zero_()
-    return decoder.forward(batch, store)
+    return store
+
+
+def logits_of(decoder: Decoder, batch: Batch) -> torch.Tensor:
+    return decoder.forward(batch, zeroed_store(decoder))
 
 
 @pytest.mark.parametrize("kind", [None, "int4"], ids=str)
@@ -322,13 +326,13 @@ from pathlib import Path
 import torch
 from invariance.test_whole import BATCHES, logits_of, make_toy, whole
 from verbatim.kv.quantized import resolve_kv_dtype
-from verbatim.kv.store import LayerShape, make_store
+from verbatim.kv.store import KVStore, LayerShape
 
 def threads():
     return len(list(Path("/proc/self/task").iterdir()))
 
 decoder = whole(make_toy("llama"))
-store = make_store([LayerShape(8, 64, 64)], 40, 16, resolve_kv_dtype("int8"), torch.device("cpu"))
+store = KVStore([LayerShape(8, 64, 64)], 40, 16, resolve_kv_dtype("int8"), torch.device("cpu"))
 rows = torch.randn(600, 8, 64)
 
 def both():
@@ -364,13 +368,8 @@ def test_rotations_that_depend_on_the_context_are_made_each_time() -> None:
 def test_hidden_states_are_what_the_head_saw() -> None:
     model = make_toy("qwen3", dtype=torch.bfloat16)
     batch = replace(BATCHES[3], logit_rows=torch.tensor([0, 3, 30]), wants_hidden=True)
-    found: list[Output] = []
-    for decoder in (whole(model), Decoder(model, fused=False)):
-        store = poisoned_store(decoder, 40, 4)
-        for held in (held for pair in store.layers for held in pair):
-            held.zero_()
-        found.append(decoder.run(batch, store))
-    ours, theirs = found
+    decoders = (whole(model), Decoder(model, fused=False))
+    ours, theirs = (decoder.run(batch, zeroed_store(decoder)) for decoder in decoders)
     assert ours.hidden is not None and theirs.hidden is not None
     assert torch.equal(ours.logits, theirs.logits) and torch.equal(ours.hidden, theirs.hidden)
 
@@ -380,9 +379,7 @@ def test_a_batch_without_rows_of_logits_writes_k_and_v() -> None:
     batch = replace(BATCHES[1], logit_rows=torch.empty(0, dtype=torch.int64))
     held = []
     for decoder in (whole(model), Decoder(model, fused=False)):
-        store = poisoned_store(decoder, 40, 4)
-        for k, v in store.layers:
-            k.zero_(), v.zero_()
+        store = zeroed_store(decoder)
         assert decoder.forward(batch, store).shape == (0, 128)
         held.append(torch.stack([kv for pair in store.layers for kv in pair]))
     assert torch.equal(held[0], held[1]) and held[0].any()

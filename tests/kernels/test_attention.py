@@ -222,7 +222,7 @@ def test_write_kv_fills_its_slots_and_no_others(
     use_kernel: bool, store_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not use_kernel:
-        monkeypatch.setattr(attention, "library_for", lambda device: None)
+        monkeypatch.setattr(attention, "has_kernels", lambda device: False)
     fused = torch.randn(9, 2, 20)
     k, v = fused[:, :, :12], fused[:, :, 13:]  # strided rows
     k_store = torch.full((4, 2, 5, 12), torch.nan, dtype=store_dtype)

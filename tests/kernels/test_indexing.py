@@ -16,7 +16,7 @@ from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.kv.indexing import choose_keys, index_scores
 from verbatim.kv.quantized import PACKINGS
-from verbatim.kv.store import LayerShape, make_store
+from verbatim.kv.store import KVStore, LayerShape
 
 SHAPES = [LayerShape(1, 16, 0), LayerShape(2, 8, 12)]
 BLOCK_SIZE = 5
@@ -90,7 +90,7 @@ def test_rows_see_the_chosen_keys_with_the_same_bits_in_any_cut(dtype: Any, top_
 
     def run(cuts: list[int], top_k: int | None, seed: int) -> Tensor:
         blocks = 1 + torch.randperm(30, generator=torch.Generator().manual_seed(seed))
-        store = make_store(SHAPES, 31, BLOCK_SIZE, dtype, torch.device("cpu"))
+        store = KVStore(SHAPES, 31, BLOCK_SIZE, dtype, torch.device("cpu"))
         store.poison(list(range(31)))
         outs = []
         for begin, end in pairwise(cuts):
@@ -134,7 +134,7 @@ def test_rows_see_their_window_and_records_with_the_same_bits_in_any_cut(
     def run(cuts: list[int], seed: int) -> Tensor:
         blocks = 1 + torch.randperm(30, generator=torch.Generator().manual_seed(seed))
         shape = LayerShape(1, 16, 16, records=True)
-        store = make_store([shape], 31, BLOCK_SIZE, dtype, torch.device("cpu"))
+        store = KVStore([shape], 31, BLOCK_SIZE, dtype, torch.device("cpu"))
         store.poison(list(range(31)))
         outs = []
         for begin, end in pairwise(cuts):

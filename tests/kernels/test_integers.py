@@ -17,7 +17,7 @@ from verbatim.model.integers import (
     interleaved_rows,
     unpack_any,
 )
-from verbatim.model.products import Packed, linear, packed_linear
+from verbatim.model.products import Packed, linear
 from verbatim.model.quantization import GROUP_SIZES, Quantization
 from verbatim.model.quantize import pack, unpack
 from verbatim.model.weight_packing import WeightPacking
@@ -138,7 +138,7 @@ def test_it_is_near_the_product_of_numbers(kind: Quantization) -> None:
     weight, x = torch.randn(96, 512), torch.randn(8, 512)
     data, laid = laid_out(weight, kind)
     exact = x @ unpack_any(data, laid).t()
-    error = (packed_linear(x, data, laid) - exact).norm() / exact.norm()
+    error = (linear(x, Packed(data, laid)) - exact).norm() / exact.norm()
     assert 0.001 < error < 0.01  # half a step of 127 to a largest of three deviations or so
 
 
@@ -155,7 +155,7 @@ def test_every_backend_has_the_bits_of_the_definition(backend: str, kind: Quanti
             for wide in (False, True):
                 expected = integer_linear(x, data, laid, bias, wide)
                 assert not expected[7:].isnan().any() and expected[3:5].isnan().all()
-                made = packed_linear(x, data, laid, bias, backend=backend, float32=wide)
+                made = linear(x, Packed(data, laid), bias, backend=backend, float32=wide)
                 assert bit_equal(made, expected)
 
 
@@ -166,29 +166,25 @@ def test_a_row_has_its_bits_in_any_company(backend: str, bits: int) -> None:
     data, laid = laid_out(random(70, depth, dtype=torch.bfloat16), Quantization(bits, 64, 8, 8))
     x = rows_of_all_kinds(150, depth, torch.bfloat16)
     bias = random(70, dtype=torch.bfloat16, seed=3)
-    expected = packed_linear(x, data, laid, bias, backend=backend)
+    expected = linear(x, Packed(data, laid), bias, backend=backend)
     for count in [*range(1, 20), 64, 70, 129, 149]:
         for start in (0, 150 - count):
             some = x[start : start + count]
-            made = packed_linear(some, data, laid, bias, backend=backend)
+            made = linear(some, Packed(data, laid), bias, backend=backend)
             assert bit_equal(made, expected[start : start + count]), count
 
 
 def test_neither_threads_nor_strides_show() -> None:
-    before = torch.get_num_threads()
     data, laid = laid_out(random(2000, 700), KINDS[1])
     x = random(300, 700, seed=1)
     wide = torch.zeros(300, 900)
     wide[:, :700] = x
-    expected = packed_linear(x[:7], data, laid)
-    try:
-        for count in (1, 2, 3, 7):
-            torch.set_num_threads(count)
-            made = packed_linear(wide[:, :700], data, laid)
-            assert bit_equal(made[:7], expected)
-            assert bit_equal(packed_linear(x.t().contiguous().t(), data, laid), made)
-    finally:
-        torch.set_num_threads(before)
+    expected = linear(x[:7], Packed(data, laid))
+    for count in (1, 2, 3, 7):
+        torch.set_num_threads(count)
+        made = linear(wide[:, :700], Packed(data, laid))
+        assert bit_equal(made[:7], expected)
+        assert bit_equal(linear(x.t().contiguous().t(), Packed(data, laid)), made)
 
 
 @pytest.mark.skipif(not kernels.available(), reason="no kernels were built")
@@ -200,10 +196,7 @@ def test_side_by_side_with_matrices_of_other_kinds() -> None:
     weights += [Packed(*laid_out(plain, kind)) for kind in (KINDS[4], KINDS[2], KINDS[2])]
     packing = WeightPacking((24, 192), plain.dtype, Quantization(4))
     weights.append(Packed(pack(plain, packing), packing))
-    alone = [
-        packed_linear(x, w.data, w.packing) if isinstance(w, Packed) else linear(x, w)
-        for w in weights
-    ]
+    alone = [linear(x, w) for w in weights]
     assert bit_equal(
         multiply_together(x, weights, [None] * len(weights), "kernel"), torch.cat(alone, 1)
     )

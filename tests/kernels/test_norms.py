@@ -16,7 +16,7 @@ from verbatim import kernels
 from verbatim.kernels.options import Activation, NormKind
 from verbatim.model import elementwise, invariant, norms
 from verbatim.model.differential import bit_equal
-from verbatim.model.norms import Gate, formula, norm_forward, norm_parts
+from verbatim.model.norms import Gate, find_norm, formula, norm_forward
 
 WIDTHS = (1, 15, 16, 17, 60, 128, 1000)
 KINDS = [NormKind.BARE, NormKind.ROUNDED, NormKind.WIDE, NormKind.ONE_PLUS]
@@ -45,17 +45,13 @@ def test_norms_are_those_of_the_formula(kind: NormKind, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_rows_norm_depends_on_that_row_alone(dtype: str) -> None:
     x, weight = noise(300, 1000, dtype=DTYPES[dtype]), noise(1000, dtype=DTYPES[dtype], seed=1)
-    before = torch.get_num_threads()
-    try:
-        for kind in KINDS:
-            given = None if kind is NormKind.BARE else weight
-            alone = [elementwise.rms_norm(row[None], given, 1e-6, kind) for row in x[::37]]
-            for threads in (1, 2, 7):
-                torch.set_num_threads(threads)
-                together = elementwise.rms_norm(x, given, 1e-6, kind)[::37]
-                assert bit_equal(together, torch.cat(alone)), f"{kind.name}, {threads} threads"
-    finally:
-        torch.set_num_threads(before)
+    for kind in KINDS:
+        given = None if kind is NormKind.BARE else weight
+        alone = [elementwise.rms_norm(row[None], given, 1e-6, kind) for row in x[::37]]
+        for threads in (1, 2, 7):
+            torch.set_num_threads(threads)
+            together = elementwise.rms_norm(x, given, 1e-6, kind)[::37]
+            assert bit_equal(together, torch.cat(alone)), f"{kind.name}, {threads} threads"
 
 
 EXACT: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -129,7 +125,7 @@ FAMILIES = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_family_of_a_models_norms_is_found(name: str) -> None:
     model = make_toy(name)
-    found = [norm_parts(m) for m in model.modules() if "Norm" in type(m).__name__]
+    found = [find_norm(m) for m in model.modules() if "Norm" in type(m).__name__]
     assert found
     assert {None if parts is None else parts.kind for parts in found} == {FAMILIES[name]}
 
@@ -167,13 +163,13 @@ class SwitchedNorm(MeanNorm):
 
 def test_norms_of_no_family_keep_their_forward() -> None:
     for cls in (MeanNorm, HalfWeightedNorm):
-        assert norm_parts(cls()) is None
+        assert find_norm(cls()) is None
         assert norm_forward(cls()) is None
 
 
 def test_a_class_may_be_of_a_family_by_its_settings() -> None:
-    assert norm_parts(SwitchedNorm(bare=True)) is None
-    parts = norm_parts(SwitchedNorm(bare=False))
+    assert find_norm(SwitchedNorm(bare=True)) is None
+    parts = find_norm(SwitchedNorm(bare=False))
     assert parts is not None and parts.kind is NormKind.ROUNDED
 
 
@@ -200,9 +196,9 @@ def test_a_norm_with_a_gate_is_right_and_knows_no_neighbours(
 ) -> None:
     model = make_toy(name, dtype=DTYPES[dtype])
     norm = next(m for n, m in model.named_modules() if n.endswith(f"{mixer}.norm"))
-    parts, forward = norm_parts(norm, gate), norm_forward(norm)
+    parts, forward = find_norm(norm, gate), norm_forward(norm)
     assert parts is not None and parts.kind is NormKind.ROUNDED and forward is not None
-    assert [norm_parts(norm, other) for other in Gate if other and other is not gate] == [None]
+    assert [find_norm(norm, other) for other in Gate if other and other is not gate] == [None]
     norm.weight = nn.Parameter(noise(len(norm.weight), dtype=DTYPES[dtype], seed=3))
     rows = [noise(40, len(norm.weight), dtype=DTYPES[dtype], seed=s) for s in (1, 2)]
     with torch.no_grad():
@@ -215,8 +211,8 @@ def test_a_norm_with_a_gate_is_right_and_knows_no_neighbours(
 
 
 def test_a_norm_whose_gate_comes_first_is_of_another_family() -> None:
-    assert norm_parts(GateFirstNorm(), Gate.AFTER) is None
-    parts = norm_parts(GateFirstNorm(), Gate.BEFORE)
+    assert find_norm(GateFirstNorm(), Gate.AFTER) is None
+    parts = find_norm(GateFirstNorm(), Gate.BEFORE)
     assert parts is not None and parts.kind is NormKind.ROUNDED
 
 
@@ -268,6 +264,6 @@ def test_a_forward_that_was_exchanged_on_the_class_is_tried_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(norms, "_families", {})
-    assert norm_parts(SwitchedNorm(bare=False)) is not None
+    assert find_norm(SwitchedNorm(bare=False)) is not None
     monkeypatch.setattr(SwitchedNorm, "forward", MeanNorm.forward)
-    assert norm_parts(SwitchedNorm(bare=False)) is None
+    assert find_norm(SwitchedNorm(bare=False)) is None

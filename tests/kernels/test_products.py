@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,18 +12,21 @@ from torch.nn import functional as F
 from support.products import multiply_together
 from verbatim import kernels
 from verbatim.model import products
+from verbatim.model.patching import threads
 from verbatim.model.products import (
     Packed,
     RowTiles,
     holds,
     linear,
     matmul,
-    packed_linear,
     probe_report,
 )
 from verbatim.model.quantization import GROUP_SIZES, Quantization
 from verbatim.model.quantize import pack, unpack
 from verbatim.model.weight_packing import BLOCK, BLOCKS, Encoding, WeightPacking
+
+# Threads wait for one another on a busy machine; the tests about them ask for more.
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 BACKENDS = [*kernels.available(), "torch"]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -32,26 +34,9 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 SHAPES = [(1, 1), (3, 17), (17, 3), (33, 65), (65, 33), (60, 100), (100, 60), (1, 1000), (1000, 33)]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads wait for one another on a busy machine; the tests about them ask for more."""
-    with threads(1):
-        yield
-
-
 def rand(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     noise = torch.Generator().manual_seed(sum(shape))
     return torch.randn(*shape, generator=noise).to(dtype)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def assert_close(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -346,8 +331,8 @@ def test_a_packed_product_is_that_of_the_matrix_it_is_read_back_as(
             settings = {"backend": backend, "float32": float32}
             expected = linear(x, weight, bias, **settings)
             for count in (1, 70) if backend == "torch" else (1, 2, 5, 6, 7, 8, 9, 13, 33, 70):
-                args = x[-count:], packed.data, packed.packing, bias
-                assert torch.equal(packed_linear(*args, **settings), expected[-count:]), count
+                made = linear(x[-count:], packed, bias, **settings)
+                assert torch.equal(made, expected[-count:]), count
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -360,7 +345,7 @@ def test_every_number_of_rows_and_threads_with_weights_in_few_bits(
     for num_threads in (1, 2, 3, 7):
         with threads(num_threads):
             for count in range(num_threads, 71, 1 if num_threads == 2 else 9):
-                rows = packed_linear(x[-count:], packed.data, packed.packing)
+                rows = linear(x[-count:], packed)
                 assert torch.equal(rows, expected[-count:]), (num_threads, count)
 
 
@@ -377,12 +362,8 @@ def test_several_matrices_at_once(backend: str, dtype: torch.dtype) -> None:
     biases = [bias, None, None, None]
     for count in (1, 4, 20):
         x = rand(count, 100, dtype=dtype)
-        alone = [
-            packed_linear(x, w.data, w.packing, b, backend=backend)
-            if isinstance(w, Packed)
-            else linear(x, w, b, backend=backend)
-            for w, b in zip(weights, biases, strict=True)
-        ]
+        each = zip(weights, biases, strict=True)
+        alone = [linear(x, w, b, backend=backend) for w, b in each]
         with threads(2):
             together = multiply_together(x, weights, biases, backend)
         assert torch.equal(together, torch.cat(alone, -1))
@@ -391,7 +372,7 @@ def test_several_matrices_at_once(backend: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_packed_weight_by_columns(backend: str) -> None:
     columns, x = in_few_bits(rand(100, 40), KINDS[3], columns=True), rand(3, 100)
-    out = packed_linear(x, columns.data, columns.packing, backend=backend)
+    out = linear(x, columns, backend=backend)
     expected = matmul(x, unpack(columns.data, columns.packing), backend=backend)
     assert torch.equal(out, expected)
 
@@ -399,6 +380,6 @@ def test_a_packed_weight_by_columns(backend: str) -> None:
 def test_a_packed_weight_that_does_not_fit_is_refused() -> None:
     packed = in_few_bits(rand(6, 60), KINDS[0])
     with pytest.raises(ValueError, match=r"\(2, 61\), \(6, 60\)"):
-        packed_linear(rand(2, 61), packed.data, packed.packing)
+        linear(rand(2, 61), packed)
     with pytest.raises(ValueError, match=r"\(5,\) do not fit"):
-        packed_linear(rand(2, 60), packed.data, packed.packing, rand(5))
+        linear(rand(2, 60), packed, rand(5))

@@ -32,6 +32,7 @@ from verbatim.model.quantize import rounded
 from verbatim.model.weight_packing import Encoding, WeightPacking
 
 SHAPE: dict[str, Any] = dict(hidden_size=128, intermediate_size=192, num_hidden_layers=2)
+WHOLE: dict[str, Any] = dict(SHAPE, hidden_size=256, intermediate_size=256, head_dim=64)
 EXPERTS: dict[str, Any] = dict(SHAPE, head_dim=32, num_experts=4, moe_intermediate_size=64)
 GPT_OSS: dict[str, Any] = dict(SHAPE, head_dim=32, intermediate_size=64)
 LLAMA4: dict[str, Any] = dict(SHAPE, num_hidden_layers=3, head_dim=32, intermediate_size=128)
@@ -50,6 +51,9 @@ def _compressed(kind: str, **weights: Any) -> dict[str, Any]:
 _INT4 = dict(num_bits=4, type="int", strategy="group", group_size=32)
 _FP8 = dict(num_bits=8, type="float", symmetric=True)
 _GPTQ: dict[str, Any] = dict(quant_method="gptq", bits=4, group_size=32, desc_act=False)
+_FP4 = dict(num_bits=4, type="float", symmetric=True, group_size=16)
+_MODELOPT: dict[str, Any] = dict(quant_method="modelopt", producer={"name": "modelopt"})
+_AUTO_ROUND: dict[str, Any] = dict(quant_method="auto-round", bits=4, group_size=32, sym=False)
 _BNB = dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")
 # Name: toy, settings, writer, quantization_config, format in memory, whether the numbers are exact.
 FORMATS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any], str, bool]] = {
@@ -121,6 +125,42 @@ FORMATS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any], str, bool]] =
         *(dict(quant_method="fbgemm_fp8"), "fp8-g128", True),
     ),
     "mxfp4": ("gpt_oss", GPT_OSS, checkpoints.mxfp4, dict(quant_method="mxfp4"), "mxfp4-g32", True),
+    "nvfp4": (
+        *("qwen2", WHOLE, checkpoints.fp4("nvfp4")),
+        *(_compressed("nvfp4-pack-quantized", **_FP4), "nvfp4", True),
+    ),
+    "nvfp4-decoded": (  # 128 elements are no whole block
+        *("qwen2", SHAPE | dict(intermediate_size=256), checkpoints.fp4("nvfp4")),
+        *(_compressed("nvfp4-pack-quantized", **_FP4), "nvfp4", True),
+    ),
+    "compressed-mxfp4": (
+        *("qwen2", SHAPE, checkpoints.fp4("mxfp4")),
+        *(_compressed("mxfp4-pack-quantized", **_FP4), "mxfp4-g32", True),
+    ),
+    "modelopt-nvfp4": (
+        *("qwen3_moe", WHOLE | dict(head_dim=32, num_experts=4, moe_intermediate_size=256)),
+        *(checkpoints.fp4("modelopt"), _MODELOPT | dict(quant_algo="NVFP4"), "nvfp4", True),
+    ),
+    "modelopt-fp8": (
+        *("llama", SHAPE, checkpoints.fp8("tensor", "weight_scale")),
+        *(_MODELOPT | dict(quant_algo="FP8"), "fp8-g128", True),
+    ),
+    "modelopt-fp8-blocks": (
+        *("llama", SHAPE, checkpoints.fp8((128, 128), "weight_scale")),
+        *(_MODELOPT | dict(quant_algo="FP8_PB_WO"), "fp8-g128", True),
+    ),
+    "auto-round": (
+        *("llama", SHAPE, checkpoints.gptq()),
+        *(_AUTO_ROUND | dict(packing_format="auto_round:auto_gptq"), "int4-g32", True),
+    ),
+    "auto-round-v2": (
+        *("llama", SHAPE, checkpoints.gptq(v2=True)),
+        *(_AUTO_ROUND | dict(packing_format="auto_round"), "int4-g32", True),
+    ),
+    "auto-round-awq": (
+        *("llama", SHAPE, checkpoints.awq()),
+        *(_AUTO_ROUND | dict(packing_format="auto_round:auto_awq"), "int4-g32", True),
+    ),
     "nf4": ("llama", SHAPE, checkpoints.nf4(), _BNB, "nf4-g64", True),
     "nf4-nested": ("llama", SHAPE, checkpoints.nf4(nested=True), _BNB, "nf4-g64", True),
     "bnb-int8": (
@@ -187,7 +227,7 @@ def test_the_numbers_are_those_of_the_file(name: str, tmp_path: Path) -> None:
 def test_other_placements_give_the_same_tokens(name: str, tmp_path: Path) -> None:
     """Ranks hold their share as it is stored."""
     written(name, tmp_path)
-    ranks = (TensorParallel(2), PipelineParallel(2)) if name in ("awq", "fp8") else ()
+    ranks = (TensorParallel(2), PipelineParallel(2)) if name in ("awq", "fp8", "nvfp4") else ()
     check_other_placements(tmp_path, *ranks)
 
 
@@ -330,6 +370,14 @@ def test_new_weights_are_rounded_to_the_format_that_is_held(tmp_path: Path) -> N
         ("compressed-fp8", "weight", lambda x: torch.full_like(x, torch.nan)),
         ("compressed-fp8", "weight_scale", lambda x: x.int()),
         ("compressed-fp8-blocks", "weight_scale", lambda x: x[:, :0]),
+        ("nvfp4", "weight_packed", lambda x: x.view(torch.int8)),
+        ("nvfp4", "weight_scale", lambda x: x[:, 1:]),
+        ("nvfp4", "weight_scale", lambda x: torch.full_like(x, torch.nan)),
+        ("nvfp4", "weight_global_scale", lambda x: x * 0),
+        ("nvfp4", "weight_global_scale", lambda x: x.repeat(2)),
+        ("nvfp4-decoded", "weight_global_scale", lambda x: x * torch.nan),
+        ("modelopt-nvfp4", "weight_scale_2", lambda x: -x),
+        ("compressed-mxfp4", "weight_scale", lambda x: x.float()),
         ("bnb-int8", "SCB", lambda x: x.int()),
         ("nf4", "weight.quant_map", lambda x: x[:3]),
         ("nf4", "weight.absmax", lambda x: x.to(torch.uint8)),
@@ -380,7 +428,9 @@ def test_a_quantized_checkpoint_without_safetensors_is_refused_as_such(fp8_folde
     [
         ("gptq", {"bits": 3}, "bits='3'"),
         ("awq", {"version": "gemv"}, "version='gemv'"),
-        ("compressed-int4", {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
+        ("compressed-int4", {"format": "mxfp6-pack-quantized"}, "mxfp6-pack-quantized"),
+        ("auto-round", {"packing_format": "auto_round:mlx"}, "packing_format='auto_round:mlx'"),
+        ("auto-round", {"extra_config": {"lm_head": {"bits": 8}}}, "extra_config: lm_head has"),
         ("fp8", {"weight_block_size": None}, "no size for the blocks"),
         # Two scales for 192 rows could also be of 96 rows each.
         ("compressed-fp8-blocks", {"config_groups": {"all": {}}}, "no size for the blocks"),
@@ -395,6 +445,27 @@ def test_a_variant_that_is_not_read_is_refused_by_name(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(NotSupported, match=words):
         LLM(tmp_path)
+
+
+def test_numbers_that_modelopt_multiplies_activations_with_are_refused(tmp_path: Path) -> None:
+    written("modelopt-fp8", tmp_path)
+    path, name = tmp_path / "model.safetensors", "model.layers.0.mlp.up_proj.pre_quant_scale"
+    save_file(load_file(path) | {name: torch.ones(128)}, path, {"format": "pt"})
+    with pytest.raises(
+        NotSupported, match=r"quant_algo='FP8' of modelopt.* without pre_quant_scale"
+    ):
+        LLM(tmp_path)
+
+
+def test_modelopt_may_describe_its_format_in_a_file_of_its_own(tmp_path: Path) -> None:
+    module = written("modelopt-fp8", tmp_path)
+    config = json.loads((path := tmp_path / "config.json").read_text())
+    quantization = config.pop("quantization_config")
+    path.write_text(json.dumps(config))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    with LLM(tmp_path) as llm:
+        found = torch.tensor(llm.score(PROMPTS[0])[1:])
+    torch.testing.assert_close(found, expected_scores(module, PROMPTS[0]), atol=2e-4, rtol=0)
 
 
 @needs_torchao

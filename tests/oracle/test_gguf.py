@@ -17,9 +17,10 @@ from support.pairwise import slow_but
 from support.requests_mixed import all_facts, generated, mixed_requests
 from support.toys import make_toy, random_ids
 from verbatim import LLM, Cluster, ModelError, NotSupported, Offload, TensorParallel
-from verbatim.model import gguf as reading
-from verbatim.model.weight_packing import BLOCKS, Encoding
+from verbatim.model.weight_packing import Encoding
+from verbatim.weights import gguf as reading
 from verbatim.weights.formats import gguf as formats
+from verbatim.weights.formats.gguf import HALVES
 
 gguf = pytest.importorskip("gguf")
 
@@ -33,7 +34,7 @@ def blocks(shape: tuple[int, ...], how: Any) -> Any:
     size, nbytes = gguf.GGML_QUANT_SIZES[how]
     generator = np.random.default_rng(sum(shape))
     data = generator.integers(0, 256, (*shape[:-1], shape[-1] // size, nbytes), dtype=np.uint8)
-    halves = data[..., BLOCKS[Encoding[how.name]][1] if how.name.endswith("K") else slice(0, 2)]
+    halves = data[..., HALVES[Encoding[how.name]] if how.name.endswith("K") else slice(0, 2)]
     scales = generator.uniform(1e-4, 3e-4, (*halves.shape[:-1], halves.shape[-1] // 2))
     halves[:] = scales.astype(np.float16).view(np.uint8)
     return data.reshape(*shape[:-1], -1)

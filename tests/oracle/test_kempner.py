@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,10 @@ import torch.distributed.checkpoint as dcp
 
 from support import kempner_reference
 from verbatim import LLM, ModelError, SamplingParams, UnsupportedModel
+from verbatim.compat.kempnerforge import generate
+from verbatim.errors import ModelChanged
 from verbatim.model.kempner.config import KempnerConfig, ModelConfig
+from verbatim.tensors import engine_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 IDS = [3, 7, 1, 44, 9, 9, 0, 21, 30, 12, 5]
@@ -234,3 +239,101 @@ def test_a_file_without_sections_is_all_model(tmp_path: Path) -> None:
 def test_widths_follow_from_the_multipliers(fields: dict[str, Any], ffn: int, expert: int) -> None:
     config = ModelConfig(num_experts=4, **fields)
     assert (config.ffn_width, config.expert_width) == (ffn, expert)
+
+
+# ---- live modules
+
+
+DENSE = [name for name, fields in ARCHITECTURES.items() if "num_experts" not in fields]
+
+
+def live(name: str, seed: int = 0) -> kempner_reference.Transformer:
+    return kempner_reference.make(seed, **{k: v for k, v in ARCHITECTURES[name].items() if v})
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_live_module_runs_as_its_architecture(name: str) -> None:
+    module = live(name)
+    expected = module(torch.tensor([IDS]))[0].log_softmax(-1)
+    with LLM(module, kv_memory="1MB") as llm:
+        info = llm.info()
+        assert (info["rows"], info["placement"]) == ("together", "kv_caches")
+        assert (info["architecture"], info["max_length_from"]) == ("Transformer", "max_seq_len")
+        assert info["weight_bytes"] == sum(p.nbytes for p in module.parameters())
+        torch.testing.assert_close(logits_of(llm, IDS), expected[:-1], atol=1e-5, rtol=1e-5)
+        prompts = [IDS, IDS[:3], IDS[4:]]
+        params = SamplingParams(max_tokens=6, seed=3, logprobs=0)
+        together = llm.generate(prompts, params)
+        for prompt, result in zip(prompts, together, strict=True):
+            alone = llm.generate(prompt, params)[0].outputs[0]
+            assert result.outputs[0].logprobs == alone.logprobs
+    with LLM(module, kv_memory="1MB", kv_dtype="int8") as llm:
+        (result,) = llm.generate(IDS, SamplingParams(max_tokens=1, hidden_states=True))
+        assert result.outputs[0].hidden_states.shape == (1, 32)
+
+
+def test_a_live_module_is_used_in_place() -> None:
+    """Steps, new parameters and named weights reach it."""
+    module, other = live("llama"), live("llama", seed=1)
+    with LLM(module, kv_memory="1MB") as llm:
+
+        def check() -> None:
+            expected = module(torch.tensor([IDS]))[0].log_softmax(-1)
+            torch.testing.assert_close(logits_of(llm, IDS), expected[:-1], atol=1e-5, rtol=1e-5)
+
+        with torch.no_grad():
+            module.norm.weight.mul_(0.5)
+        check()
+        module.output_head["proj"].weight = torch.nn.Parameter(
+            torch.randn(kempner_reference.VOCAB, 32)
+        )
+        check()
+        llm.update_weights(other.state_dict())
+        assert torch.equal(module.norm.weight, other.norm.weight)
+        check()
+        module.train()
+        check()
+        assert module.training
+        module.config.max_seq_len = 32
+        with pytest.raises(ModelChanged, match="max_seq_len"):
+            llm.generate(IDS, SamplingParams(max_tokens=1))
+
+
+def test_an_engine_goes_with_its_live_module() -> None:
+    module = live("llama")
+    generate(module, torch.tensor([IDS]), 2)
+    gone = weakref.ref(module)
+    del module
+    gc.collect()
+    assert gone() is None
+
+
+def test_an_edited_live_module_runs_by_its_own_forward() -> None:
+    module = live("llama")
+    assert engine_of(module).info()["rows"] == "together"
+    handle = module.norm.register_forward_hook(lambda _m, _x, out: 2 * out)
+    assert engine_of(module).info()["rows"] == "one at a time"
+    expected = module(torch.tensor([IDS]))[0].log_softmax(-1)
+    torch.testing.assert_close(
+        logits_of(engine_of(module), IDS), expected[:-1], atol=1e-5, rtol=1e-5
+    )
+    handle.remove()
+    with LLM(module, kv_memory="1MB") as llm:
+        module.norm = torch.nn.LayerNorm(32)
+        with pytest.raises(ModelChanged, match="open it again"):
+            llm.generate(IDS, SamplingParams(max_tokens=1))
+
+
+@pytest.mark.parametrize("change", ["experts", "forward", "config", "subclass"])
+def test_a_live_module_of_other_code_runs_by_its_own_forward(change: str) -> None:
+    module = live("mixtral" if change == "experts" else "llama")
+    if change == "forward":
+        module.norm.forward = lambda x: x
+    elif change == "config":
+        module.config.norm_eps = 0.5  # its layers have another
+    elif change == "subclass":
+        module.__class__ = type("Transformer", (kempner_reference.Transformer,), {})
+    expected = module(torch.tensor([IDS]))[0].log_softmax(-1)
+    with LLM(module, kv_memory="1MB") as llm:
+        assert llm.info()["rows"] == "one at a time"
+        torch.testing.assert_close(logits_of(llm, IDS), expected[:-1], atol=1e-5, rtol=1e-5)

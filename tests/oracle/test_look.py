@@ -22,7 +22,7 @@ from support import toys
 from verbatim.errors import UnsupportedModel
 from verbatim.model.decoder import Decoder
 from verbatim.model.limits import max_length_of
-from verbatim.model.masks import LATER, chunk_of, window_of
+from verbatim.model.masks import LATER, mask_rule
 
 
 class OwnLlama(LlamaForCausalLM):
@@ -183,13 +183,12 @@ def test_hooks_see_nothing_of_the_look() -> None:
     ],
 )
 def test_rules_of_masks_are_read_at_far_positions(rule: Any, window: int | None) -> None:
-    assert window_of(rule, 1000) == window
-    assert chunk_of(rule, 1000) == 0
+    assert mask_rule(rule, 1000) == (window, 0)
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 333, 499, 500, 998, 999])
 @pytest.mark.parametrize("start", [0, 3])
 def test_chunks_of_masks_are_read_at_far_positions(size: int, start: int) -> None:
     rule = chunked_causal_mask_function(size, torch.tensor([start]))
-    assert window_of(rule, 1000) is None or size == 1
-    assert chunk_of(rule, 1000) == (0 if start % size else size)
+    expected = (None, 0 if start % size else size)
+    assert mask_rule(rule, 1000) == ((1, 0) if size == 1 else expected)

@@ -16,7 +16,9 @@ from support.wrappers import PLACEHOLDER, REFUSED, SUPPORTED, make_wrapper
 from verbatim import LLM, NotSupported, Offload, UnsupportedModel
 from verbatim.model.decoder import Decoder
 from verbatim.model.limits import placeholders_of
-from verbatim.model.loader import load
+from verbatim.model.loader import ModelSource
+from verbatim.weights.load import open_weights
+from verbatim.weights.opening import open_files
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,7 +32,9 @@ def wrapper_folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 def test_logits_are_the_wrappers_own(name: str, wrapper_folders: Callable[[str], Path]) -> None:
     model = make_wrapper(name)
     assert_equal_in_every_schedule(model, Decoder(model))
-    assert_equal_in_every_schedule(model, Decoder(load(wrapper_folders(name)).module))
+    source = ModelSource(wrapper_folders(name))
+    loaded = open_weights(lambda _: open_files(source, in_memory=True), None)
+    assert_equal_in_every_schedule(model, Decoder(loaded.module))
 
 
 # Toys are cast to their dtype, and Llama 4's vision tower has complex angles.

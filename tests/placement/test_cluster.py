@@ -40,7 +40,7 @@ from verbatim.placement.distributed import opening as cluster_opening
 from verbatim.placement.distributed import stage as stage_module
 from verbatim.placement.distributed.handshake import connect as connect_to
 from verbatim.placement.distributed.link import LinkLost
-from verbatim.placement.distributed.plan import LayerSizes, divide
+from verbatim.placement.distributed.plan import LayerSizes
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": dict(
@@ -129,6 +129,20 @@ def at_batch(host: ThreadHost, number: int, do: Callable[[ThreadHost, Any], obje
             do(host, batch)
 
     host.before = before
+
+
+def kill_at_record(llm: LLM, number: int, place: int) -> list[Any]:
+    """Kill a stage as the engine asks for choices the `number`th time; return all that it asks for."""
+    runner, plain, calls = llm.engine.runner, llm.engine.runner.record, list[Any]()
+
+    def record(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == number:
+            serving(llm)[place].kill()
+        return plain(*args)
+
+    runner.record = record  # type: ignore[method-assign]
+    return calls
 
 
 MOMENTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -360,15 +374,7 @@ def test_a_sample_that_ends_while_it_waits_for_a_seat(saved: Callable[[str], Pat
     expected = generated(LLM(saved("qwen3_moe")), [prompt], params)
     with clustered(saved("qwen3_moe"), block_size=4, prefix_cache=False) as llm:
         llm.engine.scheduler.max_sequences = 1
-        runner, plain, calls = llm.engine.runner, llm.engine.runner.record, []
-
-        def record(*args: Any) -> Any:
-            calls.append(args)
-            if len(calls) == 2:
-                serving(llm)[1].kill()
-            return plain(*args)
-
-        runner.record = record
+        calls = kill_at_record(llm, 2, 1)
         assert all_facts(llm.generate([prompt], params)) == expected
         assert len(calls) == 3
 
@@ -490,13 +496,7 @@ def test_a_stage_lost_after_two_have_come_to_share_a_block(saved: Callable[[str]
     expected = generated(LLM(saved("qwen3_moe")), prompts, params)
     placement = Cluster(stages=3, hosts=ThreadHosts(), keep=0)
     with LLM(saved("qwen3_moe"), placement=placement, block_size=2, draft="ngram") as llm:
-        runner, plain = llm.engine.runner, llm.engine.runner.record
-
-        def record(*args: Any) -> Any:
-            serving(llm)[1].kill()
-            return plain(*args)
-
-        runner.record = record
+        kill_at_record(llm, 1, 1)
         assert all_facts(llm.generate(prompts, params)) == expected
 
 
@@ -558,14 +558,29 @@ def test_a_stage_that_fits_on_no_machine_is_split_over_two(
             llm.generate(*mixed_requests())
 
 
-def test_divide() -> None:
-    assert divide([1, 1, 1, 1], (0, 0), [1, 2, 3], [9, 9], [1, 1]) == [(0, 2), (2, 4)]
-    assert divide([1, 1, 1, 1], (0, 0), [1, 2, 3], [9, 9], [3, 1]) == [(0, 3), (3, 4)]
-    assert divide([1, 1, 1, 1], (0, 3), [1, 2, 3], [9, 9], [1, 1]) == [(0, 3), (3, 4)]
-    assert divide([1, 1, 1, 1], (0, 0), [1], [9, 9], [1, 1]) == [(0, 1), (1, 4)]
-    assert divide([1, 1, 1, 1], (0, 0), [1, 2, 3], [1, 9], [1, 1]) == [(0, 1), (1, 4)]
+@pytest.mark.parametrize(
+    ("outside", "cuts", "room", "speed", "expected"),
+    [
+        ((0, 0), (1, 2, 3), [9, 9], [1, 1], [(0, 2), (2, 4)]),
+        ((0, 0), (1, 2, 3), [9, 9], [3, 1], [(0, 3), (3, 4)]),
+        ((0, 3), (1, 2, 3), [9, 9], [1, 1], [(0, 3), (3, 4)]),
+        ((0, 0), (1,), [9, 9], [1, 1], [(0, 1), (1, 4)]),
+        ((0, 0), (1, 2, 3), [1, 9], [1, 1], [(0, 1), (1, 4)]),
+        ((0, 0), (1, 2, 3), [1, 2], [1, 1], None),
+    ],
+)
+def test_layers_are_divided_by_memory_and_speed(
+    outside: Any, cuts: Any, room: Any, speed: Any, expected: Any
+) -> None:
+    layout = LayerSizes((1, 1, 1, 1), outside, 0, cuts)
+    if expected is not None:
+        assert layout.divide(room, speed) == expected
+        return
     with pytest.raises(MemoryError, match="can't be divided over 2 stages"):
-        divide([1, 1, 1, 1], (0, 0), [1, 2, 3], [1, 2], [1, 1])
+        layout.divide(room, speed)
+
+
+def test_some_layers_are_divided() -> None:
     layout = LayerSizes((1, 2, 3, 4), (10, 20), 5, (1, 2, 3))
     assert [layout.bytes_of(0, 4), layout.bytes_of(1, 2), layout.bytes_of(0, 1)] == [45, 7, 16]
     assert layout.divide([30, 30], [1, 1], (1, 3)) == [(1, 2), (2, 3)]
@@ -626,7 +641,7 @@ def test_what_cannot_be_clustered_is_refused_by_name(saved: Callable[[str], Path
             Cluster(**settings)
     hosts = ThreadHosts()
     hosts.room = 2
-    with pytest.raises(Exception, match="no machine left"):
+    with pytest.raises(StageFailed, match="no machine left"):
         clustered(folder, hosts)
     assert all(host.killed for host in hosts.hosts)
 
@@ -842,15 +857,6 @@ def test_a_stage_lost_while_a_step_is_committed(saved: Callable[[str], Path]) ->
     expected = generated(LLM(saved("qwen3_moe")), prompts, params)
     for place in range(3):
         with clustered(saved("qwen3_moe"), block_size=4) as llm:
-            runner, plain, killed = llm.engine.runner, llm.engine.runner.record, 0
-
-            def record(*args: Any, plain: Any = plain, place: int = place, llm: Any = llm) -> Any:
-                nonlocal killed
-                killed += 1
-                if killed == 1:  # the first of two that end in this step
-                    serving(llm)[place].kill()
-                return plain(*args)
-
-            runner.record = record
+            kill_at_record(llm, 1, place)  # of the first of two that end in this step
             assert all_facts(llm.generate(prompts, params)) == expected
             assert llm.stats()["cluster"]["restarts"] == 1

@@ -590,15 +590,15 @@ def test_a_checkpoint_that_changes_is_found_out(
             llm.generate([[5, 6]], GREEDY)
         llm.close()
         return
-    plain = skeleton.tensors_of
+    plain = skeleton.stored_in
 
-    def tensors_of(folder: Path, config: Any = None) -> Any:
-        found = plain(folder, config)
+    def stored_in(file: Path) -> Any:
+        found = plain(file)
         (tmp_path / "new").write_bytes(data)
         (tmp_path / "new").replace(path)
         return found
 
-    monkeypatch.setattr(skeleton, "tensors_of", tensors_of)
+    monkeypatch.setattr(skeleton, "stored_in", stored_in)
     with pytest.raises(TierFailed, match="changed since the model was opened"):
         offloaded(tmp_path)
 
@@ -623,7 +623,10 @@ def test_the_files_are_those_that_transformers_takes(tmp_path: Path) -> None:
         json.dumps(config | {"transformers_weights": "other.safetensors"})
     )
     with pytest.raises(NotSupported, match=r"other\.safetensors"):
-        offloaded(tmp_path)
+        offloaded(tmp_path, unused_weights="ignore")
+    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
+    with offloaded(tmp_path, unused_weights="ignore") as llm:
+        assert [facts(result) for result in llm.generate(*mixed_requests(3))] == expected
 
 
 def test_whoever_forgets_to_close_leaves_nothing_behind(

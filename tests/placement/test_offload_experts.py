@@ -26,7 +26,15 @@ from verbatim.placement.offload.experts import ExpertCache
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import Units, find_units
 from verbatim.weights.files import DirectFile, read_whole
-from verbatim.weights.lazy import Computed, materialize, pieces_of, rows_of
+from verbatim.weights.lazy import (
+    Computed,
+    Stored,
+    materialize,
+    pieces_of,
+    rows_can_be_read,
+    rows_of,
+    traced,
+)
 from verbatim.weights.skeleton import open_skeleton
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -451,3 +459,15 @@ def test_logits_do_not_pile_up_until_garbage_is_collected(moe: Callable[[str], P
         finally:
             gc.enable()
     assert max(found[6:]) <= max(found[:3])
+
+
+def test_rows_and_entries_of_matrices_that_are_stored_in_columns() -> None:
+    """As ranks save them: a row is then no stored row, and a matrix no concatenation of parts."""
+    parts = [traced(Stored(name, Path("x"), 0, 24, torch.float32, (3, 2))) for name in ("a", "b")]
+    columns, rows = torch.cat(parts, 1).lazy, torch.cat(parts).lazy
+    assert rows_can_be_read(rows) and not rows_can_be_read(columns)
+    stack = torch.stack([torch.cat(parts, 1), torch.cat(parts, 1)]).lazy
+    entry = rows_of(stack, 1, 2)
+    assert pieces_of(entry) == entry.args[0]
+    entry = rows_of(torch.stack([torch.cat(parts)]).lazy, 0, 1)
+    assert [piece.name for piece in pieces_of(entry)] == ["a", "b"]

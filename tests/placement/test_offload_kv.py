@@ -24,7 +24,7 @@ from verbatim import LLM, Offload, SamplingParams, TierFailed
 from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.quantized import PACKINGS, KVDtype
-from verbatim.kv.store import KVStore, LayerShape, make_store
+from verbatim.kv.store import KVStore, LayerShape
 from verbatim.placement.offload.kv import TieredKVStore, assign_tiers
 from verbatim.placement.offload.kv_disk import PrefetchSchedule
 from verbatim.placement.offload.prefetch import Job, Prefetcher
@@ -197,7 +197,7 @@ def two_stores(
     percents: tuple[float, float, float] = (20, 20, 60),
     overlap: bool = True,
     **settings: Any,
-) -> tuple[TieredKVStore, KVStore, Scratch]:
+) -> tuple[TieredKVStore, Scratch]:
     scratch = Scratch(folder, None)
     shape = (SHAPES, 40, 4, dtype, CPU)
     tiered = TieredKVStore(
@@ -209,7 +209,7 @@ def two_stores(
         overlap=overlap,
         **settings,
     )
-    return tiered, make_store(*shape), scratch
+    return tiered, KVStore(*shape), scratch
 
 
 @pytest.fixture

@@ -41,6 +41,7 @@ from verbatim.kv.attention import paged_attention
 from verbatim.model import products
 from verbatim.model.shard import bounds_of
 from verbatim.placement.distributed import rank_opening as parallel_opening
+from verbatim.placement.distributed.following import Following
 from verbatim.placement.distributed.heads import split_heads
 from verbatim.placement.distributed.hosts import LocalHosts
 from verbatim.placement.distributed.launcher import HOST
@@ -315,7 +316,9 @@ def test_a_rank_that_fails_alone_is_named() -> None:
     with pytest.raises(TierFailed, match="rank 2 of 3: the connection is lost"):
         group.ask({"do": "open"})
     group.close()
-    assert stages[0].told.get()["told"] == {"do": "close"} and stages[0].told.get() is None
+    for why in ("has closed its LLM", "is gone"):
+        with pytest.raises(TierFailed, match=f"rank 0 {why}"):
+            Following(stages[0]).wait()
 
 
 @pytest.mark.slow

@@ -27,15 +27,14 @@ from verbatim.errors import (
 )
 from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder, Output
-from verbatim.model.loader import LoadedModel
+from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.routing import Records, open_records
 from verbatim.params import CHOICES
 from verbatim.placement.distributed.part import Part
 from verbatim.placement.distributed.split import Split
-from verbatim.placement.distributed.wire import encode
 from verbatim.source import open_model
 from verbatim.weights.lazy import Held
-from verbatim.weights.skeleton import open_skeleton
+from verbatim.weights.load import open_weights
 
 SOME = ("llama", "gpt2", "bloom", "qwen3_moe", "gemma2")
 LENGTHS = (23, 5, 31)
@@ -55,8 +54,9 @@ pytestmark = [
 
 def open_both(folder: Path, dtype: str = "float32") -> tuple[Any, LoadedModel]:
     """The whole module, and a skeleton."""
-    whole = open_model(folder, None, dtype, None, False)
-    return whole.module, open_model(folder, None, dtype, None, False, skeleton=open_skeleton)
+    source = ModelSource(folder, dtype)
+    whole = open_weights(lambda _: open_model(source), None)
+    return whole.module, open_model(source, in_memory=False)
 
 
 def held(module: Any) -> LoadedModel:
@@ -138,8 +138,8 @@ class Chain:
         split = split or Split(skeleton)
         ends = [0, *cuts, split.num_layers]
         self.parts = [Part(skeleton, a, b, split=split) for a, b in pairwise(ends)]
-        self.stores = [store_for(p.shape, p.shape.kv_dtype) for p in self.parts]
-        self.records = [records_for(p.shape) for p in self.parts]
+        self.stores = [store_for(p.decoder.spec, p.decoder.spec.dtype) for p in self.parts]
+        self.records = [records_for(p.decoder.spec) for p in self.parts]
         self.leaving: list[Tensor] = []
 
     def run(self, batch: Batch) -> Computed:
@@ -149,16 +149,15 @@ class Chain:
             own = {}
             for name in CHOICES:
                 field = "forced_experts" if name == "routing" else "forced_keys"
-                forced, count = getattr(batch, field), part.shape.choices[name].layers
+                forced, count = getattr(batch, field), part.decoder.spec.choices[name].layers
                 rows = slice(first[name], first[name] + count)
                 own[field] = None if forced is None or not count else forced[:, rows]
                 first[name] += count
             forward = partial(part.decoder.run, store=store, records=records)
             out = part.run(forward, replace(batch, **own), received)
-            if out.leaving is not None:
-                received = out.leaving
+            if not part.is_last:
+                received = out.logits
                 self.leaving.append(received)
-        assert out.logits is not None
         return _computed(Output(out.logits, out.hidden), self.stores, self.records)
 
 
@@ -273,7 +272,7 @@ def test_layers_that_share_keys_stay_together_and_each_part_makes_its_own_inputs
         assert split.cuts == [] and len(split.blocked) == 5
         return
     assert split.cuts == [1, 2]
-    assert split.outside.beside  # the embedding of each layer's own inputs
+    assert split.beside  # the embedding of each layer's own inputs
     assert_cut_anywhere_it_is_the_same(module, held(module))
 
 
@@ -328,8 +327,8 @@ def test_forced_experts_are_taken_in_every_part(folders: Callable[[str], Path]) 
 def test_a_part_without_experts_says_so(folders: Callable[[str], Path]) -> None:
     _, skeleton = open_both(folders("deepseek_v3"))  # whose first layer has none
     first, rest = Chain(skeleton, [1]).parts
-    assert first.shape.choices["routing"].layers == 0
-    assert rest.shape.choices["routing"] == Choices(2, 2, 8)
+    assert first.decoder.spec.choices["routing"].layers == 0
+    assert rest.decoder.spec.choices["routing"] == Choices(2, 2, 8)
     with pytest.raises(NotSupported, match="experts"):
         first.decoder.check_replay("routing")
 
@@ -352,8 +351,8 @@ def test_a_part_reads_its_own_weights_only(tmp_path: Path) -> None:
     with pytest.raises(TierFailed, match="changed"):
         Part(skeleton, 2, 3)
     layer = module.model.layers[1]
-    assert part.shape.weight_bytes == sum(p.nbytes for p in layer.parameters())
-    assert part.shape.parameters == sum(p.numel() for p in layer.parameters())
+    assert part.weight_bytes == sum(p.nbytes for p in layer.parameters())
+    assert part.num_parameters == sum(p.numel() for p in layer.parameters())
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -372,7 +371,7 @@ def test_a_part_takes_the_memory_of_its_own_weights(
         needed = sum(skeleton.lazy_weights[p].nbytes for p in split.parameters(first, end))
         placeholders = 4 * len(held_bytes)  # one number each
         assert needed <= sum(held_bytes.values()) <= needed + placeholders
-        assert part.shape.weight_bytes == needed
+        assert part.weight_bytes == needed
         tied = before + after if name == "llama" else None
         expected = sum(split.layer_bytes[first:end]) + before * (first == 0) + after * (end == 3)
         assert needed == expected or (tied is None and (first, end) == (0, 3))
@@ -380,28 +379,6 @@ def test_a_part_takes_the_memory_of_its_own_weights(
         with pytest.raises(EngineClosed):
             part.run(part.decoder.forward, next(batches()), None)
     assert all(p.untyped_storage().nbytes() <= 4 for p in skeleton.module.parameters())
-
-
-def test_the_shape_of_a_part_tells_what_others_must_know(folders: Callable[[str], Path]) -> None:
-    _, skeleton = open_both(folders("qwen3_moe"), "bfloat16")
-    first, last = Chain(skeleton, [2]).parts
-    for part in (first, last):
-        _, *buffers = encode(part.shape.as_dict())  # it is sent
-        assert not buffers
-    assert (first.is_first, first.is_last, last.is_first, last.is_last) == (
-        True,
-        False,
-        False,
-        True,
-    )
-    assert first.shape.vocab_size == last.shape.vocab_size == toys.VOCAB
-    assert first.shape.hidden_size == 64
-    assert first.shape.hidden_dtype == torch.bfloat16
-    assert [len(part.shape.layers) for part in (first, last)] == [2, 1]
-    assert [part.shape.choices["routing"] for part in (first, last)] == [
-        Choices(2, 2, 6),
-        Choices(1, 2, 6),
-    ]
 
 
 def test_layers_that_are_not_there_are_refused(folders: Callable[[str], Path]) -> None:
@@ -481,7 +458,7 @@ def test_what_stands_between_layers_is_on_every_part(kind: str) -> None:
     split = Split(skeleton)
     assert split.cuts == [1, 2, 3, 4]
     needed = module.model.embed_tokens if kind == "embedding" else module.model.norm
-    assert split.outside.beside == {needed.weight}
+    assert split.beside == {needed.weight}
     assert_cut_anywhere_it_is_the_same(module, skeleton)
 
 
@@ -515,7 +492,7 @@ def test_a_layer_without_state_computes_exp_alike_on_a_part_of_its_own(name: str
     split = Split(skeleton)
     assert len(split.cuts) == split.num_layers - 1
     whole, alone = Decoder(module).spec, [Part(skeleton, i, i + 1, split=split) for i in range(3)]
-    assert whole.states and not all(part.shape.states for part in alone)
+    assert whole.states and not all(part.decoder.spec.states for part in alone)
     assert_cut_anywhere_it_is_the_same(module, skeleton)
 
 

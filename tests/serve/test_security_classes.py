@@ -1,7 +1,8 @@
 """The classes of vulnerabilities that other engines had: each a test by that name.
 
 More of each is in tests/unit/test_untrusted.py (checkpoints), tests/placement (DCP, transport of clusters),
-tests/unit/test_text.py (templates), tests/unit/test_grammar.py (structures) and test_serve_hostile.py.
+tests/unit/test_text.py (templates), tests/unit/test_grammar.py (structures) and test_serve_starving.py
+(values of every body).
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import json
 import pickle
 import re
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 import verbatim
 from support import toy_tokenizers
 from support.lora import save_adapter
-from support.serving import Served, serving
+from support.serving import Served, request_of, routes_of, serving
 from support.stages import ThreadHosts
 from support.toys import make_toy
 from verbatim import LLM, Cluster, InvalidRequest, Offload, SamplingParams
@@ -383,92 +384,6 @@ def test_schema_and_regex_crash_or_blow_up(served: Served, schema: dict[str, Any
     assert served.client.get("/health").status_code == 200
 
 
-@pytest.mark.parametrize("number", [2**31, 2**63, 2**64, 10**30, -1, -(2**63) - 1])
-def test_unchecked_integers_that_reach_cpp(served: Served, number: int) -> None:
-    for name in ("max_tokens", "top_k", "n", "logprobs", "min_tokens", "num_beams", "priority"):
-        answer = served.client.post(
-            "/v1/completions", json={"prompt": "x", "stop": ["e"], name: number}
-        )
-        assert answer.status_code in ((200, 400) if number > 0 else (400,)), (name, answer.text)
-    for body in (
-        {"prompt": [number]},
-        {"prompt": "x", "stop_token_ids": [number]},
-        {"prompt": "x", "allowed_token_ids": [number]},
-        {"prompt": "x", "logit_bias": {str(number): 1.0}},
-        {"prompt": "x", "bad_words": [[number]]},
-    ):
-        served.refused("/v1/completions", body)
-    assert served.client.post("/detokenize", json={"ids": [number]}).status_code == 400
-
-
-def walk(routes: Iterable[Any]) -> Iterator[Any]:
-    """All routes, those of included routers and mounted applications too."""
-    for route in routes:
-        inner = getattr(getattr(route, "original_router", route), "routes", None)
-        yield from [route] if inner is None else walk(inner)
-
-
-# A body for each route that takes one.
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": [1], "stop": ["e"], "stop_token_ids": [1, [2]]},
-    CHAT: {"messages": SAYS, "stop": ["e"], "allowed_token_ids": [1, 2, 3]},
-    "/v1/responses": {"input": "Hi", "stop": ["e"], "bad_words": [[1, 2]]},
-    "/v1/messages": {"messages": SAYS, "max_tokens": 2},
-    "/v1/messages/count_tokens": {"messages": SAYS},
-    "/v1/generate": {"prompt": [1], "params": {"max_tokens": 2, "top_k": 1, "seed": 1, "n": 1}},
-    "/v1/logprobs": {"prompts": [[1, 2]]},
-    "/tokenize": {"text": "x"},
-    "/detokenize": {"ids": [1]},
-    "/v1/load_lora_adapter": {"lora_name": "x", "lora_path": "x"},
-    "/v1/unload_lora_adapter": {"lora_name": "x"},
-    "/init_weight_transfer_engine": {
-        "init_info": {
-            "master_address": "127.0.0.1",
-            "master_port": 1,
-            "rank_offset": 1,
-            "world_size": 2,
-        }
-    },
-    "/start_weight_update": {"trainer": "x"},
-    "/finish_weight_update": {"version": 1},
-}
-
-
-def with_number(value: Any, number: int) -> Iterator[Any]:
-    """Copies of a body, with the number in the place of each integer in turn."""
-    if type(value) is int:
-        yield number
-    inner = value.items() if isinstance(value, dict) else []
-    for key, part in enumerate(value) if isinstance(value, list) else inner:
-        for changed in with_number(part, number):
-            copy = value.copy()
-            copy[key] = changed
-            yield copy
-
-
-@pytest.mark.parametrize("number", [2**31, 2**63, 2**64, 10**30, -1, -(2**63) - 1])
-def test_unchecked_integers_of_every_body(served: Served, number: int) -> None:
-    app = make_app(served.llm, served.service.settings)
-    models = {
-        route.path: route.body_field.field_info.annotation
-        for route in walk(app.routes)
-        if getattr(route, "body_field", None) is not None
-    }
-    assert models.keys() == BODIES.keys()
-    for path, body in BODIES.items():
-        fields = models[path].model_fields.items()
-        names = [
-            name
-            for name, field in fields
-            if int in (get_args(field.annotation) or [field.annotation])
-        ]
-        changes = [body | {name: number} for name in names]
-        for changed in [*changes, *with_number(body, number)]:
-            answer = served.client.post(path, json=changed)
-            assert answer.status_code in (200, 400, 403, 409), (path, changed, answer.text)
-    assert served.idle()
-
-
 def test_unbounded_fan_out(served: Served) -> None:
     for change in ({"n": 10**6}, {"prompt": ["x"] * 1000, "n": 100}, {"num_beams": 10**6}):
         served.refused("/v1/completions", {"prompt": "x"} | change)
@@ -476,12 +391,11 @@ def test_unbounded_fan_out(served: Served) -> None:
 
 
 def test_leak_by_abort(served: Served) -> None:
-    body = json.dumps({"model": "storyteller", "prompt": "x", "max_tokens": 400, "stream": True})
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    body = {"prompt": "x", "max_tokens": 400, "stream": True}
+    sent = request_of(body, Authorization=f"Bearer {KEY}")
     for _ in range(20):
-        with socket.create_connection(("127.0.0.1", served.port), timeout=20) as connection:
-            connection.sendall((head + body).encode())
+        with served.connect() as connection:
+            connection.sendall(sent)
             connection.recv(100)
     assert served.idle()
 
@@ -490,7 +404,7 @@ def test_leak_by_abort(served: Served) -> None:
 def test_control_routes_without_a_key(tmp_path: Path, training: bool) -> None:
     settings = ServeSettings(api_keys=(KEY,), training=training, adapter_root=str(tmp_path))
     with LLM() as llm, serving(llm, settings) as server:
-        routes = list(walk(make_app(llm, settings).routes))
+        routes = list(routes_of(make_app(llm, settings).routes))
         paths = {re.sub(r"\{.*?\}", "x", route.path) for route in routes}
         assert all(route.methods for route in routes)  # HTTP, which the guard sees
         assert training == bool(paths & {"/pause", "/update_weights"})

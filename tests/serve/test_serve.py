@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.serving import Client, Served, serving
 from verbatim import LLM, SamplingParams
+from verbatim.sampling.json_schema import closed
 from verbatim.serve.fields import ChatCompletions, Completions, Sampling
 from verbatim.serve.native import PARAMS
-from verbatim.serve.responses_fields import Responses
+from verbatim.serve.responses import Responses
 
 PROMPT = "Once upon a time"
 SAYS = [{"role": "user", "content": "Tell me a story."}]
@@ -116,10 +119,15 @@ def plain(served: Served) -> Any:
 
 
 @pytest.mark.parametrize("name", SENT)
-def test_a_field_of_sampling_does_in_completions_what_it_does_in_params(
-    served, admitted, plain, name
-):
+def test_a_field_of_sampling_does_what_it_does_in_params(served, admitted, plain, name):
     value, meant = SENT[name]
+    served.post("/v1/chat/completions", messages=SAYS, max_tokens=12, **{name: value})
+    if name == "n":
+        assert served.refused("/v1/responses", {"input": "Hi", "n": 2})["param"] == "n"
+    else:
+        served.post("/v1/responses", input="Hi", max_output_tokens=12, **{name: value})
+    assert all(getattr(params, name) == meant for params in admitted)
+    admitted.clear()
     body = SEEDED | {name: value}
     answer = served.post("/v1/completions", prompt=PROMPT, **body, logprobs=0)
     assert getattr(admitted[0], name) == meant
@@ -132,19 +140,6 @@ def test_a_field_of_sampling_does_in_completions_what_it_does_in_params(
         assert (choice["index"], choice["seed"]) == (output.index, output.seed)
     if name not in SILENT:
         assert answer["choices"][0]["text"] != plain["text"]
-
-
-@pytest.mark.parametrize("name", SENT)
-def test_a_field_of_sampling_reaches_chats_and_responses(served, admitted, name):
-    value, meant = SENT[name]
-    body = {"max_tokens": 12, name: value}
-    served.post("/v1/chat/completions", messages=SAYS, **body)
-    if name == "n":
-        assert served.refused("/v1/responses", {"input": "Hi", "n": 2})["param"] == "n"
-        value, meant = 1, 1
-    served.post("/v1/responses", input="Hi", max_output_tokens=12, **{name: value})
-    assert getattr(admitted[0], name) == SENT[name][1]
-    assert getattr(admitted[1], name) == meant
 
 
 def test_the_words_are_those_of_generate_alone_and_in_company(served):
@@ -323,26 +318,7 @@ def test_parts_of_text_are_one_text(served):
     assert "'image_url'" in error["message"]
 
 
-def test_response_formats_hold(served):
-    schema = {
-        "type": "object", "properties": {"age": {"enum": [1, 22, 333]}, "ok": {"type": "boolean"}},
-        "required": ["age", "ok"], "additionalProperties": False,
-    }  # fmt: skip
-    how = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
-    line_end = served.llm.tokenizer.encode("\n", special_tokens=False)[-1]  # or it writes many
-    for seed in range(3):
-        bias = {"logit_bias": {str(line_end): -100.0}}
-        body = {"messages": SAYS, "seed": seed, "temperature": 1.0, "min_p": 0.05} | bias
-        answer = served.post("/v1/chat/completions", **body, response_format=how, max_tokens=200)
-        (choice,) = answer["choices"]
-        assert choice["finish_reason"] == "stop", choice
-        found = json.loads(choice["message"]["content"])
-        assert (type(found["age"]), type(found["ok"])) == (int, bool)
-        made = served.post(
-            "/v1/responses", input="Hi", seed=seed, max_output_tokens=200, **bias,
-            text={"format": {"type": "json_schema", "name": "a", "schema": schema}},
-        )  # fmt: skip
-        assert json.loads(made["output"][0]["content"][0]["text"]).keys() == {"age", "ok"}
+def test_a_response_format_is_an_object_or_a_text(served):
     any_object = {"response_format": {"type": "json_object"}, "max_tokens": 4, "seed": 1}
     answer = served.post("/v1/chat/completions", messages=SAYS, **any_object)
     assert answer["choices"][0]["message"]["content"].startswith("{")
@@ -490,16 +466,9 @@ def test_nothing_that_can_be_drawn_is_the_fault_of_who_asked(served):
 # ---- ours
 
 
-NATIVE: dict[str, Any] = {
-    "n": 2, "temperature": 0.7, "top_k": 5, "top_p": 0.8, "min_p": 0.1, "typical_p": 0.9,
-    "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.5,
-    "logit_bias": {"100": 3.0}, "bad_words": ["dragon"], "allowed_token_ids": list(range(3, 900)),
-    "min_tokens": 2, "max_tokens": 5, "stop": ["cat"], "stop_token_ids": [[300, 301]],
-    "include_stop_str_in_output": True, "ignore_eos": True, "seed": 12, "logprobs": 2,
-    "prompt_logprobs": 1, "json_schema": {"enum": [1]}, "regex": "[a-z]{3}", "grammar": 'start: "x"',
-    "choice": ["a", "b"], "num_beams": 2, "length_penalty": 2.0, "early_stopping": True,
-    "skip_special_tokens": False, "any_whitespace": True, "priority": 2, "timeout_s": 60.0,
-    "cache_salt": "x", "draft": False, "adapter": "law", "support": True,
+NATIVE: dict[str, Any] = {name: value for name, (value, _) in SENT.items()} | {
+    "max_tokens": 5, "logprobs": 2, "prompt_logprobs": 1, "json_schema": {"enum": [1]}, "num_beams": 2,
+    "length_penalty": 2.0, "early_stopping": True, "adapter": "law", "support": True,
     "record_routing": None, "replay_routing": None, "record_indices": None, "replay_indices": None,
     "hidden_states": True,
 }  # fmt: skip
@@ -524,10 +493,7 @@ def test_generate_gives_what_generate_gives(served, admitted, name):
         assert ("experts" if "routing" in name else "indexer") in error["message"]
         return
     answer = served.post("/v1/generate", prompt=PROMPT, params=fields)
-    meant = dict(fields)
-    if name == "logit_bias":
-        meant["logit_bias"] = {100: 3.0}
-    params = SamplingParams(**meant)
+    params = SamplingParams(**fields | ({name: SENT[name][1]} if name in SENT else {}))
     assert admitted[0] == params
     (result,) = served.llm.generate([PROMPT], params)
     assert answer["prompt_token_ids"] == result.prompt_token_ids
@@ -728,3 +694,98 @@ def test_two_kinds_of_clients_at_once_get_the_words_of_one_alone(served):
     assert alone == again
     assert result.outputs[0].text == alone[0]["text"]
     assert served.idle()
+
+
+# ---- documents are compact: no answer is filled with whitespace, or with properties of its own
+
+SCHEMA: dict[str, Any] = {  # as pydantic writes it: it doesn't forbid other properties
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "legs": {"type": "integer", "minimum": 0, "maximum": 8},
+        "tame": {"type": "boolean"},
+    },
+    "required": ["name", "legs", "tame"],
+}
+FORM = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA}}
+MANY = {"n": 20, "seed": 1}
+
+
+def texts_of(served: Served, path: str, **body: Any) -> list[str]:
+    if path == "/v1/generate":
+        outputs = served.post(path, prompt="An animal:", params=MANY | body)["outputs"]
+        return [output["text"] for output in outputs]
+    body |= {"messages": SAYS} if "chat" in path else {"prompt": "An animal:"}
+    choices = served.post(path, **MANY, **body)["choices"]
+    return [c["message"]["content"] if "chat" in path else c["text"] for c in choices]
+
+
+@pytest.mark.parametrize(
+    ("path", "structure"),
+    [
+        ("/v1/chat/completions", {"response_format": FORM}),
+        ("/v1/completions", {"json_schema": SCHEMA | {"additionalProperties": False}}),
+        ("/v1/generate", {"json_schema": SCHEMA | {"additionalProperties": False}}),
+    ],
+    ids=["response_format", "completions", "generate"],
+)
+def test_no_document_of_three_fields_is_cut_at_80_tokens(served, path, structure):
+    for text in texts_of(served, path, **structure, max_tokens=80):
+        jsonschema.validate(json.loads(text), SCHEMA)
+
+
+def test_any_object_has_no_free_whitespace(served):
+    texts = texts_of(
+        served, "/v1/chat/completions", response_format={"type": "json_object"}, max_tokens=80
+    )
+    assert all(text.startswith("{") for text in texts)
+    for text in texts:  # without its strings, the last of which may be cut
+        assert not re.search(r"\s\s|[\n\t]", re.sub(r'"(\\.|[^"\\])*("|\\?$)', "", text))
+
+
+def test_a_schema_that_allows_other_properties_has_them(served):
+    schema = {
+        "type": "object", "properties": {"a": {"const": 1}}, "required": ["a"],
+        "additionalProperties": {"const": 2},
+    }  # fmt: skip
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    texts = texts_of(served, "/v1/chat/completions", response_format=form, max_tokens=80)
+    assert any(text.count(":") > 1 for text in texts)
+
+
+OPEN: list[dict[str, Any]] = [
+    {"type": "object"},
+    {"properties": {"a": {}}, "additionalProperties": True},
+    {"properties": {"a": {}}, "patternProperties": {"^x": {}}},
+    {"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}, {"required": ["a"]}]},
+    {
+        "$defs": {"A": {"properties": {"a": {}}}},
+        "allOf": [{"$ref": "#/$defs/A"}, {"required": ["b"]}],
+    },
+]
+
+
+@pytest.mark.parametrize("schema", OPEN, ids=range(len(OPEN)))
+def test_a_schema_of_several_parts_for_one_value_stays_as_it_is(schema):
+    assert closed(schema) == schema
+
+
+def test_objects_within_a_schema_are_closed_too():
+    node = {"properties": {"v": {}}}
+    schema = {"items": node, "$defs": {"Node": node}, "const": node}
+    shut = node | {"additionalProperties": False}
+    assert closed(schema) == {"items": shut, "$defs": {"Node": shut}, "const": node}
+    assert node == {"properties": {"v": {}}}
+
+
+def test_a_response_and_a_message_have_the_listed_properties(served):
+    text = served.post(
+        "/v1/responses", input="Hi", max_output_tokens=80, seed=1,
+        text={"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
+    )["output"][0]["content"][0]["text"]  # fmt: skip
+    assert json.loads(text).keys() == SCHEMA["properties"].keys()
+    (block,) = served.post(
+        "/v1/messages", messages=SAYS, max_tokens=80, seed=1,
+        output_config={"format": {"type": "json_schema", "schema": SCHEMA}},
+    )["content"]  # fmt: skip
+    assert json.loads(block["text"]).keys() == SCHEMA["properties"].keys()

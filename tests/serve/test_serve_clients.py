@@ -1,10 +1,12 @@
-"""Programs of others against a server: an evaluation harness, and one that sends what a document allows."""
+"""Programs against a server: an evaluation harness, a fuzzer of its document, and many clients at once."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +16,8 @@ import pytest
 
 from support.serving import Served, serving
 from verbatim import LLM, SamplingParams, storyteller
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 pytestmark = pytest.mark.slow
 TASKS = Path(__file__).with_name("lm_eval_tasks")
@@ -94,3 +98,24 @@ def test_whatever_the_document_allows_is_no_5xx(served, tmp_path):
         for status in (200, 400):
             assert f'verbatim_http_answers_total{{path="{path}",status="{status}"}}' in text
     assert 'status="5' not in text
+
+
+def test_two_hundred_streams_get_the_words_of_one_alone():
+    """Some of whom go, and some send nonsense."""
+    from serve import held, load
+
+    with LLM() as llm, serving(llm) as server:
+        asyncio.run(load(server.url, 20, 1.0, seed=1))
+        assert server.idle()
+        before = held(server)
+        found = asyncio.run(load(server.url, 200, 10.0))
+        after = held(server)
+        for what in ("tasks", "connections", "descriptors", "blocks"):
+            assert after[what] <= before[what], what
+        assert after["MB"] - before["MB"] < 200
+        assert found.left > 10
+        assert set(found.statuses) == {200, 400}
+        sample = random.Random(1).sample(sorted(found.texts), 40)
+        for prompt, seed, length in sample:
+            (result,) = llm.generate([prompt], SamplingParams(seed=seed, max_tokens=length))
+            assert result.outputs[0].text == found.texts[prompt, seed, length]

@@ -8,7 +8,6 @@ import json
 import re
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +17,7 @@ import pytest
 import torch
 from starlette.responses import Response
 
-from support.serving import Client, Served, serving
+from support.serving import Client, Served, received, request_of, serving, until
 from verbatim import LLM
 from verbatim.cli.serve import _settings
 from verbatim.errors import InvalidRequest
@@ -125,23 +124,6 @@ def test_other_origins_are_let_in_where_told(locked, served):
 # ---- bodies
 
 
-def raw(served: Served, *pieces: bytes, wait_s: float = 5.0) -> bytes:
-    """What a server says to bytes that no client library would send."""
-    with socket.create_connection(("127.0.0.1", served.port), timeout=wait_s) as link:
-        for piece in pieces:
-            link.sendall(piece)
-        found = b""
-        try:
-            while part := link.recv(65536):
-                found += part
-        except (TimeoutError, ConnectionResetError):
-            pass
-        return found
-
-
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-
-
 def test_a_body_that_is_too_long_is_413(served):
     body = json.dumps({"prompt": "x" * 20_000})
     answer = served.client.post("/v1/completions", content=body, headers=JSON)
@@ -158,7 +140,9 @@ def test_a_body_that_is_too_long_is_413(served):
 
 
 def test_a_body_that_never_ends_is_408(served):
-    said = raw(served, HEAD + b'Content-Length: 50\r\n\r\n{"pro')
+    with served.connect() as link:
+        link.sendall(request_of(b'{"prompt": "x"}')[:-5])
+        said = received(link)
     assert b" 408 " in said.split(b"\r\n")[0]
     assert b"0.4 s" in said
     assert served.idle()
@@ -194,46 +178,16 @@ def test_another_kind_of_body_is_415(served):
         assert "application/json" in answer.json()["error"]["message"]
 
 
-HALF = "\ud83d"
-SAYS = [{"role": "user", "content": "x"}]
-HALVES: dict[str, list[dict[str, Any]]] = {
-    "/v1/completions": [
-        {"prompt": HALF}, {"prompt": ["a", HALF]}, {"prompt": "x", "stop": HALF},
-        {"prompt": "x", "bad_words": [HALF]}, {"prompt": "x", "regex": HALF},
-        {"prompt": "x", "grammar": f'start: "{HALF}"'}, {"prompt": "x", "choice": [HALF]},
-        {"prompt": "x", "json_schema": {"const": HALF}}, {"prompt": "x", "cache_salt": HALF},
-        {"prompt": "x", "user": HALF}, {"prompt": "x", "model": HALF}, {"prompt": "x", HALF: 1},
-        {"prompt": "x", "logit_bias": {HALF: 1}},
-    ],
-    "/v1/chat/completions": [
-        {"messages": [{"role": "user", "content": HALF}]}, {"messages": [{"role": HALF, "content": ""}]},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}]},
-        {"messages": [{"role": "tool", "content": "x", "tool_call_id": HALF}]},
-        {"messages": SAYS, "chat_template_kwargs": {HALF: 1}},
-        {"messages": SAYS, "tools": [{"type": "function", "function": {"name": HALF}}]},
-    ],
-    "/v1/responses": [
-        {"input": HALF}, {"input": "x", "instructions": HALF}, {"input": "x", "metadata": {HALF: HALF}},
-        {"input": "x", "user": HALF},
-    ],
-    "/v1/generate": [{"prompt": HALF}, {"prompt": "x", "params": {HALF: 1}},
-                     {"prompt": "x", "params": {"stop": [HALF]}}],
-    "/v1/logprobs": [{"prompts": [HALF]}],
-    "/tokenize": [{"text": HALF}, {"messages": [{"role": "user", "content": HALF}]}],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("path", HALVES)
-def test_half_a_character_breaks_nothing(served, path):
-    """A stop or a name of one that comes nowhere is harmless; in a prompt it is no text."""
-    for body in HALVES[path]:
-        limit = {"max_tokens": 2} if "completions" in path else {}
-        answer = served.client.post(path, content=json.dumps(body | limit), headers=JSON)
-        assert answer.status_code in (200, 400, 404), (body, answer.text)
-        answer.json()
-    first = served.client.post(path, content=json.dumps(HALVES[path][0]), headers=JSON)
-    assert first.status_code == 400
-    assert served.idle()
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [("/v1/completions", "prompt"), ("/v1/responses", "input"), ("/v1/generate", "prompt"),
+     ("/v1/logprobs", "prompts"), ("/tokenize", "text")],
+)  # fmt: skip
+def test_half_a_character_in_a_prompt_is_no_text(served, path, field):
+    half = "\ud83d"
+    body = {"model": "storyteller", field: [half] if field == "prompts" else half}
+    answer = served.client.post(path, content=json.dumps(body), headers=JSON)
+    assert answer.status_code == 400 and answer.json()["error"]["message"]
 
 
 # ---- paths and methods
@@ -324,11 +278,8 @@ def test_more_than_may_run_or_wait_are_429_with_a_time_to_come_again(served, llm
     with busy(served, 2):
         for thread in threads:
             thread.start()
-        end = time.monotonic() + 20
-        while len(statuses) < 8 and time.monotonic() < end:
-            time.sleep(0.01)
         # Six have seats, two of them run, four wait; the rest were sent away.
-        assert len(statuses) >= 8
+        until(lambda: len(statuses) >= 8)
         for answer in statuses:
             assert answer.status_code == 429, answer.text
             assert answer.json()["error"]["type"] == "rate_limit_error"
@@ -366,26 +317,18 @@ def test_a_generation_ends_when_its_time_is_over(llm):
 def test_a_client_that_goes_takes_its_request_along(served, llm):
     """While it waits, in the middle of its prefill, in the middle of a stream, with several choices."""
     tasks = served.num_tasks()
-    body = json.dumps(LONG).encode()
-    asked = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
     with busy(served, 2):  # so that the next wait
-        link = socket.create_connection(("127.0.0.1", served.port))
-        link.sendall(asked)
-        while served.service.under_way < 3:
-            time.sleep(0.005)
+        link = served.connect()
+        link.sendall(request_of(LONG))
+        until(lambda: served.service.under_way == 3)
         link.close()
-        end = time.monotonic() + 10
-        while served.service.under_way > 2 and time.monotonic() < end:
-            time.sleep(0.005)
-        assert served.service.under_way == 2
+        until(lambda: served.service.under_way == 2)
         assert llm.stats()["waiting"] == 0
     assert served.idle()  # the streams were left in the middle
     for prompt in ([5] * 1900, "x"):
-        with socket.create_connection(("127.0.0.1", served.port)) as link:
-            content = json.dumps(LONG | {"prompt": prompt, "max_tokens": 100}).encode()
-            link.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(content) + content)
-            while not served.service.under_way:
-                time.sleep(0.001)
+        with served.connect() as link:
+            link.sendall(request_of(LONG | {"prompt": prompt, "max_tokens": 100}))
+            until(lambda: served.service.under_way)
         assert served.idle()
     with busy(served, 1, prompt=["x", "y"], n=2):
         pass
@@ -398,13 +341,12 @@ def test_who_does_not_read_is_let_go(llm):
     """Or some who do nothing would keep all the seats."""
     settings = ServeSettings(read_timeout_s=0.3, max_response_bytes=1 << 30)
     with serving(llm, settings) as server:
-        body = json.dumps(LONG | {"stream": True, "n": 4, "logprobs": 500}).encode()
+        body = LONG | {"stream": True, "n": 4, "logprobs": 500}
         with socket.socket() as link:
             link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             link.connect(("127.0.0.1", server.port))
-            link.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-            while not server.service.under_way:
-                time.sleep(0.005)
+            link.sendall(request_of(body))
+            until(lambda: server.service.under_way)
             assert server.idle()
 
 
@@ -550,10 +492,7 @@ def test_structures_that_take_long_to_compile_hold_up_nobody_else(roomy, monkeyp
     for thread in threads:
         thread.start()
     try:
-        end = time.monotonic() + 30
-        while roomy.service.under_way < len(threads) or not begun:
-            assert time.monotonic() < end
-            time.sleep(0.005)
+        until(lambda: roomy.service.under_way == len(threads) and begun, 30)
         free = roomy.post("/v1/completions", prompt="x", max_tokens=4, ignore_eos=True)
         assert free["usage"]["completion_tokens"] == 4
         assert roomy.post("/tokenize", text="x")["count"]
@@ -593,7 +532,7 @@ def test_what_is_told_of_the_engine_is_not_worked_out_at_each_glance(roomy, monk
         return info()
 
     monkeypatch.setattr(roomy.llm, "info", counted)
-    roomy.service._info = None
+    roomy.service.info._task = None
     told = [roomy.client.get("/v1/engine").json() for _ in range(8)]
     assert count == 1
     assert all(each["info"]["numerics_key"] == info()["numerics_key"] for each in told)
@@ -617,7 +556,7 @@ def test_an_error_is_not_told_again_when_it_is_over(roomy, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(roomy.llm, "info", broken)
-        roomy.service._info = None
+        roomy.service.info._task = None
         assert roomy.client.get("/v1/engine").status_code == 500
     assert roomy.client.get("/v1/engine").status_code == 200
 

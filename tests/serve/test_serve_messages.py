@@ -9,9 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from support import toys
-from support.serving import Served, serving
-from support.tool_templates import HERMES, THINKING, tokenizer
+from support.serving import Served, serving, talking
+from support.tool_templates import HERMES, THINKING
 from verbatim import LLM
 from verbatim.serve.settings import ServeSettings
 
@@ -36,15 +35,12 @@ def served() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def calling() -> Iterator[Served]:
-    """A model that says anything at all, with tools and reasoning."""
-    module = toys.make_toy(
-        "llama", vocab_size=272, eos_token_id=1, bos_token_id=0, max_position_embeddings=4096
-    )
-    hf = tokenizer(HERMES[: HERMES.index("{%- for")] + THINKING, added=True)
+    """A model with tools and reasoning."""
+    template = HERMES[: HERMES.index("{%- for")] + THINKING
     settings = ServeSettings(api_keys=(KEY,), name="tales")
-    with LLM(module, tokenizer=hf, max_length=4096) as llm, serving(llm, settings) as server:
+    with talking(template, settings=settings, added=True) as server:
         server.client.headers["x-api-key"] = KEY
-        server.bias = {str(hf.get_added_vocab()["</think>"]): 3.0}
+        server.bias = {str(server.llm.tokenizer.hf.get_added_vocab()["</think>"]): 3.0}
         yield server
 
 

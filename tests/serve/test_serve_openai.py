@@ -11,9 +11,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from support import toys
-from support.serving import Served, serving
-from support.tool_templates import HERMES, THINKING, tokenizer
+from support.serving import Served, serving, talking
+from support.tool_templates import HERMES, THINKING
 from verbatim import LLM, SamplingParams
 from verbatim.serve.settings import ServeSettings
 
@@ -127,9 +126,8 @@ class Weather(BaseModel):
 
 
 def test_tools_are_called_and_their_arguments_parsed():
-    module = toys.make_toy("llama", vocab_size=264, eos_token_id=1, max_position_embeddings=4096)
-    hf = tokenizer(HERMES, added=True)
-    with LLM(module, tokenizer=hf) as llm, serving(llm) as server:  # noqa: SIM117
+    with talking(HERMES, added=True) as server:
+        llm = server.llm
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
             line_end = str(llm.tokenizer.encode("\n", special_tokens=False)[0])
             terse = {"logit_bias": {line_end: -100.0}, "seed": 1}  # no more of them than it must
@@ -169,9 +167,7 @@ def test_tools_are_called_and_their_arguments_parsed():
 def test_the_python_blocks_of_the_page_run_in_order(capsys):
     text = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    module = toys.make_toy("llama", vocab_size=264, eos_token_id=1, max_position_embeddings=4096)
-    hf = tokenizer(HERMES[: HERMES.index("{%- for")] + THINKING, added=True)
-    with LLM(module, tokenizer=hf) as llm, serving(llm) as server:
+    with talking(HERMES[: HERMES.index("{%- for")] + THINKING, added=True) as server:
         code = "\n".join(blocks).replace("http://127.0.0.1:8000", server.url)
         exec(compile(code, "docs/serve.md", "exec"), {})
     out = capsys.readouterr().out

@@ -6,15 +6,12 @@ $CHROMIUM says where it is). They are skipped where one of them is missing.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -23,36 +20,24 @@ from urllib.parse import urlsplit
 import pytest
 
 from support import toys
-
-pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
-import httpx
-import uvicorn
-
+from support.serving import Served, serving, until
 from support.stages import ThreadHosts
 from verbatim import LLM, Cluster, Offload
-from verbatim.serve.app import PAGE, make_app
+from verbatim.serve.app import PAGE
 from verbatim.serve.places import places_of
 from verbatim.serve.settings import ServeSettings
 
 SMALL = dict(kv_memory="16MB", num_threads=1)
-
-
-def ask(llm: LLM, method: str, path: str, **kwargs: Any) -> httpx.Response:
-    async def asked() -> httpx.Response:
-        transport = httpx.ASGITransport(app=make_app(llm))
-        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
-            return await client.request(method, path, **kwargs)
-
-    return asyncio.run(asked())
+Opens = Callable[..., Any]
 
 
 # ---- without a browser
 
 
 @pytest.fixture(scope="module")
-def storyteller() -> Iterator[LLM]:
-    with LLM(**SMALL) as llm:
-        yield llm
+def plain() -> Iterator[Served]:
+    with LLM(**SMALL) as llm, serving(llm) as server:
+        yield server
 
 
 class Controls(HTMLParser):
@@ -88,8 +73,8 @@ def test_every_field_of_the_page_has_a_label() -> None:
     assert [name for name in controls.fields if name not in controls.labelled] == []
 
 
-def test_the_page_is_one_file_that_needs_nothing_from_elsewhere(storyteller: LLM) -> None:
-    answer = ask(storyteller, "GET", "/")
+def test_the_page_is_one_file_that_needs_nothing_from_elsewhere(plain: Served) -> None:
+    answer = plain.client.get("/")
     page = answer.text
     assert answer.status_code == 200 and page == PAGE.read_text()
     policy = answer.headers["content-security-policy"]
@@ -99,18 +84,17 @@ def test_the_page_is_one_file_that_needs_nothing_from_elsewhere(storyteller: LLM
     assert re.findall(r"https?:(?!//www\.w3\.org/2000/svg)", page) == []
     assert re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", page) == []
     for path in re.findall(r'ask\("(/[^"]*)"', page):
-        assert ask(storyteller, "OPTIONS", path).status_code != 404, path
+        assert plain.client.options(path).status_code != 404, path
 
 
-def test_a_stream_tells_the_text_of_each_id_once(storyteller: LLM) -> None:
+def test_a_stream_tells_the_text_of_each_id_once(plain: Served) -> None:
     body = {
         "prompt": "Once upon a time",
         "params": {"max_tokens": 20, "seed": 5, "logprobs": 3},
         "return_tokens": True,
     }
-    whole = ask(storyteller, "POST", "/v1/generate", json=body).json()
-    stream = ask(storyteller, "POST", "/v1/generate", json=body | {"stream": True}).text
-    deltas = [json.loads(line[6:]) for line in stream.split("\n\n") if line]
+    whole = plain.post("/v1/generate", **body)
+    deltas = plain.stream("/v1/generate", **body)
     told = [name for delta in deltas for name in delta["tokens"]]
     assert len(told) == len(set(told))
     texts = {name: text for delta in deltas for name, text in delta["tokens"].items()}
@@ -123,16 +107,13 @@ def test_a_stream_tells_the_text_of_each_id_once(storyteller: LLM) -> None:
     }
     assert {int(name) for name in texts} == shown
     assert "".join(texts[str(i)] for i in output["token_ids"]) == output["text"]
-    assert (
-        "tokens"
-        not in ask(storyteller, "POST", "/v1/generate", json=body | {"return_tokens": False}).json()
-    )
+    assert "tokens" not in plain.post("/v1/generate", **body | {"return_tokens": False})
 
 
-def test_the_map_says_where_each_layer_lives(storyteller: LLM, tmp_path: Path) -> None:
-    (memory,) = ask(storyteller, "GET", "/v1/engine").json()["places"]
+def test_the_map_says_where_each_layer_lives(plain: Served, tmp_path: Path) -> None:
+    (memory,) = plain.client.get("/v1/engine").json()["places"]
     assert memory["name"] == "memory" and memory["layers"] == [1.0] * 5
-    assert memory["weight_bytes"] == storyteller.info()["weight_bytes"]
+    assert memory["weight_bytes"] == plain.llm.info()["weight_bytes"]
     with LLM(placement=Offload(weights=(0, 50, 50)), **SMALL) as llm:
         info = llm.info()
         tiers = {place["name"]: place for place in places_of(info)}
@@ -156,38 +137,13 @@ class Pace:
     seconds = 0.0
 
 
-@contextmanager
-def served(llm: LLM, settings: ServeSettings | None = None) -> Iterator[tuple[str, Any]]:
-    app = make_app(llm, settings)
-    config = uvicorn.Config(
-        app, port=0, log_level="error", lifespan="off", ws="none", timeout_graceful_shutdown=2
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    until(lambda: server.started)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    try:
-        yield f"http://127.0.0.1:{port}/", app.state.service
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
-def until(done: Callable[[], Any], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.01)
-
-
 @pytest.fixture(scope="module")
 def pace() -> Pace:
     return Pace()
 
 
 @pytest.fixture(scope="module")
-def site(pace: Pace) -> Iterator[tuple[str, Any]]:
+def site(pace: Pace) -> Iterator[Served]:
     with LLM(draft="ngram", **SMALL) as llm:
         forward = llm.engine.runner.forward
 
@@ -196,7 +152,7 @@ def site(pace: Pace) -> Iterator[tuple[str, Any]]:
             return forward(batch)
 
         llm.engine.runner.forward = paced  # type: ignore[method-assign]
-        with served(llm) as site:
+        with serving(llm) as site:
             yield site
 
 
@@ -260,7 +216,7 @@ def ended(page: Any) -> Any:
     return page.locator("#panes > .run").last
 
 
-def open_ready(open_page: Callable[..., Any], url: str, **settings: Any) -> Any:
+def open_ready(open_page: Opens, url: str, **settings: Any) -> Any:
     page = open_page(url, **settings)
     page.wait_for_selector("#places li")  # the model's own sampling parameters are in the form
     page.locator("summary", has_text="Stop strings").click()
@@ -274,10 +230,10 @@ def words(pane: Any) -> str:
 
 @pytest.mark.slow
 def test_tokens_stream_and_are_those_of_the_engine(
-    site: tuple[str, Any], open_page: Callable[..., Any], pace: Pace
+    site: Served, open_page: Opens, pace: Pace
 ) -> None:
-    url, service = site
-    page = open_ready(open_page, url)
+    service = site.service
+    page = open_ready(open_page, site.url)
     page.fill("#prompt", "Once upon a time")
     page.fill("#seed", "7")
     page.fill("#max_tokens", "80")
@@ -300,10 +256,8 @@ def test_tokens_stream_and_are_those_of_the_engine(
 
 
 @pytest.mark.slow
-def test_alternatives_show_on_hover_on_keys_and_on_tap(
-    site: tuple[str, Any], open_page: Callable[..., Any]
-) -> None:
-    page = open_ready(open_page, site[0])
+def test_alternatives_show_on_hover_on_keys_and_on_tap(site: Served, open_page: Opens) -> None:
+    page = open_ready(open_page, site.url)
     pane = run(page, prompt="Once upon a time", seed=7, max_tokens=30, logprobs=5)
     token = pane.locator(".t").nth(3)
     token.hover()
@@ -335,7 +289,7 @@ def test_alternatives_show_on_hover_on_keys_and_on_tap(
     assert look.is_hidden()
     assert page.evaluate("document.activeElement === right.words")
 
-    phone = open_ready(open_page, site[0], viewport={"width": 360, "height": 740}, has_touch=True)
+    phone = open_ready(open_page, site.url, viewport={"width": 360, "height": 740}, has_touch=True)
     pane = run(phone, prompt="Once upon a time", seed=7, max_tokens=30)
     pane.locator(".t").nth(5).tap()
     assert phone.locator("#look").is_visible()
@@ -345,9 +299,9 @@ def test_alternatives_show_on_hover_on_keys_and_on_tap(
 
 @pytest.mark.slow
 def test_a_replay_says_the_same_words_and_another_seed_shows_where_it_parts(
-    site: tuple[str, Any], open_page: Callable[..., Any]
+    site: Served, open_page: Opens
 ) -> None:
-    page = open_ready(open_page, site[0])
+    page = open_ready(open_page, site.url)
     first = run(page, prompt="Once upon a time", max_tokens=60)
     said, seed = words(first), page.evaluate("right.seed")
     first.get_by_role("button", name="Replay").click()
@@ -370,10 +324,8 @@ def test_a_replay_says_the_same_words_and_another_seed_shows_where_it_parts(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_another_token(
-    site: tuple[str, Any], open_page: Callable[..., Any]
-) -> None:
-    page = open_ready(open_page, site[0])
+def test_a_run_goes_on_from_another_token(site: Served, open_page: Opens) -> None:
+    page = open_ready(open_page, site.url)
     pane = run(page, prompt="Once upon a time", seed=7, max_tokens=30)
     pane.locator(".t").nth(4).hover()
     page.locator("#look li:not(.drawn) button").first.click()
@@ -387,11 +339,9 @@ def test_a_run_goes_on_from_another_token(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["button", "key"])
-def test_stop_ends_it_on_the_server(
-    how: str, site: tuple[str, Any], open_page: Callable[..., Any], pace: Pace
-) -> None:
-    url, service = site
-    page = open_ready(open_page, url)
+def test_stop_ends_it_on_the_server(how: str, site: Served, open_page: Opens, pace: Pace) -> None:
+    service = site.service
+    page = open_ready(open_page, site.url)
     pace.seconds = 0.02
     page.fill("#max_tokens", "1500")
     page.fill("#other", '{"ignore_eos": true}')
@@ -412,10 +362,8 @@ def test_stop_ends_it_on_the_server(
 
 
 @pytest.mark.slow
-def test_what_a_model_writes_is_text_and_nothing_else(
-    site: tuple[str, Any], open_page: Callable[..., Any]
-) -> None:
-    page = open_ready(open_page, site[0])
+def test_what_a_model_writes_is_text_and_nothing_else(site: Served, open_page: Opens) -> None:
+    page = open_ready(open_page, site.url)
     hostile = '<img src=x onerror="alert(1)"><script>alert(2)</script>&lt;'
     pane = run(page, other=json.dumps({"choice": [hostile]}), logprobs=3)
     assert words(pane) == hostile
@@ -431,10 +379,8 @@ def test_what_a_model_writes_is_text_and_nothing_else(
 
 
 @pytest.mark.slow
-def test_drafted_tokens_are_marked_and_counted(
-    site: tuple[str, Any], open_page: Callable[..., Any]
-) -> None:
-    page = open_ready(open_page, site[0])
+def test_drafted_tokens_are_marked_and_counted(site: Served, open_page: Opens) -> None:
+    page = open_ready(open_page, site.url)
     again = json.dumps({"choice": ["one fox two fox one fox two fox one fox two fox one fox two"]})
     run(page, prompt="one fox two fox one fox two fox", other=again, temperature=0)
     draft = page.evaluate("right.result.metrics.draft")
@@ -447,9 +393,9 @@ def test_drafted_tokens_are_marked_and_counted(
 
 
 @pytest.mark.slow
-def test_a_chat_goes_on(site: tuple[str, Any], open_page: Callable[..., Any]) -> None:
-    url, service = site
-    page = open_ready(open_page, url)
+def test_a_chat_goes_on(site: Served, open_page: Opens) -> None:
+    service = site.service
+    page = open_ready(open_page, site.url)
     page.check("#mode-chat")
     page.locator("#messages textarea").first.fill("Tell me a story about a fox.")
     pane = run(page, seed=3, max_tokens=40)
@@ -469,10 +415,8 @@ def test_a_chat_goes_on(site: tuple[str, Any], open_page: Callable[..., Any]) ->
 
 
 @pytest.mark.slow
-def test_errors_are_shown_in_the_servers_words(
-    site: tuple[str, Any], open_page: Callable[..., Any]
-) -> None:
-    page = open_ready(open_page, site[0], expect="400 (Bad Request)")
+def test_errors_are_shown_in_the_servers_words(site: Served, open_page: Opens) -> None:
+    page = open_ready(open_page, site.url, expect="400 (Bad Request)")
     pane = run(page, temperature=-1)
     assert "temperature=-1" in pane.locator(".wrong").inner_text()
     assert "error" in pane.locator("dl").inner_text()
@@ -490,11 +434,9 @@ def test_errors_are_shown_in_the_servers_words(
 
 
 @pytest.mark.slow
-def test_a_key_is_asked_for_and_forgotten_with_the_tab(
-    storyteller: LLM, open_page: Callable[..., Any]
-) -> None:
-    with served(storyteller, ServeSettings(api_keys=("correct-horse",))) as (url, _):
-        page = open_page(url, expect="401 (Unauthorized)")
+def test_a_key_is_asked_for_and_forgotten_with_the_tab(plain: Served, open_page: Opens) -> None:
+    with serving(plain.llm, ServeSettings(api_keys=("correct-horse",))) as locked:
+        page = open_page(locked.url, expect="401 (Unauthorized)")
         page.wait_for_selector("#key-dialog[open]")
         assert "no API key" in page.locator("#key-problem").inner_text()
         page.fill("#key", "wrong-battery")
@@ -515,10 +457,10 @@ def test_a_key_is_asked_for_and_forgotten_with_the_tab(
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 768, 1280])
 def test_it_is_readable_at_any_width_in_light_and_dark(
-    scheme: str, width: int, site: tuple[str, Any], open_page: Callable[..., Any]
+    scheme: str, width: int, site: Served, open_page: Opens
 ) -> None:
     page = open_ready(
-        open_page, site[0], viewport={"width": width, "height": 740}, color_scheme=scheme
+        open_page, site.url, viewport={"width": width, "height": 740}, color_scheme=scheme
     )
     pane = run(page, prompt="Once upon a time", seed=7, max_tokens=60)
     pane.get_by_role("button", name="Replay").click()
@@ -531,10 +473,8 @@ def test_it_is_readable_at_any_width_in_light_and_dark(
 
 
 @pytest.mark.slow
-def test_gauges_follow_the_engine(
-    site: tuple[str, Any], open_page: Callable[..., Any], pace: Pace
-) -> None:
-    page = open_ready(open_page, site[0])
+def test_gauges_follow_the_engine(site: Served, open_page: Opens, pace: Pace) -> None:
+    page = open_ready(open_page, site.url)
     assert page.inner_text("#running") == "0"
     pace.seconds = 0.02
     page.fill("#max_tokens", "1500")

@@ -9,11 +9,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from support import toys
 from support.pairwise import slow_but
-from support.serving import Served, serving
-from support.tool_templates import HERMES, THINKING, tokenizer
-from verbatim import LLM
+from support.serving import Served, talking
+from support.tool_templates import HERMES, THINKING
 
 SCHEMA = {
     "type": "object",
@@ -30,17 +28,12 @@ LOW = {"reasoning_effort": "low"}
 
 @pytest.fixture(scope="module", params=["text", "tokens", "special"])
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    """A model that says anything at all, and often ends its reasoning."""
-    module = toys.make_toy(
-        "llama", vocab_size=272, eos_token_id=1, bos_token_id=0, max_position_embeddings=4096
-    )
-    hf = tokenizer(
-        THINKING + HERMES[: HERMES.index("{%- for")],
-        added=request.param != "text",
-        special=request.param == "special",
-    )
-    with LLM(module, tokenizer=hf, max_length=4096) as llm, serving(llm) as server:
-        server.bias = {str(hf.get_added_vocab().get("</think>", 261)): 3.0, "1": -100.0}
+    """A model that often ends its reasoning."""
+    template = THINKING + HERMES[: HERMES.index("{%- for")]
+    how = dict(added=request.param != "text", special=request.param == "special")
+    with talking(template, **how) as server:
+        added = server.llm.tokenizer.hf.get_added_vocab()
+        server.bias = {str(added.get("</think>", 261)): 3.0, "1": -100.0}
         yield server
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from support import toys
-from support.serving import Served, serving
+from support.serving import Served, talking
 from support.tool_templates import (
     BARE,
     DEEPSEEK,
@@ -24,45 +23,32 @@ from support.tool_templates import (
     MISTRAL_ARGS,
     PYTHONIC,
     QWEN_CODER,
-    tokenizer,
 )
-from verbatim import LLM
 from verbatim.errors import VerbatimError
-from verbatim.serve.channels import ChannelReader
 from verbatim.serve.fields import Function
 from verbatim.serve.marks import Dropped
-from verbatim.serve.reader import Reader, Reasoning, split_parts
+from verbatim.serve.reader import ChannelReader, Reader, Reasoning, split_parts
 from verbatim.serve.tools import ParsedCall, ToolUse
 
-KINDS = {
-    "text": lambda: tokenizer(HERMES, added=False),
-    "tokens": lambda: tokenizer(HERMES, added=True),
-    "bare": lambda: tokenizer(BARE, added=False),
-    "special": lambda: tokenizer(HERMES, added=True, special=True),
-    "mistral": lambda: tokenizer(MISTRAL, added=True, special=True),
-    "args": lambda: tokenizer(MISTRAL_ARGS, added=True, special=True),
-    "deepseek": lambda: tokenizer(DEEPSEEK, added=True),
-    "pythonic": lambda: tokenizer(PYTHONIC, added=False),
-    "qwen-coder": lambda: tokenizer(QWEN_CODER, added=True),
-    "glm": lambda: tokenizer(GLM, added=True),
-    "kimi": lambda: tokenizer(KIMI, added=True, special=True),
-    "harmony": lambda: tokenizer(HARMONY, added=True, special=True),
+KINDS: dict[str, dict[str, Any]] = {
+    "text": dict(template=HERMES, added=False),
+    "tokens": dict(template=HERMES, added=True),
+    "bare": dict(template=BARE, added=False),
+    "special": dict(template=HERMES, added=True, special=True),
+    "mistral": dict(template=MISTRAL, added=True, special=True),
+    "args": dict(template=MISTRAL_ARGS, added=True, special=True),
+    "deepseek": dict(template=DEEPSEEK, added=True),
+    "pythonic": dict(template=PYTHONIC, added=False),
+    "qwen-coder": dict(template=QWEN_CODER, added=True),
+    "glm": dict(template=GLM, added=True),
+    "kimi": dict(template=KIMI, added=True, special=True),
+    "harmony": dict(template=HARMONY, added=True, special=True),
 }
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    """A model that says anything at all."""
-    # Flat at the head, so that a mark is not too unlikely and nothing is sure.
-    hf = KINDS[request.param]()
-    module = toys.make_toy(
-        "llama", vocab_size=max(264, len(hf)), eos_token_id=1, bos_token_id=0,
-        max_position_embeddings=4096,
-    )  # fmt: skip
-    with (
-        LLM(module, tokenizer=hf, max_length=4096) as llm,
-        serving(llm) as server,
-    ):
+    with talking(**KINDS[request.param]) as server:
         server.kind = request.param
         yield server
 
@@ -294,6 +280,13 @@ def use(**how: Any) -> ToolUse:
     return found
 
 
+def read(reader: Reader, text: str, size: int) -> tuple[str, str, list[ParsedCall]]:
+    """Push a text in pieces; its text, reasoning and calls."""
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    parts = [part for piece in pieces for part in reader.push(piece)]
+    return split_parts([*parts, *reader.push("", last=True)])
+
+
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "</tool_call>"}}\n</tool_call>'
 TEXTS = {
     "none": "Just a text.\n\n",
@@ -311,22 +304,18 @@ TEXTS = {
 def test_a_reader_reads_any_pieces_alike(name):
     text = TEXTS[name]
 
-    def plain(parts: list[Any]) -> tuple[str, list[str]]:
-        said, _, calls = split_parts(parts)
+    def plain(said: str, _: str, calls: list[ParsedCall]) -> tuple[str, list[str]]:
         return said, [call.arguments for call in calls]
 
-    whole = plain(Reader(use()).push(text, last=True))
+    whole = plain(*split_parts(Reader(use()).push(text, last=True)))
     assert len(whole[1]) == {"one": 1, "behind": 1, "several": 3, "cut": 1}.get(name, 0)
     if name == "several":
         assert whole[0] == "ab"
     if not whole[1]:
         assert whole[0] == text
     for size in (1, 2, 3, 7, 11):
-        reader, parts = Reader(use()), []
-        for start in range(0, len(text), size):
-            parts += reader.push(text[start : start + size])
-        parts += reader.push("", last=True)
-        assert plain(parts) == whole
+        reader = Reader(use())
+        assert plain(*read(reader, text, size)) == whole
         assert reader.num_calls == len(whole[1])
 
 
@@ -334,10 +323,8 @@ def test_marks_within_an_argument_are_read_in_time_that_grows_little() -> None:
     """An end mark in a string is no end, and is not tried again with each piece of text."""
     value, started = "</tool_call>" * 2000, time.process_time()
     text = f'<tool_call>\n{{"name": "f", "arguments": {{"x": "{value}"}}}}\n</tool_call>'
-    reader, parts = Reader(use()), []
-    for start in range(0, len(text), 12):
-        parts += reader.push(text[start : start + 12])
-    assert [call.arguments for call in split_parts(parts)[2]] == [f'{{"x": "{value}"}}']
+    _, _, calls = read(Reader(use()), text, 12)
+    assert [call.arguments for call in calls] == [f'{{"x": "{value}"}}']
     assert time.process_time() - started < 5
 
 
@@ -380,10 +367,7 @@ def test_calls_of_each_family_are_read(number, before):
     if used.format.bare:
         before = ""
     for size in (1, 3, 1000):
-        reader, parts = Reader(used), []
-        for start in range(0, len(before + text), size):
-            parts += reader.push((before + text)[start : start + size])
-        said, _, calls = split_parts([*parts, *reader.push("", last=True)])
+        said, _, calls = read(Reader(used), before + text, size)
         assert said == before.strip()
         assert [(c.name, c.arguments) for c in calls] == [("f", '{"a": 1}'), ("g", '{"b": "]"}')]
     assert {call.id for call in calls} >= (
@@ -426,10 +410,7 @@ def test_strings_without_quotes_are_read_by_their_schema(template):
     form = used.format
     text = f"{form.begin}{form.head.replace('NAME', 'f')}{written}{form.tail}{form.end}"
     for size in (1, 5, 1000):
-        reader, parts = Reader(used), []
-        for start in range(0, len(text), size):
-            parts += reader.push(text[start : start + size])
-        (call,) = split_parts([*parts, *reader.push("", last=True)])[2]
+        _, _, (call,) = read(Reader(used), text, size)
         assert json.loads(call.arguments) == {name: value for name, (_, value) in WRITTEN.items()}
 
 
@@ -475,10 +456,7 @@ CHANNELS = {
 def test_channels_of_gpt_oss_are_reasoning_text_and_calls(text):
     used = use(template=HARMONY)
     for size in (1, 2, 3, 1000):
-        reader, parts = ChannelReader(used), []
-        for start in range(0, len(text), size):
-            parts += reader.push(text[start : start + size])
-        said, thought, calls = split_parts([*parts, *reader.push("", last=True)])
+        said, thought, calls = read(ChannelReader(used), text, size)
         assert (thought, said, [call.arguments for call in calls]) == CHANNELS[text]
 
 
@@ -519,10 +497,7 @@ THOUGHTS = {
 def test_reasoning_is_split_from_the_text_in_any_pieces(text):
     marks = ("<think>", "</think>")
     for size in (1, 2, 3, 1000):
-        reader, parts = Reader(None, marks), []
-        for start in range(0, len(text), size):
-            parts += reader.push(text[start : start + size])
-        said, thought, _ = split_parts([*parts, *reader.push("", last=True)])
+        said, thought, _ = read(Reader(None, marks), text, size)
         assert (thought, said) == THOUGHTS[text]
     inside = Reader(None, marks, opened=True)
     assert inside.push("A\n</think>\n\nB", last=True) == [Reasoning("A"), "B"]
@@ -532,6 +507,4 @@ def test_a_special_token_divided_between_two_deltas_is_dropped() -> None:
     whole = "a<|x|>b<|c <|y|>"
     for size in range(1, 9):
         reader = Reader(None, dropped=Dropped(["<|x|>", "<|y|>"]))
-        pieces = [whole[i : i + size] for i in range(0, len(whole), size)]
-        parts = [part for piece in pieces for part in reader.push(piece)]
-        assert split_parts([*parts, *reader.push("", last=True)])[0] == "ab<|c "
+        assert read(reader, whole, size)[0] == "ab<|c "

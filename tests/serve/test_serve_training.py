@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from support.serving import Served, serving
+from support.serving import Served, serving, until
 from verbatim import LLM, InvalidRequest, SamplingParams, rl
 from verbatim.errors import VerbatimError
 from verbatim.rl.receiver import WeightReceiver
@@ -200,14 +200,6 @@ def test_pause_keeps_requests_and_resume_continues_them(served: Served) -> None:
     waits.join(20)
     assert answers[0]["choices"] == expected
     assert "mode" in served.client.post("/pause?mode=stop").json()["error"]["message"]
-
-
-@pytest.mark.parametrize(("method", "path"), ROUTES)
-def test_every_route_needs_the_key(llm: LLM, keyed: Served, method: str, path: str) -> None:
-    assert keyed.client.request(method, path).status_code == 401
-    wrong = {"authorization": "Bearer secret-key-2"}
-    assert keyed.client.request(method, path, headers=wrong).status_code == 401
-    assert not llm.stats()["paused"]
 
 
 @pytest.fixture(scope="module")
@@ -407,10 +399,7 @@ def test_silent_trainer_loses_its_update(llm: LLM) -> None:
             answer = server.client.post(path, json=body)
             assert answer.status_code == 409 and answer.headers["retry-after"]
             assert "another update" in answer.text and "0.3 s" in answer.text
-        end = time.monotonic() + 20
-        while server.client.post("/start_weight_update", json={}).status_code != 200:
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        until(lambda: server.client.post("/start_weight_update", json={}).status_code == 200)
         time.sleep(0.4)
         assert "no update" in server.refused("/finish_weight_update", {}, 409)["message"]
 
@@ -437,12 +426,8 @@ def test_lost_trainer_frees_the_weights(llm: LLM, weights: Any, name: str) -> No
         trainer = subprocess.Popen([sys.executable, "-c", TRAINER, server.url, name])
         try:
             state = Path(f"/proc/{trainer.pid}/stat")
-            while state.read_text().rpartition(")")[2].split()[0] not in "TZ":
-                time.sleep(0.02)
-            end = time.monotonic() + 15
-            while server.client.post("/start_weight_update").status_code != 200:
-                assert time.monotonic() < end
-                time.sleep(0.05)
+            until(lambda: state.read_text().rpartition(")")[2].split()[0] in "TZ")
+            until(lambda: server.client.post("/start_weight_update").status_code == 200)
             refused = server.refused("/update_weights", {"update_info": INFO}, 409)
             assert "no process group" in refused["message"]
             assert generated(llm) == before

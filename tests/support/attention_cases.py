@@ -13,7 +13,7 @@ from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv import attention
 from verbatim.kv.attention import paged_attention, write_kv
-from verbatim.kv.quantized import Packing, packed_attention, write_packed
+from verbatim.kv.quantized import Packing
 
 BACKENDS = [*kernels.available(), "reference"]
 F32, BF16 = torch.float32, torch.bfloat16
@@ -110,10 +110,7 @@ def attend(
         tables[s, : len(ids)] = ids
         positions = torch.arange(stop)
         slots = ids[positions // block_size] * block_size + positions % block_size
-        if packing is None:
-            write_kv(what.k[:stop], what.v[:stop], *stores, slots)
-        else:
-            write_packed(what.k[:stop], what.v[:stop], *stores, slots, packing)
+        write_kv(what.k[:stop], what.v[:stop], *stores, slots, packing)
     lens = [stop - start for _, start, stop in pieces]
     batch = (
         torch.cat([what.q[start:stop] for what, start, stop in pieces]),
@@ -128,12 +125,9 @@ def attend(
     width = first.v.shape[2]
     if backend != "reference":
         packed = None if packing is None else (packing.bits, width)
-        library = attention.bind(kernels.load(backend))
-        out = attention.kernel_attention(library, *batch, packed=packed)
-    elif packing is None:
-        out = paged_attention(*batch, backend=backend)
+        out = attention.kernel_attention(*batch, packed=packed, backend=backend)
     else:
-        out = packed_attention(*batch, value_size=width, packing=packing, backend=backend)
+        out = paged_attention(*batch, value_size=width, packing=packing, backend=backend)
     return list(out.split(lens))
 
 

@@ -156,6 +156,33 @@ def mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return {"blocks": blocks, "scales": (exponent + 127).to(torch.uint8)}, values
 
 
+def fp4(kind: str) -> Writer:
+    """FP4 of `[N, K]`, two codes in a byte: "nvfp4" or "mxfp4" of compressed-tensors, or "modelopt" """
+
+    def write(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        if kind == "mxfp4":
+            stored, values = mxfp4(weight)
+            packed = stored["blocks"].flatten(-2)
+            return {"weight_packed": packed, "weight_scale": stored["scales"]}, values
+        groups = weight.float().unflatten(-1, (-1, 16))
+        factor = weight.abs().max() / (6 * 448)
+        if kind == "nvfp4":
+            inverse = 1 / factor
+            factor = 1 / inverse
+        scale = (groups.abs().amax(-1) / 6 / factor).to(torch.float8_e4m3fn)
+        step = (scale.float() * factor)[..., None]
+        codes = ((groups / step)[..., None] - E2M1).abs().argmin(-1)
+        values = (E2M1[codes] * step).flatten(-2)
+        pairs = codes.flatten(-2).unflatten(-1, (-1, 2))
+        packed = (pairs[..., 0] | pairs[..., 1] << 4).to(torch.uint8)
+        own = {"weight_scale": scale, "input_scale": torch.tensor(1.0)}
+        if kind == "nvfp4":
+            return own | {"weight_packed": packed, "weight_global_scale": inverse[None]}, values
+        return own | {"weight": packed, "weight_scale_2": factor}, values
+
+    return write
+
+
 NF4 = torch.tensor(
     (
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),

@@ -14,7 +14,7 @@ from verbatim import LLM
 from verbatim.core import Result, Sequence
 from verbatim.draft.model import DraftModelProposer
 from verbatim.engine.drafting import Drafting
-from verbatim.engine.lengths import AdaptiveLengths, FixedLengths
+from verbatim.engine.lengths import DraftLengths
 from verbatim.engine.work import Chunk
 
 Answers = dict[tuple[Any, ...], list[int]]
@@ -22,11 +22,11 @@ Answers = dict[tuple[Any, ...], list[int]]
 
 def drafting(proposer: Any, length: int | None, vocab_size: int) -> Drafting:
     """What an engine drafts with; None leaves the length to the engine."""
-    lengths = Clockless() if length is None else FixedLengths(length)
+    lengths = Clockless() if length is None else DraftLengths(length)
     return Drafting(proposer, lengths, vocab_size)
 
 
-class Clockless(AdaptiveLengths):
+class Clockless(DraftLengths):
     """Adaptive lengths by made-up times, so that a test takes the same way each time it runs."""
 
     def note_proposal(self, chunks: list[Chunk], spent_s: float) -> None:

@@ -89,7 +89,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def evict_everybody(self) -> None:
-        self.engine.evict_all()
+        self.engine.scheduler.evict_all()
         assert self.engine.scheduler.pool.num_used == 0
 
     @precondition(lambda self: self.engine.has_work)

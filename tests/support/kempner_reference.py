@@ -1,17 +1,20 @@
 """KempnerForge's text models in plain torch, from what its documentation and config say they compute.
 
-Only what generation needs: no caches, no losses, no parallelism. Names of modules are KempnerForge's,
-so a state dict is one that it would have saved.
+Only what generation needs: no losses, no parallelism. Modules, classes and their package have
+KempnerForge's names: a state dict is one that it would have saved, a live module is taken for its own.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from verbatim.model.kempner.config import ModelConfig
 
 VOCAB = 50
 FIELDS: dict[str, Any] = dict(
@@ -110,15 +113,16 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.width) if fields.get("qk_norm") else None
         self.k_norm = RMSNorm(self.width) if fields.get("qk_norm") else None
 
-    def rotated(self, x: Tensor) -> Tensor:  # [B, heads, L, width]
+    def rotated(self, x: Tensor, start: int) -> Tensor:  # [B, heads, L, width]
         half = self.width // 2
         speed = self.theta ** (-torch.arange(half) / half)
-        angle = torch.arange(x.shape[2])[:, None] * speed
+        angle = torch.arange(start, start + x.shape[2])[:, None] * speed
         a, b = x[..., :half], x[..., half:]
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: Any = None) -> Tensor:
         rows, length, _ = x.shape
+        start = 0 if cache is None else cache.seq_len
         q, k, v = (
             project(x).view(rows, length, -1, self.width)
             for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -126,10 +130,13 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        group = self.heads // self.kv_heads
-        k, v = (t.repeat_interleave(group, dim=1) for t in (self.rotated(k), v))
-        scores = self.rotated(q) @ k.transpose(2, 3) * self.width**-0.5
-        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+        q, k = self.rotated(q, start), self.rotated(k, start)
+        if cache is not None:
+            k, v = cache.update(k, v)
+        k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
+        scores = q @ k.transpose(2, 3) * self.width**-0.5
+        later = torch.ones(length, start + length).triu(1 + start).bool()
+        scores = scores.masked_fill(later, -torch.inf)
         return self.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
@@ -148,8 +155,8 @@ class Block(nn.Module):
                 fields["dim"], fields["ffn_hidden_dim"], fields.get("activation", "silu")
             )
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cache)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -166,6 +173,9 @@ class Transformer(nn.Module):
     def __init__(self, fields: dict[str, Any], seed: int = 0) -> None:
         super().__init__()
         vocab, dim = fields["vocab_size"], fields["dim"]
+        model = ModelConfig(**{k: v for k, v in fields.items() if k != "expert_width"})
+        own = {name: getattr(model, name) for name in (*ModelConfig.__slots__, "head_dim")}
+        self.config = SimpleNamespace(**own)
         self.token_embedding = nn.ModuleDict({"embedding": nn.Embedding(vocab, dim)})
         self.layers = nn.ModuleDict({str(i): Block(fields, i) for i in range(fields["n_layers"])})
         self.norm = norm(fields)
@@ -178,11 +188,15 @@ class Transformer(nn.Module):
             self.output_head["proj"].weight = self.token_embedding["embedding"].weight
 
     @torch.no_grad()
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, *, kv_caches: Any = None) -> Tensor:
         x = self.token_embedding["embedding"](tokens)
-        for layer in self.layers.values():
-            x = layer(x)
+        for i, layer in enumerate(self.layers.values()):
+            x = layer(x, None if kv_caches is None else kv_caches[i])
         return self.output_head["proj"](self.norm(x))
+
+
+for cls in (RMSNorm, Mlp, Router, Moe, Attention, Block, Transformer):
+    cls.__module__ = "kempnerforge.model.transformer"
 
 
 def make(seed: int = 0, **fields: Any) -> Transformer:

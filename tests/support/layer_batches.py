@@ -11,6 +11,8 @@ from torch import Tensor
 from support.stores import poisoned_store
 from verbatim.batch import ZERO_STATE, Batch, block_tables
 from verbatim.model.decoder import Decoder
+from verbatim.model.flat import contents_of
+from verbatim.model.patching import threads
 
 BLOCK = 4
 STATES = 100  # of three sequences
@@ -51,18 +53,12 @@ BATCHES = [
 ]
 
 
-def outputs(decoder: Decoder, threads: int = 2) -> list[bytes]:
+def outputs(decoder: Decoder, num_threads: int = 2) -> list[bytes]:
     """Every bit of the logits, and of all K, V and states, after each of `BATCHES`."""
     store = poisoned_store(decoder, 40, BLOCK, STATES)
-    found, before = [], torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        found.extend(as_bytes(decoder.forward(batch, store)) for batch in BATCHES)
-        held = [x for pair in store.layers for x in pair]
-        held += [] if store.states is None else store.states.tensors
-        return [*found, *map(as_bytes, held)]
-    finally:
-        torch.set_num_threads(before)
+    with threads(num_threads):
+        found = [decoder.forward(batch, store) for batch in BATCHES]
+        return [*map(as_bytes, [*found, *contents_of(store)])]
 
 
 def as_bytes(x: Tensor) -> bytes:

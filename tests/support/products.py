@@ -5,29 +5,21 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from verbatim.model.products import Matrix, Packed, kernel_of, pointers_of
+from verbatim.kernels.functions import kernel
+from verbatim.model.products import Matrix, Packed, pointers_of
 
 
 def multiply_together(
     x: Tensor, weights: Sequence[Tensor | Packed], biases: Sequence[Tensor | None], backend: str
 ) -> Tensor:
     """Compute `linear` of rows `x` `[T, K]` with each weight, side by side."""
-    function = kernel_of(backend, x.dtype)
+    function = kernel("vb_multiply", x.dtype, backend=backend)
     assert function is not None
     views = [pointers_of(w, b) for w, b in zip(weights, biases, strict=True)]
     matrices = (Matrix * len(views))(*(matrix for matrix, _ in views))
     out = x.new_empty(len(x), sum(w.shape[0] for w in weights))
-    rows = (x.data_ptr(), *x.shape[:1], x.stride(0))
-    function(
-        out.data_ptr(),
-        *rows,
-        ctypes.addressof(matrices),
-        len(views),
-        out.shape[1],
-        False,
-        torch.get_num_threads(),
-    )
+    rows, at = (x.data_ptr(), len(x), x.stride(0)), ctypes.addressof(matrices)
+    function(out.data_ptr(), *rows, at, len(views), out.shape[1], False)
     return out

@@ -6,10 +6,11 @@ import asyncio
 import json
 import os
 import re
+import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +18,8 @@ import httpx
 import uvicorn
 
 from support.programs import VERBATIM
+from support.tool_templates import tokenizer
+from support.toys import make_toy
 from verbatim import LLM
 from verbatim.serve.app import make_app
 from verbatim.serve.server import Server, configured, listen
@@ -111,6 +114,10 @@ class Served:
 
         return asyncio.run_coroutine_threadsafe(count(), self.loop).result(10)
 
+    def connect(self, address: str = "127.0.0.1") -> socket.socket:
+        """A connection without a client's library, from an address of this machine."""
+        return socket.create_connection(("127.0.0.1", self.port), 20, (address, 0))
+
     def num_connections(self) -> int:
         """That are open, asked or not."""
         return len(self._server.server_state.connections)
@@ -146,6 +153,60 @@ def serving(llm: LLM, settings: ServeSettings | None = None) -> Iterator[Served]
         thread.join(20)
         listener.close()
         assert not thread.is_alive()
+
+
+@contextmanager
+def talking(
+    template: str, *, settings: ServeSettings | None = None, **tokens: bool
+) -> Iterator[Served]:
+    """A server of a model that says anything at all, with a chat template; `tokens` as in `tokenizer`."""
+    # Flat at the head, so that a mark is not too unlikely and nothing is sure.
+    hf = tokenizer(template, **tokens)
+    module = make_toy(
+        "llama",
+        vocab_size=max(264, len(hf)),
+        eos_token_id=1,
+        bos_token_id=0,
+        max_position_embeddings=4096,
+    )
+    with LLM(module, tokenizer=hf, max_length=4096) as llm, serving(llm, settings) as server:
+        yield server
+
+
+def routes_of(routes: Iterable[Any]) -> Iterator[Any]:
+    """All routes, those of included routers and mounted applications too."""
+    for route in routes:
+        inner = getattr(getattr(route, "original_router", route), "routes", None)
+        yield from [route] if inner is None else routes_of(inner)
+
+
+def request_of(
+    body: dict[str, Any] | bytes, path: str = "/v1/completions", **headers: str
+) -> bytes:
+    """A request as it is sent, for a connection without a client's library."""
+    content = (
+        body if isinstance(body, bytes) else json.dumps({"model": Client.model} | body).encode()
+    )
+    fields = {"Host": "localhost", "Content-Type": "application/json"} | headers
+    fields |= {"Content-Length": str(len(content))}
+    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
+    return "\r\n".join([*lines, "", ""]).encode() + content
+
+
+def received(link: socket.socket) -> bytes:
+    """All that a connection brings until the server closes it."""
+    found = b""
+    while more := link.recv(65536):
+        found += more
+    return found
+
+
+def until(done: Callable[[], Any], within_s: float = 20.0) -> None:
+    """Wait for a condition."""
+    end = time.monotonic() + within_s
+    while not done():
+        assert time.monotonic() < end, "it never came to that"
+        time.sleep(0.005)
 
 
 def command(*args: str) -> list[str]:

@@ -96,7 +96,7 @@ def test_a_chat_whose_line_has_no_end_is_refused():
 
 def test_answers_that_are_none_are_refused_by_their_beginning(sparse):
     with pytest.raises(InvalidRequest, match=r"sparse, line 1: not a batch answer"):
-        Records(sparse)
+        Records(sparse, __file__)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import verbatim
 # From low to high: a room imports only from rooms that stand before it.
 ROOMS = """
     _version storyteller plain shield spelling
-    errors files heap options params batch beam core protocols untrusted
+    errors checks files heap options params batch beam core protocols untrusted
     kernels numerics
     text sampling
     kv

@@ -9,12 +9,18 @@ import torch
 from scipy import stats
 
 from verbatim.sampling import fast, noise
-from verbatim.sampling.noise import gumbel, gumbel_row, philox
+from verbatim.sampling.noise import gumbel_row, philox
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MAX = 2**64 - 1
 PI_COUNTER = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+
+
+def gumbel(seed: int, sample_index: int, position: int, ids: torch.Tensor) -> torch.Tensor:
+    return gumbel_row(seed, sample_index, position, int(ids.max()) + 1)[ids]
+
+
 needs_kernel = pytest.mark.skipif(not fast.available(), reason="the kernels are not built")
 
 
@@ -52,13 +58,11 @@ def test_gumbel_is_the_formula_of_the_counter_and_key_laid_out_as_documented() -
 
 
 def test_noise_is_a_pure_function_of_its_four_coordinates() -> None:
-    """Any subset in any order gives the same values, and each coordinate changes them."""
+    """Each coordinate changes the values, and the size of the vocabulary does not."""
     ids = torch.arange(1003)
     whole = gumbel(7, 1, 20, ids)
-    order = torch.randperm(1003, generator=torch.Generator().manual_seed(0))
     for size in (1, 2, 3, 17, 1003):
-        assert torch.equal(gumbel(7, 1, 20, order[:size]), whole[order[:size]])
-    assert torch.equal(gumbel(7, 1, 20, ids), whole)
+        assert torch.equal(gumbel_row(7, 1, 20, size), whole[:size])
     assert whole.unique().numel() > 1000
     others = [(7, 1, 21), (7, 1, 20 + 2**16), (7, 2, 20), (8, 1, 20), (7 + 2**32, 1, 20)]
     others += [(7 + 2**63, 1, 20), (7, 20, 1)]
@@ -66,12 +70,12 @@ def test_noise_is_a_pure_function_of_its_four_coordinates() -> None:
         assert (gumbel(*other, ids) != whole).float().mean() > 0.99, other
 
 
-def test_row_of_noise_is_the_noise_of_its_ids_with_any_number_of_threads() -> None:
-    for vocab_size in (1, 5, 1000, 40_001):  # torch splits work over threads from 32,768 on
-        ids = torch.arange(vocab_size)
-        for threads in (1, 2, 3, 7):
-            torch.set_num_threads(threads)
-            assert torch.equal(gumbel_row(MAX, 2, 9, vocab_size), gumbel(MAX, 2, 9, ids))
+def test_noise_is_the_same_with_any_number_of_threads() -> None:
+    vocab_size = 40_001  # torch splits work over threads from 32,768 on
+    expected = gumbel_row(MAX, 2, 9, vocab_size)
+    for threads in (2, 3, 7):
+        torch.set_num_threads(threads)
+        assert torch.equal(gumbel_row(MAX, 2, 9, vocab_size), expected)
 
 
 def test_doubtful_roundings_are_decided_by_the_c_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,13 @@ def test_what_returns_no_logits_is_refused() -> None:
 
 
 def test_wrong_sizes_and_hooks_are_refused() -> None:
-    for name, value in (("max_length", 0), ("max_length", "5"), ("max_sequences", None)):
+    for name, value in (
+        ("max_length", 0),
+        ("max_length", "5"),
+        ("max_sequences", None),
+        ("pad_token_id", "x"),
+        ("arguments", None),
+    ):
         sizes: dict[str, Any] = {"max_length": 9, name: value}
         with pytest.raises(InvalidRequest, match=name):
             verbatim.open_forward(bigram, **sizes)
@@ -112,6 +118,22 @@ def test_wrong_sizes_and_hooks_are_refused() -> None:
         pytest.raises(InvalidRequest, match="none of the rows"),
     ):
         llm.generate([[3, 4]], SamplingParams(max_tokens=2))
+
+
+def test_the_ids_of_long_rows_take_little_memory() -> None:
+    with verbatim.open_forward(bigram, max_length=2**20) as llm:
+        runner = llm.engine.runner
+        assert 2**20 < runner.num_blocks * runner.block_size < 2**23
+        assert len(llm.generate([[5]], SamplingParams(max_tokens=3))[0].outputs[0].token_ids) == 3
+
+
+def test_errors_name_a_wrapper_with_a_step() -> None:
+    class Wrapper:
+        def run_one_forward_step(self, inputs: dict[str, Tensor]) -> Tensor:
+            return torch.zeros(3)
+
+    with pytest.raises(UnsupportedModel, match="Wrapper returned logits of shape"):
+        verbatim.open_forward(Wrapper(), max_length=9)
 
 
 def test_torchs_default_device_does_not_matter(opened: verbatim.LLM) -> None:

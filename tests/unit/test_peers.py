@@ -379,7 +379,7 @@ def test_gguf_says_how_many_experts_there_are_and_keeps_routers_in_float32(exper
 def test_rows_go_on_from_different_ids():
     pytest.importorskip("torch")
     from verbatim import LLM
-    from verbatim.bench.ours import Ours
+    from verbatim.bench.peers import Ours
 
     with LLM(make_random(**SHAPES["moe-toy"])) as llm:
         rows = Ours(llm)

@@ -12,6 +12,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from verbatim import kernels
 from verbatim.batch import Draws, SamplePlan, SampleRow
 from verbatim.errors import NotSupported
 from verbatim.params import SamplingParams
@@ -321,7 +322,7 @@ def test_wrong_plans_and_backends_are_refused(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ValueError, match="target=4: must be 0 to 3"):
         sample_rows(torch.zeros(1, 4), SamplePlan(rows))
     rows[0].target = None
-    monkeypatch.setattr(fast, "library", lambda: None)
+    monkeypatch.setattr(kernels, "library", lambda: None)
     assert sample_rows(torch.zeros(1, 4), SamplePlan(rows)).ids[0] >= 0
     with pytest.raises(NotSupported, match="kernel"):
         sample_rows(torch.zeros(1, 4), SamplePlan(rows), backend="kernel")

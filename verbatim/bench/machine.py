@@ -1,17 +1,49 @@
-"""The machine's limits: memory bandwidth and compute throughput."""
+"""Timings, random prompts, and the machine's limits: memory bandwidth and compute throughput."""
 
 from __future__ import annotations
 
+import math
+import random
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from verbatim.bench.timing import seconds
-
 _READ_BYTES = 1 << 29  # far more than any cache
 _ROWS, _DEPTH, _COLS = 512, 1024, 4096
+
+
+WARM = 2  # untimed warm-up steps
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Return the seconds of one call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def step_times(step: Callable[[], object], steps: int, most_s: float = math.inf) -> list[float]:
+    """Return the seconds of each step, after `WARM` untimed ones.
+
+    Args:
+        steps: maximum number of timed steps.
+        most_s: stop after this total time and at least three steps.
+    """
+    for _ in range(WARM):
+        step()
+    times: list[float] = []
+    while len(times) < steps and (len(times) < 3 or sum(times) < most_s):
+        times.append(seconds(step))
+    return times
+
+
+def random_ids(length: int, vocab: int) -> list[int]:
+    """Return a random prompt, without a prefix in common with others."""
+    return [random.randrange(vocab) for _ in range(length)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +94,10 @@ class Needs:
             elements -= table
         return cls(total, elements, info["kv_bytes_per_token"])
 
-    def decode_s(self, limits: Limits, rows: int, context: int) -> float:
-        """Return the minimum time of a decode step: reading weights and KV, or computing."""
-        nbytes = self.weight_bytes + rows * context * self.kv_bytes
-        return max(nbytes / limits.bandwidth, 2 * rows * self.weights / limits.flops)
+    def seconds(self, limits: Limits, rows: int, context: int) -> float:
+        """Return the minimum time of a decode step; with 0 rows of a prompt, without its attention.
 
-    def prefill_s(self, limits: Limits, length: int) -> float:
-        """Return the minimum time of a prompt, without its attention."""
-        return max(self.weight_bytes / limits.bandwidth, 2 * length * self.weights / limits.flops)
+        That is the time of reading weights and KV, or of computing.
+        """
+        nbytes = self.weight_bytes + rows * context * self.kv_bytes
+        return max(nbytes / limits.bandwidth, 2 * (rows or context) * self.weights / limits.flops)

@@ -1,4 +1,4 @@
-"""Other systems to compare with: transformers, llama.cpp and OpenVINO (with converted weights)."""
+"""The systems that are measured: Verbatim, transformers, llama.cpp and OpenVINO (with converted weights)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import importlib.util
 import inspect
 import itertools
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from verbatim.bench.ours import random_ids
-from verbatim.bench.timing import WARM, seconds, step_times
+from verbatim.bench.machine import WARM, seconds, step_times
+from verbatim.core import Request
 from verbatim.errors import InvalidRequest, ModelError, NotSupported
+from verbatim.llm import LLM
+from verbatim.params import SamplingParams
+from verbatim.protocols import Forward
 
 
 class Peer(Protocol):
@@ -23,13 +27,100 @@ class Peer(Protocol):
 
     name: str
 
-    def prefill(self, length: int) -> float:
-        """Return the seconds for a random prompt of this length, to its next token."""
+    def prefill(self, prompt: list[int]) -> float:
+        """Return the seconds for a prompt, to its next token."""
         ...
 
-    def decode(self, rows: int, context: int, steps: int) -> list[float]:
-        """Return the seconds of each decode step of `rows` sequences with `context` tokens each."""
+    def decode(self, prompts: list[list[int]], steps: int) -> list[float]:
+        """Return the seconds of each decode step after prompts of one length.
+
+        A system may copy the first prompt; the rows then go on with different ids.
+        """
         ...
+
+
+class Ours:
+    """An open engine, stepped by the benchmark.
+
+    Args:
+        llm: not used by anything else meanwhile.
+    """
+
+    name = "Verbatim"
+
+    def __init__(self, llm: LLM) -> None:
+        self._handle = llm.engine
+        self.vocab = llm.engine.admission.vocab_size
+        self.max_length = llm.max_length
+        self._budget = llm.engine.scheduler.max_batch_tokens
+
+    def prefill(self, prompt: list[int]) -> float:
+        """Return the seconds for a prompt, to its next token."""
+
+        def answer() -> None:
+            request = self.add([prompt], max_tokens=1)[0]
+            while not request.finished:
+                self._handle.step()
+
+        return seconds(answer)
+
+    def decode(self, prompts: list[list[int]], steps: int, most_s: float = math.inf) -> list[float]:
+        """Return the seconds of each decode step after these prompts; `most_s` as in `step_times`.
+
+        Raises:
+            InvalidRequest: a sequence reaches the length limit before all prompts are processed.
+        """
+        rows, longest = len(prompts), max(map(len, prompts))
+        # Running sequences grow by a token in each step that processes further prompts.
+        num_prefill_steps = math.ceil(sum(map(len, prompts)) / max(1, self._budget - rows)) + rows
+        room = self.max_length - longest
+        requests = self.add(prompts, max_tokens=min(num_prefill_steps + steps + WARM + 1, room))
+        try:
+            self._skip_prefill(requests)
+            times = step_times(self._handle.step, steps, most_s)
+            if any(request.result is not None for request in requests):
+                raise InvalidRequest(
+                    f"{rows} rows of {longest} tokens: some reach {self.max_length}, which is all "
+                    "that fits, before the others are there; take fewer rows or shorter ones"
+                )
+            return times
+        finally:
+            for request in requests:
+                self._handle.abort(request)
+
+    def mixed(self, requests: list[tuple[list[int], int]]) -> tuple[int, float]:
+        """Run all (prompt, number of new tokens) at once; return the number of new tokens and the seconds."""
+        start = time.perf_counter()
+        added = [self.add([ids], max_tokens=count)[0] for ids, count in requests]
+        while not all(request.finished for request in added):
+            self._handle.step()
+        return sum(count for _, count in requests), time.perf_counter() - start
+
+    def _skip_prefill(self, requests: list[Request]) -> None:
+        """Process the prompts without forwards, as the cost of decoding does not depend on K and V.
+
+        This takes several steps, in which earlier rows grow by some tokens. Rows continue with different
+        ids, as equal ones would select the same experts.
+        """
+
+        def random_logits(batch: Any) -> Forward:
+            return Forward(torch.rand(len(batch.logit_rows), self.vocab))
+
+        runner: Any = self._handle.runner
+        runner.forward = random_logits
+        try:
+            while not requests[-1].sequences[0].output_ids:
+                self._handle.step()
+        finally:
+            del runner.forward
+
+    def add(self, prompts: list[list[int]], *, max_tokens: int) -> list[Request]:
+        """Submit greedy requests, without a step."""
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        requests = [self._handle.admission.admit(prompt, params) for prompt in prompts]
+        for request in requests:
+            self._handle.submit(request)
+        return requests
 
 
 class Transformers:
@@ -54,35 +145,22 @@ class Transformers:
         self._vocab = self._model.config.get_text_config().vocab_size
         arguments = inspect.signature(self._model.forward).parameters
         self._cache_name = "cache" if "cache" in arguments else "past_key_values"  # before 5.24
-        self._make_cache: Callable[[], Any] = lambda: transformers.DynamicCache(
+        self.make_cache: Callable[[], Any] = lambda: transformers.DynamicCache(
             config=self._model.config
         )
 
-    def prefill(self, length: int) -> float:
-        return self.prefill_of(random_ids(length, self._vocab))
-
-    def prefill_of(self, prompt: list[int]) -> float:
-        """Return the seconds for a prompt, to its next token."""
-        ids, cache = torch.tensor([prompt]), self._make_cache()
+    def prefill(self, prompt: list[int]) -> float:
+        ids, cache = torch.tensor([prompt]), self.make_cache()
         return seconds(lambda: self._next(ids, cache))
 
-    def decode(self, rows: int, context: int, steps: int) -> list[float]:
-        return self.decode_of(random_ids(context, self._vocab), rows, steps)
-
-    def decode_of(
-        self, prompt: list[int], rows: int, steps: int, most_s: float = math.inf
-    ) -> list[float]:
-        """Return the seconds of each decode step of `rows` copies of a prompt, with different next ids.
-
-        `most_s` is as in `step_times`.
-        """
-        cache = self._make_cache()
+    def decode(self, prompts: list[list[int]], steps: int, most_s: float = math.inf) -> list[float]:
+        prompt, rows, cache = prompts[0], len(prompts), self.make_cache()
         self._next(torch.tensor([prompt]), cache)
         if rows > 1:
             try:
                 cache.batch_repeat_interleave(rows)
             except AttributeError:  # caches of recurrent layers can't
-                cache = self._make_cache()
+                cache = self.make_cache()
                 self._next(torch.tensor([prompt] * rows), cache)
         next_ids = torch.randint(self._vocab, (rows,))
 
@@ -92,18 +170,11 @@ class Transformers:
 
         return step_times(step, steps, most_s)
 
-    def logits_behind(self, prompts: list[list[int]], forced: list[list[int]]) -> torch.Tensor:
-        """Return logits `[rows, vocab]` after prompts of one length and forced ids, decoded one by one."""
-        cache = self._make_cache()
-        logits = self._logits(torch.tensor(prompts), cache)
-        for ids in zip(*forced, strict=True):
-            logits = self._logits(torch.tensor(ids)[:, None], cache)
-        return logits
-
     def _next(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
-        return self._logits(ids, cache).argmax(-1)
+        return self.logits(ids, cache).argmax(-1)
 
-    def _logits(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    def logits(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        """Return the logits after the last id of each row."""
         with torch.inference_mode():
             out = self._model(ids, use_cache=True, logits_to_keep=1, **{self._cache_name: cache})
             logits: torch.Tensor = out.logits[:, -1]
@@ -131,18 +202,18 @@ class LlamaCpp:
             raise ModelError(f"llama.cpp can't open {file}")
         self._vocab = self._lib.llama_vocab_n_tokens(self._lib.llama_model_get_vocab(self._model))
 
-    def prefill(self, length: int) -> float:
-        context = self._context(1, length)
+    def prefill(self, prompt: list[int]) -> float:
+        context = self._context(1, len(prompt))
         try:
-            ids = random_ids(length, self._vocab)
-            return seconds(lambda: self._prompt(context, ids))
+            return seconds(lambda: self._prompt(context, prompt))
         finally:
             self._lib.llama_free(context)
 
-    def decode(self, rows: int, context: int, steps: int) -> list[float]:
+    def decode(self, prompts: list[list[int]], steps: int) -> list[float]:
+        rows, context = len(prompts), len(prompts[0])
         handle = self._context(rows, context + steps + WARM)
         try:
-            self._prompt(handle, random_ids(context, self._vocab))
+            self._prompt(handle, prompts[0])
             memory = self._lib.llama_get_memory(handle)
             for row in range(1, rows):
                 self._lib.llama_memory_seq_cp(memory, 0, row, -1, -1)
@@ -173,7 +244,7 @@ class LlamaCpp:
     def _prompt(self, handle: Any, ids: list[int]) -> None:
         for start in range(0, len(ids), self._BATCH):
             part = ids[start : start + self._BATCH]
-            entries = [(token, start + i, 0) for i, token in enumerate(part)]
+            entries = [(token % self._vocab, start + i, 0) for i, token in enumerate(part)]
             self._run(handle, entries, [len(part) - 1])
 
     def _run(self, handle: Any, entries: list[tuple[int, int, int]], outputs: list[int]) -> None:
@@ -220,17 +291,15 @@ class OpenVINO:
         self._inputs = {name for port in self._compiled.inputs for name in port.get_names()}
         if "beam_idx" not in self._inputs:
             raise ModelError(f"{file} keeps no state: export it as a stateful model")
-        self._vocab = int(self._compiled.outputs[0].get_partial_shape()[-1].get_length())
 
-    def prefill(self, length: int) -> float:
-        request = self._compiled.create_infer_request()
-        ids = self._np.array([random_ids(length, self._vocab)])
+    def prefill(self, prompt: list[int]) -> float:
+        request, ids = self._compiled.create_infer_request(), self._np.array([prompt])
         return seconds(lambda: self._run(request, ids, 0))
 
-    def decode(self, rows: int, context: int, steps: int) -> list[float]:
+    def decode(self, prompts: list[list[int]], steps: int) -> list[float]:
         request = self._compiled.create_infer_request()
-        prompts = self._np.array([random_ids(context, self._vocab)] * rows)
-        ids, position = self._run(request, prompts, 0), itertools.count(context)
+        position = itertools.count(len(prompts[0]))
+        ids = self._run(request, self._np.array(prompts[:1] * len(prompts)), 0)
 
         def step() -> None:
             nonlocal ids

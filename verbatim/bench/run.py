@@ -8,41 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from verbatim.bench.machine import LimitMeter, Limits, Needs
-from verbatim.bench.ours import Ours, random_ids
-from verbatim.bench.peers import Peer
+from verbatim.bench.machine import LimitMeter, Limits, Needs, random_ids
+from verbatim.bench.peers import Ours, Peer
+from verbatim.bench.plan import BenchPlan
 from verbatim.errors import VerbatimError
-
-
-@dataclass(frozen=True, slots=True)
-class BenchPlan:
-    """The measurements of a run.
-
-    Attributes:
-        rows: batch sizes of the decode cells.
-        contexts: context lengths of the decode cells.
-        prefills: lengths of the prefill cells.
-        rounds: measurements of every system in each cell.
-        steps: decode steps per measurement.
-        mixed: requests of a mixed workload, for Verbatim only; 0 for none.
-    """
-
-    rows: tuple[int, ...] = (1, 8, 32)
-    contexts: tuple[int, ...] = (128, 1024)
-    prefills: tuple[int, ...] = (512,)
-    rounds: int = 3
-    steps: int = 8
-    mixed: int = 32
-
-    def fitting(self, max_length: int) -> tuple[BenchPlan, list[str]]:
-        """Return the plan without lengths over the model's limit, and remarks on what was left out."""
-        room = max_length - max(self.rows, default=0) - self.steps - 4
-        contexts = tuple(n for n in self.contexts if n <= room)
-        prefills = tuple(n for n in self.prefills if n < max_length)
-        dropped = [f"a context of {n}" for n in self.contexts if n not in contexts]
-        dropped += [f"a prompt of {n}" for n in self.prefills if n not in prefills]
-        plan = BenchPlan(self.rows, contexts, prefills, self.rounds, self.steps, self.mixed)
-        return plan, [f"{item} is left out: at most {max_length} tokens fit" for item in dropped]
 
 
 @dataclass(slots=True)
@@ -139,33 +108,30 @@ def measure(
     peers: list[Peer],
     machine: LimitMeter,
     needs: Needs,
-    *,
-    vocab: int,
-    max_length: int,
     say: Callable[[str], None],
 ) -> BenchReport:
     """Measure all cells, `plan.rounds` times with all systems in turn; drop a peer when it fails."""
-    plan, remarks = plan.fitting(max_length)
+    plan, remarks = plan.fitting(ours.max_length)
     report = BenchReport([ours.name, *(p.name for p in peers)], [], [], None, remarks)
     systems: list[Peer] = [ours, *peers]
-    for prompt in plan.prefills:
-        report.cells.append(Cell(0, prompt))
-    for context in plan.contexts:
-        report.cells += [Cell(rows, context) for rows in plan.rows]
+    report.cells += [Cell(0, length) for length in plan.prefills]
+    report.cells += [Cell(rows, context) for context in plan.contexts for rows in plan.rows]
     for cell in report.cells:
         say(cell.name)
         for turn in range(plan.rounds):
             limits = machine.measure()
             report.limits.append(limits)
-            limit_s = (
-                needs.decode_s(limits, cell.rows, cell.context)
-                if cell.rows
-                else needs.prefill_s(limits, cell.context)
-            )
-            cell.limits_s.append(limit_s)
+            cell.limits_s.append(needs.seconds(limits, cell.rows, cell.context))
             for system in list(systems):
+                prompts = [random_ids(cell.context, ours.vocab) for _ in range(cell.rows or 1)]
                 try:
-                    times = _turn(system, cell, plan, first=turn == 0)
+                    if not cell.rows and not turn:  # some systems compile for a new length
+                        system.prefill(prompts[0][::-1])
+                    times = (
+                        system.decode(prompts, plan.steps)
+                        if cell.rows
+                        else [system.prefill(prompts[0])]
+                    )
                 except (VerbatimError, RuntimeError, ValueError, MemoryError) as error:
                     if system is ours:
                         raise
@@ -175,18 +141,9 @@ def measure(
                 cell.seconds.setdefault(system.name, []).extend(times)
     if plan.mixed:
         say("a mixed workload")
-        requests = _mixed(plan.mixed, vocab, max_length)
-        tokens, spent = ours.mixed(requests)
-        report.mixed = len(requests), tokens, spent
+        requests = _mixed(plan.mixed, ours.vocab, ours.max_length)
+        report.mixed = len(requests), *ours.mixed(requests)
     return report
-
-
-def _turn(system: Peer, cell: Cell, plan: BenchPlan, *, first: bool) -> list[float]:
-    if cell.rows:
-        return system.decode(cell.rows, cell.context, plan.steps)
-    if first:  # warm up: some systems compile for a new length
-        system.prefill(cell.context)
-    return [system.prefill(cell.context)]
 
 
 def _mixed(count: int, vocab: int, max_length: int) -> list[tuple[list[int], int]]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,7 +16,7 @@ from verbatim.cli.interrupts import EXIT_INTERRUPTED
 from verbatim.cli.offload import OFFLOAD
 from verbatim.cli.options import MODEL, take_model, takes
 from verbatim.cli.placing import CLUSTER, opened, placement_of
-from verbatim.cli.terminal import EXIT_ERROR, WrongUsage, command, note
+from verbatim.cli.terminal import EXIT_ERROR, WrongUsage, note
 from verbatim.errors import VerbatimError
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 _PROGRESS_S = 30.0  # between progress lines, if stderr is not a terminal
 
 
-@command
 @takes(*MODEL, *OFFLOAD, *CLUSTER)
 def batch(
     arguments: Annotated[
@@ -63,12 +62,11 @@ def batch(
         raise WrongUsage(f"batch needs {error.name}: pip install '.[serve]'") from None
     from verbatim.serve.records import Records
 
-    _check_paths(source, target)
     placement = placement_of(values)
-    from verbatim.serve.batch import BatchRun
+    with Records(target, source) as records, opened(values, placement) as llm:
+        from verbatim.serve.batch import BatchRun
 
-    with Records(target) as records, opened(values, placement) as llm:
-        run = BatchRun(llm, source, records, name=name, in_flight=in_flight)
+        run = BatchRun(llm, records, name=name, in_flight=in_flight)
         _warn(run, records)
         resume = "the same command resumes there"
         try:
@@ -82,15 +80,6 @@ def batch(
     note(_summary(run, records))
     if records.num_errors:
         raise typer.Exit(EXIT_ERROR)
-
-
-def _check_paths(source: str, target: str) -> None:
-    """Check the request file before OUT is created."""
-    from verbatim.serve.records import check_source
-
-    path = check_source(source)
-    if os.path.exists(target) and path.samefile(target):
-        raise WrongUsage(f"{source}: answers can't be written to the request file")
 
 
 def _warn(run: BatchRun, records: Records) -> None:
@@ -122,21 +111,24 @@ def _progress(run: BatchRun) -> str:
     parts = [f"{run.num_done + run.num_skipped:,} lines"]
     parts += [f"{errors:,} error{'' if errors == 1 else 's'}"] if errors else []
     left = run.seconds_left
-    parts += [_speed(run), "" if left is None else f"{_clock(left)} left"]
-    return ", ".join(part for part in parts if part)
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    parts += [_speed(run)]
+    parts += [] if left is None else [f"{timedelta(seconds=round(left))} left"]
+    return ", ".join(parts)
 
 
 @contextmanager
 def _shown(run: BatchRun) -> Iterator[Callable[[], object]]:
     """Show a progress bar on a terminal, or periodic lines elsewhere; yield the per-record callback."""
     if sys.stderr is None or not sys.stderr.isatty():
-        yield _Lines(run).update
+        last = time.monotonic()
+
+        def update() -> None:
+            nonlocal last
+            if time.monotonic() - last >= _PROGRESS_S:
+                last = time.monotonic()
+                note(f"{run.bytes_done / max(1, run.num_bytes):.0%}: {_progress(run)}")
+
+        yield update
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn
@@ -152,18 +144,3 @@ def _shown(run: BatchRun) -> Iterator[Callable[[], object]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=run.num_bytes)
         yield lambda: bar.update(task, completed=run.bytes_done)
-
-
-class _Lines:
-    """Print progress lines, at most one per `_PROGRESS_S` seconds."""
-
-    def __init__(self, run: BatchRun) -> None:
-        self._run = run
-        self._last = time.monotonic()
-
-    def update(self) -> None:
-        now = time.monotonic()
-        if now - self._last >= _PROGRESS_S:
-            self._last = now
-            share = self._run.bytes_done / max(1, self._run.num_bytes)
-            note(f"{share:.0%}: {_progress(self._run)}")

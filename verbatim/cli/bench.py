@@ -3,60 +3,40 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from verbatim.bench.plan import BenchPlan
 from verbatim.cli.offload import OFFLOAD
-from verbatim.cli.options import MODEL, Option, given, takes
+from verbatim.cli.options import MODEL, Option, fields_of, given, helps, numbers, takes
 from verbatim.cli.placing import CLUSTER, opened, placement_of
-from verbatim.cli.terminal import WrongUsage, command, note
+from verbatim.cli.terminal import WrongUsage, note
 
 if TYPE_CHECKING:
     from verbatim.bench.peers import Peer
-    from verbatim.bench.run import BenchPlan, BenchReport
+    from verbatim.bench.run import BenchReport
     from verbatim.llm import LLM
 
 _WORK, _PEERS = "Workload", "Other systems"
 
 
-def _numbers(name: str, text: str) -> tuple[int, ...]:
-    try:
-        numbers = tuple(dict.fromkeys(int(part) for part in text.split(",") if part.strip()))
-    except ValueError:
-        numbers = (0,)
-    if any(n < 1 for n in numbers):
-        raise WrongUsage(f"--{name} {text!r}: must be integers of 1 or more, such as 1,8,32")
-    return numbers
-
-
-def _at_least(least: int, name: str, number: int) -> int:
-    if number < least:
-        raise WrongUsage(f"--{name} {number}: must be {least} or more")
-    return number
-
-
-def _work(name: str, text: str, default: str) -> Option:
-    """Return the option of several numbers of a `BenchPlan`."""
-    text = f"{text} Default: {default}."
-    return Option(name, str, _WORK, text, "N,N,...", partial(_numbers, name))
-
-
-def _count(name: str, text: str, default: int, least: int = 1) -> Option:
-    """Return the option of one number of a `BenchPlan`."""
-    text = f"{text} Default: {default}."
-    return Option(name, int, _WORK, text, read=partial(_at_least, least, name))
-
-
+_PLAN = BenchPlan()
 WORKLOAD = (
-    _work("rows", "Sequences decoded at once.", "1,8,32"),
-    _work("contexts", "Context lengths in tokens.", "128,1024"),
-    _work("prefills", "Prompt lengths in tokens.", "512"),
-    _count("mixed", "Requests in the mixed workload; 0 skips it.", 32, least=0),
-    _count("rounds", "Turns per system and case.", 3),
-    _count("steps", "Decode steps per turn.", 8),
+    *(
+        Option(
+            name,
+            str,
+            _WORK,
+            helps(BenchPlan)[name],
+            "N,N,...",
+            numbers(name, "integers of 1 or more, such as 1,8,32"),
+            ",".join(map(str, getattr(_PLAN, name))),
+        )
+        for name in ("rows", "contexts", "prefills")
+    ),
+    *fields_of(_PLAN, _WORK, int, "mixed rounds steps"),
 )
 OTHERS = (
     Option("peers", bool, _PEERS, "Measure transformers on the same model.", default=True),
@@ -71,7 +51,6 @@ OTHERS = (
 )
 
 
-@command
 @takes(*WORKLOAD, *OTHERS, *MODEL, *OFFLOAD, *CLUSTER, positional_model=True)
 def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -85,10 +64,7 @@ def bench(
     Compare ratios rather than speeds: other work on the machine slows all systems alike. The limit is the
     time to read weights and KV cache once, or to compute the matrix products, measured in the same turns.
     """
-    numbers = given(values, WORKLOAD)
-    from verbatim.bench.run import BenchPlan
-
-    plan = BenchPlan(**numbers)
+    plan = BenchPlan(**given(values, WORKLOAD))
     _check(plan, plot, values["gguf"], values["openvino"])
     placement = placement_of(values)
     if values["max_sequences"] is None:
@@ -128,7 +104,7 @@ def _measure(
     import torch
 
     from verbatim.bench.machine import LimitMeter, Needs
-    from verbatim.bench.ours import Ours
+    from verbatim.bench.peers import Ours
     from verbatim.bench.run import measure
 
     info = llm.info()
@@ -137,15 +113,9 @@ def _measure(
         torch.set_num_threads(settings["num_threads"])
     others, remarks = _peers(settings, dtype, with_transformers)
     note(f"{info['model']}: {info['architecture']}, {info['dtype']}, {info['numerics_key']}")
+    needs = Needs.of(llm.engine.config, info)
     report = measure(
-        plan,
-        Ours(llm),
-        others,
-        LimitMeter(dtype),
-        Needs.of(llm.engine.config, info),
-        vocab=info["vocab_size"],
-        max_length=llm.max_length,
-        say=lambda what: note(f"measuring {what}"),
+        plan, Ours(llm), others, LimitMeter(dtype), needs, lambda what: note(f"measuring {what}")
     )
     report.remarks[:0] = remarks
     return report

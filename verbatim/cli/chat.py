@@ -21,9 +21,7 @@ from verbatim.cli.options import (
 from verbatim.cli.placing import CLUSTER, opened, placement_of
 from verbatim.cli.terminal import (
     WrongUsage,
-    command,
     end_line,
-    ending,
     interruptible,
     note,
     one_line,
@@ -42,7 +40,6 @@ HELP = """/clear  clear the conversation
 Ctrl-C ends an answer and keeps the part already generated; at the prompt it quits."""
 
 
-@command
 @takes(*SAMPLING, *MODEL, *OFFLOAD, *CLUSTER, show_defaults=False, positional_model=True)
 def chat(
     system: Annotated[
@@ -128,14 +125,12 @@ class Transcript:
         params = seeded(self.params)
         stream = self.llm.chat_stream(messages, params)
         try:
-            with interruptible() as interrupt, ending(stream) as deltas:
+            with interruptible(stream) as deltas:
                 for delta in deltas:
                     answer += delta.text
                     sys.stdout.write(delta.text)
                     sys.stdout.flush()
                     result = delta.result or result
-                    if interrupt.pressed:
-                        break
         except (KeyboardInterrupt, VerbatimError):
             end_line(answer)
             raise

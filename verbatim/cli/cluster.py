@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verbatim.cli.terminal import WrongUsage, command, size_text
+from verbatim.cli.terminal import WrongUsage, size_text
 from verbatim.errors import NotSupported, VerbatimError
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ _Address = Annotated[
 
 
 @cluster.command()
-@command
 def start(
     extra: _Extra = None,
     port: Annotated[
@@ -87,7 +86,6 @@ Anyone who has the token and can reach these machines can run code on them. It i
 
 
 @cluster.command()
-@command
 def join(
     head: Annotated[
         str, typer.Argument(help="HOST:PORT of the head, as `verbatim cluster start` prints it.")
@@ -117,7 +115,6 @@ def join(
 
 
 @cluster.command()
-@command
 def stop() -> None:
     """Stop every Ray process on this machine, including those it did not start."""
     _check_ray()
@@ -129,7 +126,6 @@ def stop() -> None:
 
 
 @cluster.command()
-@command
 def status(
     address: Annotated[
         str | None,

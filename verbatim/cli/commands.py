@@ -6,17 +6,28 @@ respond at once.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from verbatim._version import __version__
 from verbatim.cli import batch, bench, chat, cluster, generate, info, plan, score, serve, verify
 from verbatim.cli.interrupts import EXIT_BROKEN_PIPE
-from verbatim.cli.terminal import note
+from verbatim.cli.terminal import note, reported
+
+
+class _Commands(TyperGroup):
+    """The commands, with their errors as one line and an exit status."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with reported():
+            return super().invoke(ctx)
+
 
 app = typer.Typer(
     name="verbatim",
+    cls=_Commands,
     help="Generate text from any causal language model: the same tokens everywhere.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,11 +24,8 @@ from verbatim.cli.options import (
 )
 from verbatim.cli.placing import CLUSTER, opened, placement_of
 from verbatim.cli.terminal import (
-    Interrupt,
     WrongUsage,
-    command,
     end_line,
-    ending,
     interruptible,
     note,
 )
@@ -43,7 +39,6 @@ if TYPE_CHECKING:
     from verbatim.llm import LLM
 
 
-@command
 @takes(*SAMPLING, *GENERATE_ONLY, *MODEL, ADAPTERS, *OFFLOAD, *CLUSTER)
 def generate(
     arguments: Annotated[
@@ -86,10 +81,10 @@ def _run(llm: LLM, source: str | list[int], params: SamplingParams, as_json: boo
     result: Result | None = None
     live = params.n == 1 and not as_json
     start = time.perf_counter()
-    # Beam search yields no delta before its end, and Ctrl-C must not wait for that.
-    watching = interruptible() if params.num_beams == 1 else nullcontext(Interrupt())
     try:
-        with watching as interrupt, ending(llm.stream(source, params)) as deltas:
+        # Beam search yields no delta before its end, and Ctrl-C must not wait for that.
+        stream, at_once = llm.stream(source, params), params.num_beams > 1
+        with interruptible(stream, at_once=at_once) as deltas:
             for delta in deltas:
                 texts[delta.index] += delta.text
                 counts[delta.index] += len(delta.token_ids)
@@ -97,8 +92,6 @@ def _run(llm: LLM, source: str | list[int], params: SamplingParams, as_json: boo
                 if live and delta.text:
                     sys.stdout.write(delta.text)
                     sys.stdout.flush()
-                if interrupt.pressed:
-                    break
     except (KeyboardInterrupt, VerbatimError):
         end_line(texts[0] if live else "")
         raise

@@ -9,10 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from verbatim.cli.options import MODEL, open_llm, takes
-from verbatim.cli.terminal import command, size_text
+from verbatim.cli.terminal import size_text
 
 
-@command
 @takes(*MODEL, positional_model=True)
 def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

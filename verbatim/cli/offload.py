@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from verbatim.cli.options import Option, given
+from verbatim.cli.options import Option, given, numbers
 from verbatim.cli.terminal import WrongUsage, note
 
 if TYPE_CHECKING:
@@ -18,13 +17,6 @@ _PANEL = "Offload: a model larger than its memory"
 
 def _budget(text: str) -> int | str:
     return 0 if text.strip() == "0" else text
-
-
-def _numbers(name: str, kind: type, what: str, text: str) -> tuple[Any, ...]:
-    try:
-        return tuple(kind(part) for part in text.split(","))
-    except ValueError:
-        raise WrongUsage(f"--{name} {text!r}: must be {what}") from None
 
 
 def _policy(text: str) -> str | None:
@@ -44,7 +36,7 @@ PLACING = (
             _PANEL,
             f"Percents of {what} in gpu, cpu and disk. Default: planned.",
             "G,C,D",
-            partial(_numbers, name, float, "percents, such as 20,50,30"),
+            numbers(name, "percents, such as 20,50,30", float),
         )
         for name, what in (
             ("weights", "the weights"),
@@ -69,7 +61,7 @@ PLACING = (
         _PANEL,
         "Prompt and new tokens of a typical request. Default: 512,128.",
         "N,N",
-        partial(_numbers, "workload", int, "prompt tokens and new tokens, such as 512,128"),
+        numbers("workload", "prompt tokens and new tokens, such as 512,128"),
     ),
 )
 

@@ -106,6 +106,18 @@ def fields_of(
     )
 
 
+def numbers(name: str, what: str, kind: type = int) -> Callable[[str], tuple[Any, ...]]:
+    """Return the reader of an option of numbers that are separated by commas; `what` describes them."""
+
+    def read(text: str) -> tuple[Any, ...]:
+        try:
+            return tuple(kind(part) for part in text.split(",") if text.strip())
+        except ValueError:
+            raise WrongUsage(f"--{name} {text!r}: must be {what}") from None
+
+    return read
+
+
 def _text_or_file(text: str) -> str:
     # A character has up to four bytes; SamplingParams counts characters.
     return read_file(text, text[1:], 4 * MAX_STRUCTURE_CHARS) if text.startswith("@") else text

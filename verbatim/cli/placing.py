@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from verbatim.cli.offload import offload_of, report_stats
-from verbatim.cli.options import Option, given, open_llm
+from verbatim.cli.options import Option, given, numbers, open_llm
 from verbatim.cli.terminal import WrongUsage, note
 
 if TYPE_CHECKING:
@@ -16,15 +16,6 @@ if TYPE_CHECKING:
     from verbatim.placement.offload.choice import Offload
 
 _PANEL = "Cluster: a model in stages"
-
-
-def _layers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise WrongUsage(
-            f"--layers {text!r}: must be the number of layers of each stage, such as 8,8,12"
-        ) from None
 
 
 def _amount(text: str) -> int | str:
@@ -40,7 +31,14 @@ CLUSTER = (
         "Address of the cluster, as `verbatim cluster start` prints it. Default: this machine alone.",
         "HOST:PORT",
     ),
-    Option("layers", str, _PANEL, "Layers per stage. Default: assigned.", "N,N,...", _layers),
+    Option(
+        "layers",
+        str,
+        _PANEL,
+        "Layers per stage. Default: assigned.",
+        "N,N,...",
+        numbers("layers", "the number of layers of each stage, such as 8,8,12"),
+    ),
     Option(
         "keep",
         str,

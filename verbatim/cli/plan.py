@@ -10,7 +10,6 @@ import typer
 
 from verbatim.cli.offload import PLACING, offload_of
 from verbatim.cli.options import MODEL, given, takes
-from verbatim.cli.terminal import command
 
 if TYPE_CHECKING:
     from verbatim.placement.offload.choice import Offload
@@ -25,7 +24,6 @@ _SOURCE = ("config", "revision", "trust_remote_code", "dtype")
 _OPTIONS = tuple(option for option in MODEL if option.name in _SHAPING)
 
 
-@command
 @takes(*PLACING, *_OPTIONS, positional_model=True)
 def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

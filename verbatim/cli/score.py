@@ -13,7 +13,7 @@ from verbatim.cli.generate import parse_ids, read_input
 from verbatim.cli.offload import OFFLOAD
 from verbatim.cli.options import MODEL, takes
 from verbatim.cli.placing import CLUSTER, opened, placement_of
-from verbatim.cli.terminal import WrongUsage, command
+from verbatim.cli.terminal import WrongUsage
 from verbatim.params import SamplingParams
 from verbatim.plain import to_json
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from verbatim.llm import LLM
 
 
-@command
 @takes(*MODEL, *OFFLOAD, *CLUSTER)
 def score(
     prompts: Annotated[

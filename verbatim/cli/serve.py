@@ -10,7 +10,7 @@ from typing import Any
 from verbatim.cli.offload import OFFLOAD
 from verbatim.cli.options import ADAPTERS, MODEL, Option, fields_of, given, helps, takes
 from verbatim.cli.placing import CLUSTER, opened, placement_of
-from verbatim.cli.terminal import WrongUsage, command, note
+from verbatim.cli.terminal import WrongUsage, note
 from verbatim.files import read_file
 from verbatim.serve.settings import LOCAL_HOSTS, ServeSettings, is_local
 
@@ -60,7 +60,6 @@ SERVER = (
 )
 
 
-@command
 @takes(*SERVER, *MODEL, ADAPTERS, *OFFLOAD, *CLUSTER, positional_model=True)
 def serve(**values: Any) -> None:
     """Serve a model: OpenAI's API, Verbatim's own endpoints, and a playground at /.

@@ -6,17 +6,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import wraps
+from contextlib import closing, contextmanager, suppress
 from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import typer
 
 from verbatim.cli.interrupts import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED
 from verbatim.errors import VerbatimError
-
-T = TypeVar("T")
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
@@ -44,41 +41,38 @@ def one_line(error: BaseException) -> str:
     return "verbatim: " + (" ".join(str(error).split()) or type(error).__name__)
 
 
-def command(function: Callable[..., object]) -> Callable[..., None]:
-    """Make a command report its errors as one line and an exit status."""
-
-    @wraps(function)
-    def run(*args: object, **kwargs: object) -> None:
-        if sys.stdout is None:
-            note("verbatim: stdout is closed: can't write the output")
-            raise typer.Exit(EXIT_ERROR)
-        for stream in (sys.stdout, sys.stderr):
-            reconfigure = getattr(stream, "reconfigure", None)
-            if reconfigure is not None:  # a terminal that can't show a character shows a "?"
-                reconfigure(errors="replace")
-        try:
-            function(*args, **kwargs)
-            sys.stdout.flush()
-        except VerbatimError as error:
-            note(one_line(error))
-            wrong = isinstance(error, WrongUsage)
-            raise typer.Exit(EXIT_USAGE if wrong else EXIT_ERROR) from None
-        except KeyboardInterrupt:
-            note("verbatim: interrupted")
-            raise typer.Exit(EXIT_INTERRUPTED) from None
-        except BrokenPipeError:
-            _leave(EXIT_BROKEN_PIPE)
-        except OSError as error:
-            note(f"verbatim: can't write to stdout: {error.strerror or error}")
-            _leave(EXIT_ERROR)
-
-    return run
+@contextmanager
+def reported() -> Iterator[None]:
+    """Turn the errors of a command into one line and an exit status."""
+    if sys.stdout is None:
+        note("verbatim: stdout is closed: can't write the output")
+        raise typer.Exit(EXIT_ERROR)
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:  # a terminal that can't show a character shows a "?"
+            reconfigure(errors="replace")
+    try:
+        yield
+        sys.stdout.flush()
+    except VerbatimError as error:
+        note(one_line(error))
+        wrong = isinstance(error, WrongUsage)
+        raise typer.Exit(EXIT_USAGE if wrong else EXIT_ERROR) from None
+    except KeyboardInterrupt:
+        note("verbatim: interrupted")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except BrokenPipeError:
+        _leave(EXIT_BROKEN_PIPE)
+    except OSError as error:
+        note(f"verbatim: can't write to stdout: {error.strerror or error}")
+        _leave(EXIT_ERROR)
 
 
 def exit_status(function: Callable[..., object], *arguments: object) -> int:
     """Run a function as a command, and return its exit status."""
     try:
-        command(function)(*arguments)
+        with reported():
+            function(*arguments)
     except typer.Exit as end:
         return end.exit_code
     return 0
@@ -93,41 +87,37 @@ def _leave(status: int) -> NoReturn:
     raise typer.Exit(status) from None
 
 
-class Interrupt:
-    """A flag: Ctrl-C was pressed since the answer began."""
-
-    def __init__(self) -> None:
-        self.pressed = False
-
-    def press(self, _number: int, _frame: FrameType | None) -> None:
-        if self.pressed:
-            raise KeyboardInterrupt
-        self.pressed = True
-
-
 @contextmanager
-def interruptible() -> Iterator[Interrupt]:
-    """Turn the first Ctrl-C into a flag, so that an answer ends between two steps of the engine.
+def interruptible(stream: Any, *, at_once: bool = False) -> Iterator[Iterator[Any]]:
+    """Give the deltas of a stream up to the first Ctrl-C, so that it ends between two steps of the engine.
 
-    A second Ctrl-C raises KeyboardInterrupt, also in the middle of a step.
+    A second Ctrl-C raises KeyboardInterrupt, also in the middle of a step. At the end of the block the
+    stream is closed, which aborts its request.
+
+    Args:
+        at_once: the first Ctrl-C raises KeyboardInterrupt.
     """
-    interrupt = Interrupt()
-    before = signal.signal(signal.SIGINT, interrupt.press)
+    pressed, before = False, signal.getsignal(signal.SIGINT)
+
+    def press(_number: int, _frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    def deltas() -> Iterator[Any]:
+        for delta in stream:
+            yield delta
+            if pressed:
+                return
+
+    if not at_once:
+        signal.signal(signal.SIGINT, press)
     try:
-        yield interrupt
+        with closing(stream):
+            yield deltas()
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def ending(stream: Iterator[T]) -> Iterator[Iterator[T]]:
-    """Close a stream of deltas on exit, which aborts its request in the engine."""
-    try:
-        yield stream
-    finally:
-        close = getattr(stream, "close", None)
-        if close is not None:
-            close()
 
 
 def size_text(nbytes: float) -> str:

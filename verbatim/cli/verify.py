@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verbatim.cli.options import ADAPTERS, MODEL, adapters_of, given, prepare, takes
-from verbatim.cli.terminal import EXIT_ERROR, command, note
+from verbatim.cli.terminal import EXIT_ERROR, note
 from verbatim.plain import to_json
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ _OPTIONS = tuple(option for option in MODEL if option.name in _SHAPING)
 _WIDTH = 150  # of the table, if stdout is not a terminal
 
 
-@command
 @takes(*_OPTIONS, ADAPTERS, positional_model=True)
 def verify(
     tokens: Annotated[

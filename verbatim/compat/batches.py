@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,31 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.core import Completion, FinishReason
+from verbatim.core import Completion, FinishReason, Request
 from verbatim.core import Sequence as Row
 from verbatim.errors import InvalidRequest, NotSupported, RequestFailed
 from verbatim.tensors import check_padded
-
-
-def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """Return `value`, an integer of Python, numpy or a tensor with one element, as Python's.
-
-    Raises:
-        InvalidRequest: `value` is not an integer, or is outside of `low` to `high`.
-    """
-    try:
-        number = low - 1 if isinstance(value, bool) else operator.index(value)
-    except (TypeError, RuntimeError):  # a tensor without data is the latter
-        number = low - 1
-    if number < low or (high is not None and number > high):
-        upper = " or more" if high is None else f" to {high}"
-        raise InvalidRequest(f"{name}={value!r}: must be an integer, {low}{upper}")
-    return number
-
-
-def optional_integer(name: str, value: Any, low: int, high: int | None = None) -> int | None:
-    """Return `integer`, or None for None."""
-    return None if value is None else integer(name, value, low, high)
 
 
 def accepts(function: Any, *args: Any, unknown: bool = False, **kwargs: Any) -> bool:
@@ -222,3 +200,20 @@ def check_complete(row: int, output: Completion | Row) -> None:
     """Raise RequestFailed if the row was aborted, for example by closing a shared engine."""
     if output.finish_reason is FinishReason.ABORT:
         raise RequestFailed(f"row {row} was ended from outside, by close() or pause('abort')")
+
+
+def new_rows(requests: Sequence[Request]) -> tuple[list[list[int]], int]:
+    """Return the new ids of each row so far, and the number of columns that no step changes.
+
+    Raises:
+        RequestFailed: a row was aborted. Or the error of one.
+    """
+    rows, growing = [], []
+    for number, request in enumerate(requests):
+        if request.error is not None:
+            raise request.error
+        row = request.sequences[0]
+        check_complete(number, row)
+        rows.append(list(row.output_ids))
+        growing += [] if request.finished else [len(row.output_ids)]
+    return rows, min(growing) if growing else max(map(len, rows), default=0)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 from verbatim.batch import ZERO_STATE, Batch, Draws, SamplePlan, SampleRow
 from verbatim.core import GrammarState, Sequence
+from verbatim.placement.offload.cut import cut
 from verbatim.sampling.rows import draw_row
 from verbatim.sampling.stopping import single_stop_ids
 
@@ -32,8 +32,6 @@ class Rows:
 
     start: int  # slot of the first row in the drafter's blocks
     token_ids: list[int]
-    source: int = ZERO_STATE  # slot of the state before the first row
-    target: int = ZERO_STATE  # and of that after the last one
 
 
 class Chain:
@@ -92,35 +90,23 @@ class Chain:
 
     def _draw(self, step: int, drafts: list[ActiveDraft], rows: list[Rows]) -> list[int]:
         """Return the next token of each draft; -1 if none can be drawn."""
-        # The last item: whether the piece contains the predicting row.
-        pieces: list[tuple[ActiveDraft, Rows, bool]] = []
-        drawn: dict[int, int] = {}
-        room = self._max_rows
-
-        def flush() -> None:
-            nonlocal pieces, room
-            last = [draft for draft, _, ends in pieces if ends]
-            plan = SamplePlan([_row(draft) for draft in last]) if last else None
-            draws = self.run(step, _batch(pieces), plan)
-            if draws is not None:
-                for draft, token_id in zip(last, draws.ids, strict=True):
-                    drawn[id(draft)] = token_id
-            pieces, room = [], self._max_rows
-
-        for draft, row in zip(drafts, rows, strict=True):
-            start, left = row.start, row.token_ids
-            source = draft.states.get(start, ZERO_STATE)
-            target = draft.states.get(start + len(left), ZERO_STATE)
-            while left:
-                piece, left = left[:room], left[room:]
-                pieces.append((draft, Rows(start, piece, source, target), not left))
-                source = target  # where an unfinished state is kept, too
-                start, room = start + len(piece), room - len(piece)
-                if not room:
-                    flush()
-        if pieces:
-            flush()
-        return [drawn[id(draft)] for draft in drafts]
+        lasts = [end - 1 for end in accumulate(len(row.token_ids) for row in rows)]
+        pairs = list(zip(drafts, rows, strict=True))
+        sources = [draft.states.get(row.start, ZERO_STATE) for draft, row in pairs]
+        targets = [
+            draft.states.get(row.start + len(row.token_ids), ZERO_STATE) for draft, row in pairs
+        ]
+        batch = Batch.of(
+            [(row.token_ids, row.start, draft.blocks) for draft, row in pairs],
+            lasts,
+            states=(sources, lasts, targets),
+        )
+        wanted, drawn = [_row(draft) for draft in drafts], list[int]()
+        for part in cut(batch, len(drafts), self._max_rows):
+            here = wanted[len(drawn) : len(drawn) + len(part.logit_rows)]
+            draws = self.run(step, part, SamplePlan(here) if here else None)
+            drawn += [] if draws is None else draws.ids
+        return drawn
 
 
 def _row(draft: ActiveDraft) -> SampleRow:
@@ -141,16 +127,3 @@ def _extend(draft: ActiveDraft, token_id: int) -> bool:
         return draft.grammar is None or not draft.grammar.push(token_id)
     except Exception:  # the error counts only if the model draws this token
         return False
-
-
-def _batch(pieces: SequenceOf[tuple[ActiveDraft, Rows, bool]]) -> Batch:
-    last_rows = [end - 1 for end in accumulate(len(rows.token_ids) for _, rows, _ in pieces)]
-    return Batch.of(
-        [(rows.token_ids, rows.start, draft.blocks) for draft, rows, _ in pieces],
-        [last for last, (_, _, ends) in zip(last_rows, pieces, strict=True) if ends],
-        states=(
-            [rows.source for _, rows, _ in pieces],
-            last_rows,
-            [rows.target for _, rows, _ in pieces],
-        ),
-    )

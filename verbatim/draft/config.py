@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from verbatim.checks import integer
 from verbatim.draft.ngram import Ngram
 from verbatim.errors import InvalidRequest
 from verbatim.model.early_exit import EarlyExit
@@ -51,14 +52,6 @@ class DraftModel:
 Drafter = Proposer | DraftModel | EarlyExit | Mtp
 
 
-@dataclass(frozen=True, slots=True)
-class DraftOptions:
-    """`LLM`'s options for drafts, validated."""
-
-    draft: Drafter | None = None
-    num_tokens: int | None = None  # tokens per draft; None: adaptive
-
-
 MAX_FIXED = 64  # limit of `num_draft_tokens`
 
 _BY_NAME: dict[str, Callable[[], Drafter]] = {"ngram": Ngram, "mtp": Mtp, "early-exit": EarlyExit}
@@ -93,10 +86,7 @@ def resolve_draft_tokens(value: Any, draft: Any) -> int | None:
     """
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_FIXED:
-        raise InvalidRequest(
-            f"num_draft_tokens={value!r}: must be an integer, 0 to {MAX_FIXED}, or None"
-        )
+    num_tokens = integer("num_draft_tokens", value, 0, MAX_FIXED, optional=True)
     if draft is None:
-        raise InvalidRequest(f"num_draft_tokens={value}: requires draft=...")
-    return value
+        raise InvalidRequest(f"num_draft_tokens={num_tokens}: requires draft=...")
+    return num_tokens

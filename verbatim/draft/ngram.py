@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 
+from verbatim.checks import integer
 from verbatim.core import Sequence
-from verbatim.errors import InvalidRequest
 
 _MAX_CANDIDATES = 16  # maximum number of earlier matches that are compared
 MAX_MATCH = 32  # a match of this many tokens is as good as any longer one
@@ -26,10 +26,7 @@ class Ngram:
     """
 
     def __init__(self, min_match: int = 2) -> None:
-        is_integer = isinstance(min_match, int) and not isinstance(min_match, bool)
-        if not is_integer or not 1 <= min_match <= MAX_MATCH:
-            raise InvalidRequest(f"min_match={min_match!r}: must be an integer, 1 to {MAX_MATCH}")
-        self.min_match = min_match
+        self.min_match = integer("min_match", min_match, 1, MAX_MATCH)
         self._histories: weakref.WeakKeyDictionary[Sequence, History] = weakref.WeakKeyDictionary()
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:

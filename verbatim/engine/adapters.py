@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from verbatim.batch import Adapter, LowRank
+from verbatim.core import Request
 from verbatim.errors import InvalidRequest
 from verbatim.protocols import Runner
 from verbatim.spelling import did_you_mean
@@ -23,10 +25,13 @@ class LoadedAdapters:
     """Loads and unloads adapters of a runner, under the engine lock; names are read from any thread.
 
     An unloaded adapter stays in memory until the requests that use it have ended.
+
+    Args:
+        active: the unfinished requests, by id.
     """
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+    def __init__(self, runner: Runner, active: Mapping[str, tuple[Request, Any]]) -> None:
+        self._runner, self._active = runner, active
         self._loaded: dict[str, _Loaded] = {}
         self._retired: set[int] = set()  # numbers of unloaded adapters that are still in memory
         self._last = 0
@@ -72,19 +77,23 @@ class LoadedAdapters:
             "parameters": sum(low.a.numel() + low.b.numel() for low in layers.values()),
         }
         self._loaded[name] = _Loaded(self._last, info)
+        self.free()
 
     def unload(self, name: str) -> None:
-        """Remove an adapter's name; `free` frees its memory.
+        """Remove an adapter's name; requests that use it go on.
 
         Raises:
             InvalidRequest: no adapter has this name.
         """
         self._retired.add(self.number_of(name))
         del self._loaded[name]
+        self.free()
 
-    def free(self, used: Iterable[int]) -> None:
-        """Free the unloaded adapters whose numbers are not in `used`."""
-        for number in self._retired - set(used) if self._retired else ():
+    def free(self) -> None:
+        """Free the unloaded adapters that no request uses any more."""
+        if not self._retired:
+            return
+        for number in self._retired - {request.adapter for request, _ in self._active.values()}:
             self._retired.discard(number)
             self._runner.unload_adapter(number)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 import secrets
 import time
 from collections.abc import Mapping, Set
@@ -14,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from verbatim.batch import Support
 from verbatim.beam import BeamSearch
-from verbatim.core import BadWords, GrammarState, Request, Sequence, SessionCache
+from verbatim.core import BadWords, GrammarState, Request, Sequence, SessionCache, Token
 from verbatim.engine.adapters import LoadedAdapters
 from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong, RequestFailed
 from verbatim.params import CHOICES, SamplingParams
@@ -76,11 +74,25 @@ class Admission:
         other.tokenizer, other.max_length, other._compiler = tokenizer, max_length, None
         return other
 
-    def admit(self, prompt: Prompt, params: SamplingParams, *, first_sample: int = 0) -> Request:
+    def admit(
+        self,
+        prompt: Prompt | None,
+        params: SamplingParams,
+        *,
+        first_sample: int = 0,
+        ids: list[int] | None = None,
+        resumed_ids: SequenceOf[int] = (),
+        resumed_text: str = "",
+        session_cache: SessionCache | None = None,
+    ) -> Request:
         """Return a request for `prompt`, a string or a sequence of ids.
 
         Args:
             first_sample: the sample index of completion 0.
+            ids: all ids before the completion, of which the prompt's are the last; None: the prompt's.
+            resumed_ids: tokens of the completion that exist already.
+            resumed_text: their text, already sent.
+            session_cache: of the session that this is a turn of, which sets the limit.
 
         Raises:
             InvalidRequest: an empty prompt, an id outside the vocabulary, text without a tokenizer, an
@@ -89,60 +101,17 @@ class Admission:
             NotSupported: not supported by this model, or not in this combination.
         """
         self._check_params(params)
-        text = prompt if isinstance(prompt, str) else None
-        return self._request(text, self.prompt_ids(prompt), params, first_sample=first_sample)
-
-    def admit_turn(
-        self,
-        prompt: str | None,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        session_cache: SessionCache,
-        *,
-        resumed_ids: SequenceOf[int] = (),
-        resumed_text: str = "",
-    ) -> Request:
-        """Return a request for one turn of a session, within the session's `max_length`.
-
-        Args:
-            prompt: the prompt text, if given as text.
-            prompt_ids: all ids before the completion.
-            resumed_ids: tokens of the completion that exist already.
-            resumed_text: their text, already sent.
-
-        Raises:
-            As `admit`; NotSupported for several completions.
-        """
-        self._check_params(params)
-        for name in ("n", "num_beams"):
-            if getattr(params, name) != 1:
-                raise NotSupported(
-                    f"{name}={getattr(params, name)} in a session: a turn has one completion; "
-                    "use generate with session.token_ids for several"
-                )
-        return self._request(
-            prompt,
-            prompt_ids,
-            params,
-            limit=(session_cache.max_length, "the session's max_length"),
-            resumed_ids=list(resumed_ids),
-            resumed_text=resumed_text,
-            session_cache=session_cache,
-        )
-
-    def _request(
-        self,
-        text: str | None,
-        ids: list[int],
-        params: SamplingParams,
-        *,
-        first_sample: int = 0,
-        limit: tuple[int, str] | None = None,
-        resumed_ids: SequenceOf[int] = (),
-        resumed_text: str = "",
-        session_cache: SessionCache | None = None,
-    ) -> Request:
-        limit_tokens, source = limit or (self.max_length, self.limit_source)
+        limit_tokens, source = self.max_length, self.limit_source
+        if session_cache is not None:
+            limit_tokens, source = session_cache.max_length, "the session's max_length"
+            for name in ("n", "num_beams"):
+                if getattr(params, name) != 1:
+                    raise NotSupported(
+                        f"{name}={getattr(params, name)} in a session: a turn has one completion; "
+                        "use generate with session.token_ids for several"
+                    )
+        if ids is None:
+            ids = self.prompt_ids(prompt if prompt is not None else [])
         num_given = len(ids) + len(resumed_ids)
         room = limit_tokens - num_given
         if room < 0 or (room == 0 and params.max_tokens != 0):
@@ -160,7 +129,7 @@ class Admission:
         bad_words = self._bad_words(params)
         request = Request(
             request_id=f"request-{next(self._count)}",
-            prompt=text,
+            prompt=prompt if isinstance(prompt, str) else None,
             prompt_ids=ids,
             params=params,
             # 53 bits survive every JSON reader unrounded.
@@ -361,12 +330,7 @@ def _resume(sequence: Sequence, watch: StopWatch) -> None:
             )
     watch.resume(ids, request.resumed_text)
     sequence.output_ids = list(ids)
-    # Placeholders that keep the lists as long as the ids; they are never returned.
-    sequence.weight_versions = [0] * len(ids)
-    sequence.logprobs = [math.nan] * len(ids)
-    sequence.sampled_logprobs = [math.nan] * len(ids)
-    sequence.top_logprobs = [[] for _ in ids] if request.params.logprobs is not None else []
-    sequence.supports = [Support(None, 0.0) for _ in ids] if request.params.support else []
+    sequence.tokens = [Token()] * len(ids)  # never returned
     sequence.num_sent = len(ids)
 
 

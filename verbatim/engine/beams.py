@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from verbatim.batch import Candidate, Draws
-from verbatim.core import Request, Sequence
+from verbatim.core import Request, Sequence, Token
 from verbatim.engine.scheduler import Scheduler
 from verbatim.errors import RequestFailed
 
@@ -24,11 +24,9 @@ def add_candidates(
     """
     beam.candidates = draws.candidates[row]
     beam.request.note_token()
-    # The entries of the next token are kept with the beam, and copied to its children.
-    if hidden is not None:
-        beam.hidden.append(hidden)
-    if beam.request.params.logprobs is not None:
-        beam.top_logprobs.append(draws.top(row))
+    beam.next_token = Token(
+        weight_version=beam.request.weight_version, top_logprobs=draws.top(row), hidden=hidden
+    )
     return _advance(beam.request, scheduler)
 
 
@@ -58,8 +56,7 @@ def _advance(request: Request, scheduler: Scheduler) -> list[Sequence]:
 def _child(parent: Sequence, candidate: Candidate) -> Sequence:
     """Return a fork of `parent` with one more token, which may finish it."""
     child = parent.fork(0)
-    child.logprobs.append(candidate.logprob)
-    child.push(candidate.token_id)
+    child.push(candidate.token_id, parent.next_token._replace(logprob=candidate.logprob))
     if not child.finished and child.grammar is not None and child.grammar.is_complete():
         child.complete()
     return child
@@ -75,8 +72,5 @@ def finish_search(request: Request) -> list[Sequence]:
     for index, beam in enumerate(search.best(request.params.n)):
         sequence = beam.state
         sequence.index, sequence.score = index, beam.score
-        # A live beam with candidates has an entry for the next token already.
-        for entries in (sequence.top_logprobs, sequence.hidden):
-            del entries[len(sequence.output_ids) :]
         request.sequences.append(sequence)
     return request.sequences

@@ -1,4 +1,4 @@
-"""Calls of an engine: waiters, the requests of a call, and work between two steps."""
+"""Calls of an engine: waiters, the requests of a call, and unread deltas."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from types import TracebackType
-from typing import Any
 
 from verbatim.core import Delta, Request, Result
 from verbatim.errors import RequestFailed, TierFailed
-
-_LONGEST_WAIT_S = 3600.0  # the platform limits the timeout of a lock; callers look and wait again
 
 
 class ThreadWaiter:
@@ -21,11 +18,15 @@ class ThreadWaiter:
 
     Each method makes a single call into C, so neither Ctrl-C nor a finalizer run by the garbage collector can
     leave it locked, as they can a `threading.Event`.
+
+    Attributes:
+        thread: the thread that waits.
     """
 
-    __slots__ = ("_lock",)
+    __slots__ = ("_lock", "thread")
 
     def __init__(self) -> None:
+        self.thread = threading.get_ident()
         self._lock = threading.Lock()
         self._lock.acquire()
 
@@ -34,10 +35,14 @@ class ThreadWaiter:
         with suppress(RuntimeError):  # already woken
             self._lock.release()
 
-    def wait(self, timeout_s: float | None = None) -> bool:
+    def wake_from_outside(self) -> None:
+        """Wake the thread, unless it is the current one."""
+        if self.thread != threading.get_ident():
+            self.wake()
+
+    def wait(self, timeout_s: float) -> bool:
         """Wait to be woken; return False after `timeout_s` seconds."""
-        seconds = _LONGEST_WAIT_S if timeout_s is None else min(timeout_s, _LONGEST_WAIT_S)
-        return self._lock.acquire(timeout=max(0.0, seconds))
+        return self._lock.acquire(timeout=timeout_s)
 
 
 class TaskWaiter:
@@ -49,17 +54,9 @@ class TaskWaiter:
         self.loop = asyncio.get_running_loop()
         self.event = asyncio.Event()
 
-    def wake(self) -> None:
-        """Wake the coroutine; from any thread. No effect if its event loop is closed."""
-        wake_all([self])
-
-    async def wait(self, timeout_s: float | None = None) -> None:
-        """Wait to be woken, for at most `timeout_s` seconds."""
-        if timeout_s is None:
-            await self.event.wait()
-        else:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self.event.wait(), timeout_s)
+    async def wait(self) -> None:
+        """Wait to be woken."""
+        await self.event.wait()
         self.event.clear()
 
 
@@ -137,69 +134,6 @@ class Call:
         """Return the results in the order of the requests, all of which have ended; or raise an error."""
         self.raise_error()
         return [request.result for request in self.requests if request.result is not None]
-
-
-class Job:
-    """A function that the owner of the engine calls for a waiting caller."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._work = work
-        self._caller = threading.get_ident()
-        self._waiter = ThreadWaiter()
-        self._begun = self._cancelled = self._done = self._returned = False
-        self._result: Any = None
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        """Call the function, unless the job was cancelled."""
-        if self._cancelled:
-            return
-        self._begun = True
-        try:
-            self._result = self._work()
-        except KeyboardInterrupt as error:
-            # Ctrl-C in the thread of the owner, which may not be the caller's.
-            if threading.get_ident() != self._caller:
-                self._begun, self._returned = False, True
-                self._waiter.wake()
-                raise
-            self._error = error
-        except BaseException as error:
-            own = threading.get_ident() == self._caller
-            self._error = error if own else as_exception(error)
-        self._done = True
-        self._waiter.wake()
-
-    def returned(self) -> bool:
-        """Return whether it was interrupted in another thread, and must be put into the inbox again."""
-        returned, self._returned = self._returned, False
-        return returned
-
-    def cancel(self) -> bool:
-        """Prevent the call; return False if it has begun."""
-        self._cancelled = True
-        return not self._begun
-
-    def wake(self) -> None:
-        """Wake the caller, which then tries to become the owner itself."""
-        self._waiter.wake()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait to be woken; return whether the call is done."""
-        if not self._done:
-            self._waiter.wait(timeout_s)
-        return self._done
-
-    def finish(self) -> None:
-        """Wait until a call that has begun is done, or was interrupted."""
-        while self._begun and not self._done:
-            self._waiter.wait()
-
-    def result(self) -> Any:
-        """Return the function's result, or raise its exception."""
-        if self._error is not None:
-            raise self._error
-        return self._result
 
 
 def as_exception(error: BaseException) -> Exception:

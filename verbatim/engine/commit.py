@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.batch import DRAW_FAILED, Draws
-from verbatim.core import Completion, Delta, FinishReason, Request, Result, Sequence
+from verbatim.batch import DRAW_FAILED, Draws, Support
+from verbatim.core import Completion, Delta, FinishReason, Request, Result, Sequence, Token
 from verbatim.engine import beams
 from verbatim.engine.draw import drawing_sequences
 from verbatim.engine.scheduler import Scheduler
@@ -99,16 +99,16 @@ def grow(sequence: Sequence, draws: Draws, rows: Iterable[int], hidden: Tensor |
     """
     before, request = len(sequence.output_ids), sequence.request
     for place, row in enumerate(rows):
-        sequence.logprobs.append(draws.logprobs[row])
-        sequence.sampled_logprobs.append(draws.sampled_logprobs[row])
-        if request.params.logprobs is not None:
-            sequence.top_logprobs.append(draws.top(row))
-        if request.params.support:
-            sequence.supports.append(draws.supports[row])
-        if hidden is not None:
-            sequence.hidden.append(hidden[place].clone())
         request.note_token()
-        sequence.push(draws.ids[row])
+        token = Token(
+            draws.logprobs[row],
+            draws.sampled_logprobs[row],
+            request.weight_version,
+            draws.top(row),
+            draws.supports.get(row, Support(None, 0.0)),
+            None if hidden is None else hidden[place].clone(),
+        )
+        sequence.push(draws.ids[row], token)
         if sequence.finished:
             break
     return len(sequence.output_ids) - before
@@ -134,25 +134,16 @@ def delta(sequence: Sequence, num_accepted: int = 0) -> Delta:
         num_accepted: the number of leading new tokens that are accepted draft tokens.
     """
     request = sequence.request
-    new = slice(sequence.num_sent, None)
-    sequence.num_sent = len(sequence.output_ids)
+    begin, sequence.num_sent = sequence.num_sent, len(sequence.output_ids)
     request.num_ended += sequence.finished
     if request.num_ended == len(request.sequences):
         request.result = _result(request)
     return Delta(
         request_id=request.request_id,
-        index=sequence.index,
         text=sequence.watch.take(),
-        token_ids=sequence.output_ids[new],
-        logprobs=sequence.logprobs[new],
-        sampled_logprobs=sequence.sampled_logprobs[new] if request.search is None else None,
-        top_logprobs=sequence.top_logprobs[new] if request.params.logprobs is not None else None,
-        finish_reason=sequence.finish_reason,
-        stop_reason=sequence.stop_reason,
         result=request.result,
         num_accepted=num_accepted,
-        weight_versions=sequence.weight_versions[new],
-        **_supports(sequence, new),
+        **_output(sequence, begin),
     )
 
 
@@ -179,34 +170,36 @@ def _result(request: Request) -> Result:
 
 def _completion(sequence: Sequence) -> Completion:
     request = sequence.request
-    assert sequence.finish_reason is not None
-    new = slice(len(request.resumed_ids), None)
+    begin = len(request.resumed_ids)
+    hidden = [token.hidden for token in sequence.tokens[begin:] if token.hidden is not None]
     return Completion(
-        index=sequence.index,
         sample_index=sequence.sample_index,
         text=sequence.watch.text,
-        token_ids=sequence.output_ids[new],
-        logprobs=sequence.logprobs[new],
-        sampled_logprobs=sequence.sampled_logprobs[new] if request.search is None else None,
-        top_logprobs=sequence.top_logprobs[new] if request.params.logprobs is not None else None,
-        finish_reason=sequence.finish_reason,
-        stop_reason=sequence.stop_reason,
         seed=request.seed,
-        weight_versions=sequence.weight_versions[new],
-        **_supports(sequence, new),
         score=None if request.search is None else sequence.score,
-        hidden_states=_stack(request, sequence.hidden),
+        hidden_states=_stack(request, hidden),
         routing=sequence.routing,
         indices=sequence.indices,
+        **_output(sequence, begin),
     )
 
 
-def _supports(sequence: Sequence, new: slice) -> dict[str, Any]:
-    """Return the fields of a completion or a delta for the supports of its tokens."""
-    if not sequence.request.params.support:
-        return {}
-    found = sequence.supports[new]
-    return {"supports": [s.ids for s in found], "log_masses": [s.log_mass for s in found]}
+def _output(sequence: Sequence, begin: int) -> dict[str, Any]:
+    """Return the fields that completions and deltas share, for the tokens from `begin` on."""
+    params, tokens = sequence.request.params, sequence.tokens[begin:]
+    is_drawn = sequence.request.search is None
+    return {
+        "index": sequence.index,
+        "token_ids": sequence.output_ids[begin:],
+        "logprobs": [token.logprob for token in tokens],
+        "sampled_logprobs": [t.sampled_logprob for t in tokens] if is_drawn else None,
+        "top_logprobs": None if params.logprobs is None else [t.top_logprobs for t in tokens],
+        "finish_reason": sequence.finish_reason,
+        "stop_reason": sequence.stop_reason,
+        "weight_versions": [token.weight_version for token in tokens],
+        "supports": [token.support.ids for token in tokens] if params.support else None,
+        "log_masses": [token.support.log_mass for token in tokens] if params.support else None,
+    }
 
 
 def _stack(request: Request, rows: list[Tensor]) -> Tensor | None:

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
+from verbatim.checks import as_index
 from verbatim.core import DraftStats, GrammarState, Sequence
-from verbatim.engine.lengths import AdaptiveLengths, FixedLengths
+from verbatim.engine.lengths import DraftLengths
 from verbatim.engine.scheduler import MASK_WAIT_S
 from verbatim.engine.work import Chunk, Draft
-from verbatim.params import as_index
 from verbatim.protocols import Proposer
 from verbatim.sampling.processors import in_mask
 from verbatim.sampling.stopping import single_stop_ids
@@ -37,7 +37,7 @@ class Drafting:
     def __init__(
         self,
         proposer: Proposer,
-        lengths: AdaptiveLengths | FixedLengths,
+        lengths: DraftLengths,
         vocab_size: int,
         *,
         owns: bool = False,

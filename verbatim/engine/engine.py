@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any
 
-from verbatim.batch import DRAW_FAILED, Draws, LowRank
+from verbatim.batch import DRAW_FAILED, Draws
 from verbatim.core import Delta, FinishReason, Request, Sequence
 from verbatim.engine.adapters import LoadedAdapters
+from verbatim.engine.calls import as_exception
 from verbatim.engine.commit import commit, delta, finish, valid_rows
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.draw import draw
@@ -47,16 +48,16 @@ class Engine:
         live: bool = False,
     ) -> None:
         self.runner = runner
-        self.adapters = LoadedAdapters(runner)
+        self._active: dict[str, tuple[Request, Callable[[Delta], None]]] = {}
+        self.adapters = LoadedAdapters(runner, self._active)
         self.drafting = drafting
         self.scheduler = scheduler
         self.max_waiting = max_waiting
         self.live = live
         self.num_tokens = 0  # generated since the engine was opened
         self.weight_version = 0  # raised by each update of the weights
-        # Called when a request has a result or an error.
+        # Called when a request has a result or an error, after its last delta.
         self.on_end: Callable[[Request], object] = lambda request: None
-        self._active: dict[str, tuple[Request, Callable[[Delta], None]]] = {}
         self._deadlines: list[tuple[float, str]] = []
         self.shield = Shield()  # of the thread that runs the step
         self._stamp = runner.stamp() if live else None
@@ -141,7 +142,7 @@ class Engine:
             self.scheduler.roll_back(work)
             raise
         self._commit(work, forward, draws)
-        self._free_adapters()
+        self.adapters.free()
         if drafting is not None:
             drafting.note_step(work.chunks, time.perf_counter() - begin)
         return True
@@ -214,8 +215,12 @@ class Engine:
         added = delta(sequence, num_accepted)
         if request.finished:
             del self._active[request.request_id]
+        try:
+            deliver(added)
+        except BaseException as error:  # of the receiver, which ends its request alone
+            self.fail(request, as_exception(error))
+        if request.result is not None:
             self.on_end(request)
-        deliver(added)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """Finish a request with the output it has."""
@@ -260,10 +265,6 @@ class Engine:
         self._active.pop(request.request_id, None)
         self.on_end(request)
 
-    def evict_all(self) -> None:
-        """Free every block and clear all caches; running requests are recomputed later."""
-        self.scheduler.evict_all()
-
     def update_weights(
         self, write: Callable[[], None], *, version: int | None, restart: bool
     ) -> None:
@@ -274,7 +275,7 @@ class Engine:
             restart: running requests start over, unless they are streamed and a delta was sent; else they
                 continue after the tokens they have.
         """
-        self.evict_all()  # before the write: new weights must never read old K and V
+        self.scheduler.evict_all()  # before the write: new weights must never read old K and V
         write()
         self._use_new_weights(version, restart=restart)
 
@@ -284,7 +285,7 @@ class Engine:
         if self.prefix_folder is not None:
             self.prefix_folder.stop("the weights were updated")
         self.weight_version = self.weight_version + 1 if version is None else version
-        self.evict_all()
+        self.scheduler.evict_all()
         for request, _ in self._active.values():
             sent = any(sequence.num_sent for sequence in request.sequences)
             if restart and not (request.streamed and sent):
@@ -295,19 +296,6 @@ class Engine:
             else:
                 self.scheduler.discard_pending(request)
             request.weight_version = self.weight_version
-
-    def load_adapter(self, name: str, layers: Mapping[str, LowRank], *, replace: bool) -> None:
-        """Load an adapter for later requests, as `LoadedAdapters.load`."""
-        self.adapters.load(name, layers, replace=replace)
-        self._free_adapters()
-
-    def unload_adapter(self, name: str) -> None:
-        """Unload an adapter; requests that use it go on."""
-        self.adapters.unload(name)
-        self._free_adapters()
-
-    def _free_adapters(self) -> None:
-        self.adapters.free(request.adapter for request, _ in self._active.values())
 
     def sleep(self, weights: bool) -> None:
         """Release memory, as `Runner.sleep`, also that of the proposer."""

@@ -8,10 +8,11 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -20,7 +21,6 @@ from verbatim.core import Delta, Request, Result
 from verbatim.engine.admission import Admission
 from verbatim.engine.calls import (
     Call,
-    Job,
     TaskWaiter,
     ThreadWaiter,
     Unread,
@@ -87,14 +87,14 @@ class Collective(Protocol):
 class EngineHandle:
     """Calls an engine from any number of threads and event loops.
 
-    One thread at a time owns the engine, for a step or for a caller's work between two steps.
-    A thread that waits for its requests runs the steps itself, so debuggers, profilers, thread-local
-    settings and Ctrl-C work where the call was made. Of several such threads, the first runs the steps for
-    all. For coroutines, a background thread of the handle runs them. It starts on demand, ends after
-    `IDLE_S` idle seconds, and holds the handle weakly.
+    One thread at a time owns the engine, for a step or for work between two steps; threads that wait to
+    own it have their turns in order. A thread that waits for its requests runs the steps itself, so
+    debuggers, profilers, thread-local settings and Ctrl-C work where the call was made. Of several such
+    threads, the first runs the steps for all. For coroutines, a background thread of the handle runs them.
+    It starts on demand, ends after `IDLE_S` idle seconds, and holds the handle weakly.
 
-    No thread blocks to become the owner. Messages go into an inbox, which every owner empties before and
-    after its step.
+    Finalizers and signal handlers must not wait: they put messages into an inbox, which every owner empties
+    at its beginning and at its end.
 
     Args:
         max_unread: maximum unread deltas of a stream; one more ends its request.
@@ -130,11 +130,9 @@ class EngineHandle:
         self._calls: dict[Request, Call] = {}  # unfinished requests
         self._entering: dict[Request, Call] = {}  # those not added to the engine yet
         self._num_driven = 0  # unfinished requests that the background thread runs
-        # Filled and emptied by the owner:
-        self._ended: list[Request] = []
-        self._problems: list[tuple[Request, Exception]] = []
-        self._woken: dict[Waiter, None] = {}
-        engine.on_end = self._ended.append
+        self._woken: dict[Waiter, None] = {}  # at the end of this turn of the owner
+        end = weakref.WeakMethod(self._end)  # a circle would keep a dropped handle for a while
+        engine.on_end = lambda request: (method := end()) and method(request)
         self._reset()
         global _num_opened
         _num_opened += 1
@@ -147,9 +145,10 @@ class EngineHandle:
         # Held by the owner. Never acquired twice; an RLock, because it knows which thread holds it.
         self._owner: Any = threading.RLock()
         self._lock = threading.RLock()  # guards `_calls`, `_entering` and `_thread`; held briefly
-        self._waiting: dict[ThreadWaiter, None] = {}  # callers that could run steps
-        self._jobs: dict[Job, None] = {}  # work that callers of `call` wait for
-        self._steps_wait = False  # the last attempt to run a step found another owner
+        self._queue: deque[ThreadWaiter] = deque()  # threads that wait to be the owner, in order
+        self._waiting: deque[ThreadWaiter] = (
+            deque()
+        )  # callers whose requests run; the first runs steps
         self._thread: _Thread | None = None
 
     # ---- state
@@ -227,10 +226,16 @@ class EngineHandle:
             return self.call(work)
         return self.collective.agree(lambda: self.call(work))
 
-    def run_here(self, requests: list[Request]) -> list[Result]:
-        """Run requests to their end on this process alone."""
+    def run_here(
+        self, requests: list[Request], deliver: Callable[[Delta], None] | None = None
+    ) -> list[Result]:
+        """Run requests to their end on this process alone.
+
+        Args:
+            deliver: called with their deltas in the thread that runs the step; an exception ends the request.
+        """
         waiter = ThreadWaiter()
-        call = Call(requests, waiter, driven=False)
+        call = Call(requests, waiter, deliver=deliver, driven=False)
         with self._submitted(call):
             self._wait(waiter, lambda: not call.num_open)
             return call.results()
@@ -238,14 +243,8 @@ class EngineHandle:
     def stream(self, request: Request) -> Iterator[Delta]:
         """Yield the deltas of a request. Leaving the loop aborts it."""
         self.refuse_collective("stream")
-        waiter, unread = ThreadWaiter(), Unread([request], self._max_unread)
-        call = Call([request], waiter, deliver=unread.put, driven=False)
-        with self._submitted(call):
-            while call.num_open:
-                self._wait(waiter, lambda: bool(unread) or not call.num_open)
-                yield from unread
-            yield from unread
-            call.raise_error()
+        for deltas in self.steps([request]):
+            yield from deltas
 
     def steps(self, requests: list[Request]) -> Generator[list[Delta], None, None]:
         """Run steps; yield what each added to `requests`, the last time when all have ended.
@@ -253,16 +252,14 @@ class EngineHandle:
         Leaving the loop aborts them. An error of a request is raised after the last yield.
         """
         self.refuse_collective("a loop over steps")
-        waiter, news = ThreadWaiter(), list[Delta]()
-        call = Call(requests, waiter, deliver=news.append, driven=False)
+        waiter, unread = ThreadWaiter(), Unread(requests, self._max_unread)
+        call = Call(requests, waiter, deliver=unread.put, driven=False)
         with self._submitted(call):
             ended = False
             while not ended:
-                self._wait(waiter, lambda: bool(news) or not call.num_open)
-                ended = not call.num_open
-                deltas = news[:]
-                del news[: len(deltas)]
-                yield deltas
+                self._wait(waiter, lambda: bool(unread) or not call.num_open)
+                ended = not call.num_open  # before the deltas are read, as none come after that
+                yield list(unread)
             call.raise_error()
 
     async def arun(self, requests: list[Request]) -> list[Result]:
@@ -325,6 +322,23 @@ class EngineHandle:
         """
         return self.call(self._step)
 
+    def step_or_wait(self, has_output: Callable[[], bool]) -> None:
+        """Run a step; if none is possible, wait until `resume`, `close` or a deadline, at most a second.
+
+        Args:
+            has_output: returns whether a step of another thread has left nothing to wait for.
+        """
+        wait_s = self.call(self._step_if_due)
+        if not wait_s or has_output():
+            return
+        waiter = ThreadWaiter()
+        _join(self._waiting, waiter)
+        try:  # a `resume` since the step has woken no one
+            waiter.wait(min(wait_s, _CHECK_S if self._mode is Mode.PAUSED else _POLL_S))
+        finally:
+            self._waiting.remove(waiter)
+            self._hand_on()
+
     def abort(self, request: Request) -> None:
         """End a request after the current step, with the output it has; from any thread."""
         self._send(lambda: self._abort([request], self._calls.get(request)))
@@ -353,7 +367,7 @@ class EngineHandle:
         *,
         when_closed: bool = False,
     ) -> _T:
-        """Call `work` between two steps, in the thread that owns the engine; return its result.
+        """Call `work` between two steps, in this thread; return its result.
 
         Ctrl-C before its turn cancels it.
 
@@ -363,37 +377,15 @@ class EngineHandle:
                 this engine is in use.
         """
         self._refuse_inside()
-
         if self._lock._is_owned():  # type: ignore[attr-defined]
             raise VerbatimError("called by a signal handler in the middle of another call")
 
         def checked() -> _T:
-            self._jobs.pop(job, None)
             if not when_closed:
                 self.check_open()
             return work()
 
-        job = Job(checked)
-        try:
-            self._jobs[job] = None
-            self._inbox.put(job.run)
-            # A caller that waits to run a step goes first; else a series of calls could starve it.
-            wait_s = _POLL_S if self._steps_wait else 0.0
-            while not job.wait(wait_s):
-                if job.returned():
-                    self._inbox.put(job.run)
-                if self._take_over(_no_work) is None and holds_exclusive() and job.cancel():
-                    raise VerbatimError(_NESTED)
-                wait_s = _CHECK_S
-        except KeyboardInterrupt:
-            if not job.cancel():
-                job.finish()
-            raise
-        finally:
-            self._jobs.pop(job, None)
-            if not self._inbox.empty():
-                self._take_over(_no_work)
-        return cast("_T", job.result())
+        return self._own(checked)
 
     def call_module(self, method: str, *args: Any, seed: int | None = None, **kwargs: Any) -> Any:
         """Call a method of `module` in eval mode, while no engine of this process computes.
@@ -446,27 +438,28 @@ class EngineHandle:
             raise InvalidRequest(
                 f"mode={mode!r}: must be one of {', '.join(map(repr, PAUSE_MODES))}"
             )
-        changed: list[tuple[Mode, Mode]] = []  # from, to
+        before: list[Mode] = []
         try:
-            self.call(lambda: changed.append(self._pause(mode)))
+            self.call(lambda: before.append(self._pause(mode)))
             self._wait(ThreadWaiter(), lambda: self._mode is not Mode.DRAINING or self.closed)
         except KeyboardInterrupt:
-            self._send(lambda: self._undo_pause(changed))
+            if before:
+                self._send(lambda: self._undo_pause(before[0]))
             raise
 
-    def _pause(self, mode: str) -> tuple[Mode, Mode]:
+    def _pause(self, mode: str) -> Mode:
+        """Pause or drain, and return the mode from before."""
         if mode == "drain" and self._asleep:
             raise VerbatimError("an engine that sleeps can't be drained; call wake() first")
         if mode == "abort":
             self._engine.abort_all()
         before, drain = self._mode, mode == "drain" and self._engine.has_work
         self._set_mode(Mode.DRAINING if drain else Mode.PAUSED)
-        return before, self._mode
+        return before
 
-    def _undo_pause(self, changed: list[tuple[Mode, Mode]]) -> None:
-        for before, after in changed:
-            if self._mode is after and not self._asleep:
-                self._set_mode(before)
+    def _undo_pause(self, before: Mode) -> None:
+        if not self._asleep:
+            self._set_mode(before)
 
     def resume(self) -> None:
         """Resume steps, as `LLM.resume`.
@@ -487,7 +480,7 @@ class EngineHandle:
 
         def sleep() -> None:
             self._engine.sleep(weights)
-            self._engine.evict_all()
+            self.scheduler.evict_all()
             self._asleep = True
             self._set_mode(Mode.PAUSED)
 
@@ -532,19 +525,19 @@ class EngineHandle:
         Raises:
             InvalidRequest, NotSupported: as `LoadedAdapters.load`; nothing has changed then.
         """
-        self._together(lambda: self._engine.load_adapter(name, layers, replace=replace))
+        self._together(lambda: self._engine.adapters.load(name, layers, replace=replace))
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter between two steps, as `LLM.unload_adapter`."""
-        self._together(lambda: self._engine.unload_adapter(name))
+        self._together(lambda: self._engine.adapters.unload(name))
 
     def evict_all(self) -> None:
         """Free all blocks and clear the prefix cache; the KV of running requests is recomputed."""
-        self.call(self._engine.evict_all)
+        self.call(self.scheduler.evict_all)
 
     def forget_cached(self) -> None:
         """Clear the prefix cache; running requests keep their blocks."""
-        self.call(self._engine.scheduler.forget_cached)
+        self.call(self.scheduler.forget_cached)
 
     def release_sessions(self) -> None:
         """Free the blocks of closed sessions after the current step."""
@@ -621,10 +614,7 @@ class EngineHandle:
             yield
         finally:
             if call.num_open:
-                # First of all, as Ctrl-C must not lose it.
-                self._inbox.put(lambda: self._abort(call.requests, call))
-                if not self._owner._is_owned():
-                    self._take_over(_no_work)
+                self._send(lambda: self._abort(call.requests, call))
 
     def _submit(self, call: Call) -> None:
         requests = call.requests
@@ -641,96 +631,85 @@ class EngineHandle:
                 self._calls[request] = self._entering[request] = call
             if call.driven:
                 self._num_driven += len(requests)
-                self._wake_next()
-        if self._mode is Mode.PAUSED:  # otherwise the next step adds them
-            self._send(_no_work)
+        self._send(_no_work)  # an owner adds them
 
     def _send(self, message: Callable[[], object]) -> None:
         """Have the owner call `message` soon; from any thread, and from finalizers."""
         self._inbox.put(message)
         if not self._owner._is_owned():
-            self._take_over(_no_work)
+            self._hand_on()
 
-    def _take_over(self, work: Callable[[], _T], waiter: ThreadWaiter | None = None) -> _T | None:
-        """Become the owner, process the inbox and call `work`; return None if another thread is the owner.
+    def _own(self, work: Callable[[], _T], shield: Shield | None = None) -> _T:
+        """Wait for this thread's turn to own the engine, and return the result of `work`.
 
         Args:
-            waiter: the waiter of a caller or thread that runs steps.
+            shield: the shield that is up in this thread. None: it is raised meanwhile.
         """
-        owned = True  # also after an exception
+        if shield is None:
+            with Shield().up() as shield:
+                return self._own(work, shield)
+        waiter, results = ThreadWaiter(), list[_T]()
+        _join(self._queue, waiter)
         try:
-            found = self._run_as_owner(work)
-            owned = found is not None
-            return found
+            while True:
+                nested = holds_exclusive()
+                if nested or self._queue[0] is waiter:
+                    if self._try(lambda: results.append(work()), shield):
+                        return results[0]
+                if nested:
+                    raise VerbatimError(_NESTED)
+                with shield.down():
+                    waiter.wait(_CHECK_S)
         finally:
-            if waiter is not None:
-                self._steps_wait = not owned
-            elif owned:
-                self._wake_next_owner()
-            if self._num_driven and (thread := self._thread) is not None:
-                if thread.waiter is not waiter:  # a caller has run a step meanwhile
-                    thread.waiter.wake()
+            self._queue.remove(waiter)
+            self._hand_on()
 
-    def _wake_next_owner(self) -> None:
-        """Wake the next owner: a caller that runs steps, or one whose message came too late."""
-        self._wake_next()
-        while not self._inbox.empty():
-            if self._steps_wait and (self._waiting or (self._num_driven and self._thread)):
-                return
-            if job := next(iter(self._jobs), None):
-                job.wake()
-                return
-            if self._run_as_owner(_no_work) is None:
-                return
-
-    def _wake_next(self) -> None:
-        """Wake the background thread if it has requests; else the first caller that waits to run a step."""
-        if self._num_driven and (thread := self._thread) is not None:
-            thread.waiter.wake()
-        elif waiter := next(iter(self._waiting.copy()), None):
-            waiter.wake()
-
-    def _run_as_owner(self, work: Callable[[], _T]) -> _T | None:
-        shield = Shield()
-        with shield.up():  # a step lowers it where Ctrl-C breaks nothing
-            if self._owner._is_owned() or not self._owner.acquire(blocking=False):
-                return None
-            self._engine.shield = shield
-            woken: dict[Waiter, None] = {}
+    def _try(self, work: Callable[[], object], shield: Shield) -> bool:
+        """Become the owner, process the inbox and call `work`; return False if there is another owner."""
+        if not self._owner.acquire(blocking=False):
+            return False
+        self._engine.shield = shield  # a step lowers it where Ctrl-C breaks nothing
+        try:
             try:
-                try:
-                    self._process_inbox()
-                except Exception as error:  # a bug: no caller may wait for ever
-                    self._step_failed(error)
-                return work()
-            finally:
-                try:
-                    self._finish_ended()
-                    woken, self._woken = self._woken, woken
-                finally:
-                    self._owner.release()
-                    wake_all(woken)
+                self._process_inbox()
+            except Exception as error:  # a bug: no caller may wait for ever
+                self._step_failed(error)
+            work()
+        finally:
+            woken, self._woken = self._woken, {}
+            self._owner.release()
+            wake_all(woken)
+        return True
+
+    def _hand_on(self) -> None:
+        """Process late messages; wake the next owner, and the thread that runs the steps."""
+        while not self._inbox.empty():
+            with Shield().up() as shield:
+                if not self._try(_no_work, shield):
+                    break
+        with suppress(IndexError):
+            self._queue[0].wake()
+        if self._num_driven and (thread := self._thread) is not None:
+            thread.waiter.wake_from_outside()
+        else:
+            with suppress(IndexError):
+                self._waiting[0].wake_from_outside()
 
     def _wait(self, waiter: ThreadWaiter, done: Callable[[], bool]) -> None:
         """Run steps until `done`, or wait while another thread runs them."""
-        self._waiting[waiter] = None
-        try:
-            while not done():
-                wait_s: float | None = None
-                if not self._num_driven or self._thread is None or holds_exclusive():
-                    wait_s = self._take_over(self._step_if_due, waiter)
-                    if wait_s is None and holds_exclusive():
-                        raise VerbatimError(_NESTED)
-                if wait_s is None:  # another thread runs the steps
-                    waiter.wait(_CHECK_S)
-                elif wait_s and self._inbox.empty():
-                    waiter.wait(min(wait_s, _CHECK_S))
-        finally:
-            self._waiting.pop(waiter, None)
-            self._steps_wait = False
-            if not self._inbox.empty():
-                self._take_over(_no_work)
-            self._wake_next()
+        with Shield().up() as shield:
+            _join(self._waiting, waiter)
+            try:
+                while not done():
+                    wait_s, driven = _CHECK_S, self._num_driven and self._thread is not None
+                    if holds_exclusive() or (self._waiting[0] is waiter and not driven):
+                        wait_s = self._own(self._step_if_due, shield)
+                    if wait_s:
+                        with shield.down():
+                            waiter.wait(wait_s)
+            finally:
+                self._waiting.remove(waiter)
+                self._hand_on()
 
     def _refuse_inside(self) -> None:
         if self._owner._is_owned():
@@ -759,7 +738,8 @@ class EngineHandle:
         if self._mode is not Mode.PAUSED:
             return _POLL_S if self._engine.has_work else _CHECK_S
         deadline = self._engine.next_deadline()
-        return _CHECK_S if deadline is None else max(1e-3, deadline - time.monotonic())
+        left_s = _CHECK_S if deadline is None else deadline - time.monotonic()
+        return min(max(1e-3, left_s), _CHECK_S)
 
     def _process_inbox(self) -> None:
         """Process the messages in the inbox, and add new requests to the engine."""
@@ -784,20 +764,17 @@ class EngineHandle:
 
     def _add(self, request: Request, call: Call) -> None:
         try:
-            self._engine.add(request, lambda delta: self._deliver(request, call, delta))
+            self._engine.add(request, lambda delta: self._deliver(call, delta))
         except Exception as error:
             self._fail(request, error)
 
-    def _deliver(self, request: Request, call: Call, delta: Delta) -> None:
+    def _deliver(self, call: Call, delta: Delta) -> None:
         """Deliver a delta during a step."""
         if call.deliver is None:
             return
-        try:
-            call.deliver(delta)
-        except BaseException as error:
-            self._problems.append((request, as_exception(error)))
         if call.waiter is not None:
             self._woken[call.waiter] = None
+        call.deliver(delta)
 
     def _step(self) -> bool:
         """Run a step; return False if there was nothing to do."""
@@ -813,8 +790,6 @@ class EngineHandle:
                     raise
             self._step_failed(error)
             return True
-        finally:
-            self._finish_ended()
         if self._mode is Mode.DRAINING and not self._engine.has_work:
             self._set_mode(Mode.PAUSED)
         return made
@@ -859,17 +834,10 @@ class EngineHandle:
             self._engine.fail(request, error)
         except Exception:  # the engine is broken; the caller must get the error nevertheless
             request.error = error
-            self._ended.append(request)
-
-    def _finish_ended(self) -> None:
-        """End requests whose reader failed, and report ended requests to their callers."""
-        problems, self._problems = self._problems, []
-        for request, error in problems:
-            self._fail(request, error)
-        while self._ended:
-            self._end(self._ended.pop(0))
+            self._end(request)
 
     def _end(self, request: Request) -> None:
+        """Report an ended request to its caller."""
         with self._lock:
             call = self._calls.pop(request, None)
             if call is None:
@@ -953,20 +921,23 @@ class _Thread:
             self._thread.join()
 
     def _run(self) -> None:
+        self.waiter.thread = threading.get_ident()
         while not self._stopped and (handle := self._handle()) is not None:
-            wait_s: float | None = IDLE_S
-            if handle._num_driven:
-                wait_s = handle._take_over(handle._step_if_due, self.waiter)
-            else:
-                handle._steps_wait = False
-            if wait_s is not None and not handle._inbox.empty():
-                handle._take_over(_no_work)
+            wait_s = handle._own(handle._step_if_due) if handle._num_driven else IDLE_S
             del handle
-            if wait_s == 0 or self.waiter.wait(_CHECK_S if wait_s is None else wait_s):
+            if wait_s == 0 or self.waiter.wait(wait_s):
                 continue
             handle = self._handle()
             if wait_s == IDLE_S and (handle is None or handle._retire()):
                 return
+
+
+def _join(queue: deque[ThreadWaiter], waiter: ThreadWaiter) -> None:
+    """Append a waiter; in front if its thread waits there already, which a signal handler has interrupted."""
+    if any(other.thread == waiter.thread for other in queue.copy()):
+        queue.appendleft(waiter)
+    else:
+        queue.append(waiter)
 
 
 def _no_work() -> bool:

@@ -17,33 +17,12 @@ _DECAY = 0.97  # of the weight of a measured duration per measurement
 # Minimum expected speedup of drafts, for one sequence and for many. Measurements are noisy, and among many
 # sequences some run ahead, which leaves a half-empty batch to the last ones.
 _MIN_SPEEDUP, _MIN_SPEEDUP_OF_MANY = 1.05, 1.25
-_FIRST_PAUSE, _LONGEST_PAUSE = 8, 128  # steps without a draft before the next trial
-_TRIAL_SHARE = 0.005  # share of time for trials that are not expected to pay
+_TRIAL_SHARE = 0.005  # of the time, for trials: steps in which all sequences get a draft
+_TRIAL_PAUSE, _TRIAL_AGAIN = (
+    64,
+    8,
+)  # steps at least between two of them, and after an accepted token
 _PLAIN_EVERY = 64  # steps at most until one without drafts is measured again
-
-
-class FixedLengths:
-    """A constant draft length."""
-
-    def __init__(self, length: int) -> None:
-        self.fixed = length
-
-    def begin_step(self) -> bool:
-        """Begin a step; return whether `choose` is to be called in it."""
-        return True
-
-    def choose(self, limits: Mapping[Sequence, int]) -> dict[Sequence, int]:
-        """Return the draft lengths above 0, given the maximum length of each sequence."""
-        return {s: min(self.fixed, n) for s, n in limits.items() if min(self.fixed, n) > 0}
-
-    def note_proposal(self, chunks: list[Chunk], spent_s: float) -> None:
-        """Record the duration of a proposal."""
-
-    def note_step(self, chunks: list[Chunk], spent_s: float) -> None:
-        """Record the duration of a step, without the proposal."""
-
-    def note_draft(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Record that the first `accepted` of `drafted` tokens were accepted."""
 
 
 class Line:
@@ -79,7 +58,7 @@ class Line:
 
 
 class DraftHistory:
-    """Statistics of a sequence's drafts: moving averages, and when the next trial is due.
+    """Moving averages of a sequence's drafts.
 
     Attributes:
         acceptance: entry `j`: of the `j + 1`-th token of drafts, if the tokens before it were accepted.
@@ -89,8 +68,6 @@ class DraftHistory:
     def __init__(self, acceptance: list[float], proposed: float) -> None:
         self.acceptance, self.proposed = acceptance, proposed
         self._num_drafts = _PRIOR_DRAFTS
-        self.paused_until = 0
-        self.next_pause = _FIRST_PAUSE
 
     def note(self, drafted: int, accepted: int) -> None:
         """Count a draft."""
@@ -103,80 +80,69 @@ class DraftHistory:
             latest = float(j < accepted) if seen else self.acceptance[j - 1]
             self.acceptance[j] += weight * (latest - self.acceptance[j])
 
-    def pause(self, step: int) -> None:
-        """Pause drafting, and double the length of the next pause."""
-        self.paused_until = step + self.next_pause
-        self.next_pause = min(2 * self.next_pause, _LONGEST_PAUSE)
 
-
-class AdaptiveLengths:
-    """Draft lengths that maximize the expected tokens per second.
+class DraftLengths:
+    """Draft lengths: fixed, or those that maximize the expected tokens per second.
 
     The probability that a draft token is accepted falls along its draft; the cost of a step grows with its
-    rows, and that of drafting with the drafts and the longest of them. A sequence whose drafts do not pay
-    drafts single tokens as trials, ever more seldom. Outputs do not depend on the lengths.
+    rows, and that of drafting with the drafts and the longest of them. Where drafts do not pay, single tokens
+    are drafted as trials, the more seldom the more they cost. Outputs do not depend on the lengths.
+
+    Args:
+        fixed: the length of all drafts; None: it adapts.
     """
 
-    fixed = None
-
-    def __init__(self) -> None:
+    def __init__(self, fixed: int | None = None) -> None:
+        self.fixed = fixed
         self._all = DraftHistory([_INITIAL_ACCEPTANCE] * MAX_ADAPTIVE, 1.0)
         self._records: weakref.WeakKeyDictionary[Sequence, DraftHistory] = (
             weakref.WeakKeyDictionary()
         )
         self._step_s = Line()  # by rows
         self._draft_s = Line()  # of one more token of the longest draft, by number of sequences
-        self._step = self._last_plain = self._sleeps_until = 0
-        self._credit_s = 0.0  # time available for trials
+        self._step = self._last_plain = self._next_trial = self._trial_again = 0
+        self._pays = True  # the latest lengths were not all 0
 
     def begin_step(self) -> bool:
         """Begin a step; return whether `choose` is to be called in it."""
+        if self.fixed is not None:
+            return True
         self._step += 1
         is_plain_due = self._step - self._last_plain > _PLAIN_EVERY
-        return self._step_s.known and self._step >= self._sleeps_until and not is_plain_due
+        is_of_use = self._pays or self._step >= self._next_trial
+        return self._step_s.known and is_of_use and not is_plain_due
 
     def choose(self, limits: Mapping[Sequence, int]) -> dict[Sequence, int]:
         """Return the draft lengths above 0, given the maximum length of each sequence."""
-        lengths: dict[Sequence, int] = {}
+        if self.fixed is not None:
+            return {s: min(self.fixed, n) for s, n in limits.items() if min(self.fixed, n) > 0}
         offers: list[tuple[float, int, Sequence]] = []  # acceptance probability, position, sequence
         for sequence, limit in limits.items():
             record = self._record(sequence)
-            if record.paused_until > self._step:
-                continue
-            if record.paused_until and limit > 0:
-                if self._may_try(record, len(lengths), len(limits)):
-                    lengths[sequence], record.paused_until = 1, 0
-                else:
-                    record.paused_until = self._step + _FIRST_PAUSE
-                continue
             chance = record.proposed
             for j in range(min(limit, MAX_ADAPTIVE)):
                 chance *= record.acceptance[j]
                 offers.append((chance, j, sequence))
         # With about equal chances, drafts grow evenly: a batch ends with its slowest sequence.
         offers.sort(key=lambda offer: (-int(5 * offer[0]), offer[1]))
+        lengths: dict[Sequence, int] = {}
         for _, _, sequence in offers[: self._best_count(offers, len(limits))]:
             lengths[sequence] = lengths.get(sequence, 0) + 1
-        for sequence in limits:
-            record = self._record(sequence)
-            if sequence not in lengths and record.paused_until <= self._step:
-                record.pause(self._step)
-        if not lengths:
-            self._sleeps_until = min(self._record(s).paused_until for s in limits)
+        self._pays = bool(lengths)
+        if self._step >= self._next_trial:
+            tried = [s for s, limit in limits.items() if limit > 0 and s not in lengths]
+            lengths.update(dict.fromkeys(tried, 1))
+            pause = self._trial_pause(len(tried), len(limits))
+            self._next_trial = self._step + max(_TRIAL_PAUSE, pause)
+            self._trial_again = self._step + max(_TRIAL_AGAIN, pause)
         return lengths
 
-    def _may_try(self, record: DraftHistory, num_trials: int, num_rows: int) -> bool:
-        """Return whether there is time for one more trial, and charge its expected loss."""
-        draft_s = 0.0
-        if self._draft_s.known:
-            draft_s = self._draft_s.at(num_trials + 1)
-            draft_s -= self._draft_s.at(num_trials) if num_trials else 0.0
-        saved_s = record.proposed * record.acceptance[0] * self._step_s.at(num_rows) / num_rows
-        lost_s = max(0.0, draft_s - saved_s)
-        if lost_s > self._credit_s:
-            return False
-        self._credit_s -= lost_s
-        return True
+    def _trial_pause(self, num_trials: int, num_rows: int) -> int:
+        """Return the number of steps until the next trial, so that trials take `_TRIAL_SHARE` of the time."""
+        step_s = self._step_s.at(num_rows)
+        cost_s = self._step_s.at(num_rows + num_trials) - step_s
+        cost_s += self._draft_s.at(num_trials) if self._draft_s.known else 0.0
+        return int(cost_s / (_TRIAL_SHARE * step_s))
 
     def _best_count(self, offers: list[tuple[float, int, Sequence]], num_rows: int) -> int:
         """Return how many of the sorted offers give the most tokens per second."""
@@ -200,8 +166,6 @@ class AdaptiveLengths:
 
     def note_step(self, chunks: list[Chunk], spent_s: float) -> None:
         """Record the duration of a step, without the proposal."""
-        limit_s = 2 * max(spent_s, self._draft_s.at(1) if self._draft_s.known else 0.0)
-        self._credit_s = min(self._credit_s + _TRIAL_SHARE * spent_s, limit_s)
         num_drafted = sum(len(chunk.draft.ids) for chunk in chunks)
         if not num_drafted:  # also a step with prefill: under load there may be no other
             self._last_plain = self._step
@@ -214,7 +178,7 @@ class AdaptiveLengths:
         record.note(drafted, accepted)
         self._all.note(drafted, accepted)
         if accepted:
-            record.next_pause = _FIRST_PAUSE
+            self._next_trial = min(self._next_trial, self._trial_again)
 
     def _record(self, sequence: Sequence) -> DraftHistory:
         record = self._records.get(sequence)

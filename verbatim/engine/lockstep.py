@@ -8,7 +8,7 @@ rank that failed reports it there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,37 @@ if dist.is_available():
     import torch.distributed.nn
 
 from verbatim.core import Request, Result
-from verbatim.engine.handle import EngineHandle
+from verbatim.engine.handle import Collective, EngineHandle
 from verbatim.errors import NotSupported, RequestFailed
 from verbatim.options import rank_of
+from verbatim.placement.distributed.experts import ExpertGroup
 from verbatim.shield import Shield
+
+_T = TypeVar("_T")
+
+
+class Lockstep:
+    """The calls of a rank with its own requests, which runs as many forwards as the others."""
+
+    may_be_empty = True
+
+    def __init__(self, group: ExpertGroup) -> None:
+        self._group = group
+
+    def run(self, handle: EngineHandle, requests: list[Request]) -> list[Result]:
+        handle.check_open()
+        return run_together(lambda: (handle, requests), self._group.group)
+
+    def agree(self, work: Callable[[], _T]) -> _T:
+        return work()  # each rank makes the same call
+
+    def close(self) -> None:
+        self._group.close()
+
+
+def collective_of(together: Any) -> Collective | None:
+    """Return the calls of all processes of a placement, from its `Placed.together`; None: there is one."""
+    return Lockstep(together) if isinstance(together, ExpertGroup) else together
 
 
 def run_together(

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import itertools
 import time
+from bisect import bisect_left, insort
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from torch import Tensor
 
 from verbatim.core import Request, Sequence
 from verbatim.engine.sessions import Sessions
-from verbatim.engine.waiting import WaitingQueue
 from verbatim.engine.work import Chunk, Schedule
 from verbatim.kv.blocks import BlockPool
 from verbatim.kv.prefixes import Prefixes
@@ -23,6 +24,9 @@ from verbatim.kv.states import StateSlots
 
 # The wait of a step for the masks that begin with it; those of slow structures are not waited for.
 MASK_WAIT_S = 5e-4
+
+
+_rank = attrgetter("rank")
 
 
 @dataclass(slots=True)
@@ -80,12 +84,11 @@ class Scheduler:
         self.max_prompt_rows = max_prompt_rows
         self.prefixes = Prefixes(pool, self.states, block_size, enabled=prefix_cache)
         self.sessions = Sessions(pool, self.states, block_size)
-        self.waiting = WaitingQueue()
+        self.waiting: list[Sequence] = []  # by rank, which is constant and of one sequence alone
         self.running: dict[Sequence, None] = {}  # in the order of their start
         self.num_preemptions = 0
         self.num_new = 0  # waiting requests that have never run
         self.masks: set[Future[Tensor]] = set()  # under way at the last `schedule`
-        self._parked: dict[Sequence, None] = {}  # waiting sequences that hold blocks
         self._count = itertools.count()
 
     def add(self, sequence: Sequence) -> None:
@@ -93,16 +96,19 @@ class Scheduler:
         sequence.number = next(self._count)
         self.num_new += 1
         self.sessions.attach(sequence)
-        self.waiting.add(sequence)
-        if sequence.blocks:
-            self._parked[sequence] = None
+        self._queue(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence, finished or not, and free its blocks."""
         self._free(sequence)
         self.running.pop(sequence, None)
-        if self.waiting.remove(sequence) and not sequence.request.was_scheduled:
-            self.num_new -= 1
+        place = bisect_left(self.waiting, sequence.rank, key=_rank)
+        if self.waiting[place : place + 1] == [sequence]:
+            del self.waiting[place]
+            self.num_new -= not sequence.request.was_scheduled
+
+    def _queue(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=_rank)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Start `child` from the state of `parent`, on the same blocks (copy-on-write).
@@ -118,9 +124,7 @@ class Scheduler:
         if child.blocks and len(self.running) < self.max_sequences:
             self.running[child] = None
         else:
-            self.waiting.add(child)
-            if child.blocks:
-                self._parked[child] = None
+            self._queue(child)
 
     def schedule(self, draft_lengths: Mapping[Sequence, int] | None = None) -> Schedule | None:
         """Select the rows of the next step; None if nothing can run.
@@ -148,23 +152,20 @@ class Scheduler:
         Args:
             before: start only those that go before this running sequence.
         """
-        # The batch has no more prompt rows for them, or their masks are not computed yet.
-        skipped: list[Sequence] = []
-        while budget.rows and (first := self.waiting.first()) is not None:
-            if before is not None and not _goes_before(first, before):
+        place = 0
+        while budget.rows and place < len(self.waiting):
+            sequence = self.waiting[place]
+            if before is not None and not _goes_before(sequence, before):
                 break
-            awaited = None if first.blocks else self.prefixes.in_flight(first)
-            if awaited is not None:  # another sequence is computing its prefix
-                self.waiting.defer(first, awaited)
-                continue
-            no_prompt_rows = first.request.needs_prompt_rows and not budget.prompt_rows
-            if no_prompt_rows or self._start_mask(first) is not None:
-                self.waiting.remove(first)
-                skipped.append(first)
-            elif not self._start(first, budget):
+            if (
+                # Another sequence is computing its prefix.
+                (not sequence.blocks and self.prefixes.is_in_flight(sequence))
+                or (sequence.request.needs_prompt_rows and not budget.prompt_rows)
+                or self._start_mask(sequence) is not None
+            ):
+                place += 1
+            elif not self._start(sequence, budget):
                 break
-        for sequence in skipped:
-            self.waiting.add(sequence)
 
     def _compute_masks(self) -> None:
         """Start computing the masks of the running sequences, and wait a moment for the new quick ones.
@@ -192,7 +193,7 @@ class Scheduler:
     def advance(self, chunk: Chunk) -> None:
         """Mark the rows of `chunk` as computed."""
         chunk.sequence.num_computed += chunk.num_rows
-        self._note_computed(chunk.sequence)
+        self.prefixes.computed(chunk.sequence)
         if not chunk.max_draft:  # else `accept` decides which states are kept
             self.states.keep(chunk.sequence, chunk.sequence.num_computed)
 
@@ -200,12 +201,8 @@ class Scheduler:
         """Mark `num_drafts` accepted draft rows as computed; free the blocks of the rejected ones."""
         sequence.num_computed += num_drafts
         self._truncate(sequence, sequence.num_computed)
-        self._note_computed(sequence)
+        self.prefixes.computed(sequence)
         self.states.keep(sequence, sequence.num_computed)
-
-    def _note_computed(self, sequence: Sequence) -> None:
-        """Cache newly full blocks, and let sequences start that wait for them."""
-        self.waiting.resume(self.prefixes.computed(sequence))
 
     def roll_back(self, work: Schedule) -> None:
         """Undo a step that was interrupted before commit."""
@@ -221,10 +218,14 @@ class Scheduler:
         """Preempt every sequence and clear all cached blocks."""
         for sequence in list(self.running):
             self._preempt(sequence)
-        for sequence in list(self._parked):
+        for sequence in self._parked():
             self._free(sequence)
         self.sessions.drop_kv()
         self.forget_cached()
+
+    def _parked(self) -> list[Sequence]:
+        """Return the waiting sequences that hold blocks: of a session, or shared with another sequence."""
+        return [sequence for sequence in self.waiting if sequence.blocks]
 
     def forget_cached(self) -> None:
         """Clear the prefix cache; running sequences keep what they use."""
@@ -236,15 +237,15 @@ class Scheduler:
         Waiting sequences and sessions lose their blocks; the prefix cache and the MTP layers' cache are
         cleared.
         """
-        finished = [s for s in self._parked if s.finished]  # their blocks are still read
-        for sequence in list(self._parked):
-            if not sequence.finished:
+        parked = self._parked()
+        for sequence in parked:
+            if not sequence.finished:  # else its blocks are still read
                 self._free(sequence)
         self.sessions.drop_kv()
         self.prefixes.drop_cached()
         for sequence in self.running:
             sequence.truncate_draft_cache(0)
-        return [*self.running, *finished]
+        return [*self.running, *(sequence for sequence in parked if sequence.finished)]
 
     def discard_pending(self, request: Request) -> None:
         """Discard results of the old weights that no token depends on yet, after `evict_all`."""
@@ -255,9 +256,7 @@ class Scheduler:
         for beam in request.sequences:
             if beam.candidates is not None:
                 beam.candidates = None
-                for entries in (beam.top_logprobs, beam.hidden):
-                    del entries[len(beam.output_ids) :]
-                self.waiting.add(beam)
+                self._queue(beam)
 
     def _schedule_running(self, sequence: Sequence, budget: _Budget) -> None:
         """Schedule the next rows of a running sequence, preempting sequences of a worse rank if needed."""
@@ -305,7 +304,7 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, budget: _Budget) -> bool:
         """Start a waiting sequence, preempting others if its priority allows; return whether it runs."""
-        was_parked = sequence in self._parked
+        was_parked = bool(sequence.blocks)
         if not was_parked:
             # Else it might not start, and read the same files again in each step.
             can_start = len(self.running) < self.max_sequences
@@ -316,7 +315,6 @@ class Scheduler:
                 self._free(sequence)  # the prefix is looked up again next time
             return False
         self.waiting.remove(sequence)
-        self._parked.pop(sequence, None)
         self.running[sequence] = None
         self._record_start(sequence)
         self.prefixes.promise(sequence)
@@ -366,7 +364,7 @@ class Scheduler:
         del self.running[sequence]
         # A beam with candidates needs neither blocks nor a place in the queue until the others have theirs.
         if sequence.candidates is None:
-            self.waiting.add(sequence)
+            self._queue(sequence)
         self.num_preemptions += 1
         sequence.request.metrics.preemptions += 1
 
@@ -374,7 +372,7 @@ class Scheduler:
         """Free blocks of an idle session, else of a waiting sequence; return False if there are none."""
         if self.sessions.free_block():
             return True
-        for sequence in reversed(self._parked):
+        for sequence in reversed(self._parked()):
             if sequence is not but:
                 self._free(sequence)
                 return True
@@ -386,8 +384,7 @@ class Scheduler:
         self.states.keep(sequence, 0)
         sequence.num_computed = 0
         sequence.num_draft_computed.clear()
-        self._parked.pop(sequence, None)
-        self.waiting.resume(self.prefixes.withdraw(sequence))
+        self.prefixes.withdraw(sequence)
 
     def _is_short(self, sequence: Sequence, rows: int) -> bool:
         """Return whether blocks, or a slot for its state, are missing for the next rows of a sequence."""

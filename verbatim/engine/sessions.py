@@ -6,13 +6,14 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 
 from verbatim.core import Sequence, SessionCache
 from verbatim.errors import EngineClosed, OutOfBlocks
 from verbatim.kv.blocks import BlockPool
 from verbatim.kv.states import StateSlots
+
+_POLL_S = 0.01  # between two attempts to reserve blocks
 
 
 class Sessions:
@@ -33,8 +34,6 @@ class Sessions:
         self._idle: dict[SessionCache, None] = {}  # with blocks, least recently used first
         self._open: dict[SessionCache, None] = {}  # with a reservation
         self._closing: deque[SessionCache] = deque()  # with blocks to free
-        # Callbacks of threads and coroutines that wait for a reservation to be returned.
-        self._waiting: dict[Callable[[], None], None] = {}
         self._closed = False
         # Guards `_open` and the reservations. Reentrant: the garbage collector may close a session
         # while this thread holds it.
@@ -53,13 +52,10 @@ class Sessions:
             # A copy: the garbage collector may close a session in the middle of the sum.
             return sum(cache.num_reserved for cache in list(self._open))
 
-    def acquire(
-        self, cache: SessionCache, wait_s: float | None, wake: Callable[[], None]
-    ) -> Iterator[float | None]:
+    def acquire(self, cache: SessionCache, wait_s: float | None) -> Iterator[float]:
         """Reserve blocks for a session, unless it has a reservation, and mark it in use.
 
-        Yields the seconds to wait until the next attempt, None for no limit; a call of `wake` ends the
-        wait. Returns once the reservation is made.
+        Yields the seconds to sleep until the next attempt. Returns once the reservation is made.
 
         Args:
             wait_s: how long to wait at most; None sets no limit.
@@ -69,24 +65,19 @@ class Sessions:
             EngineClosed: the engine or the session is closed.
         """
         give_up = math.inf if wait_s is None else time.monotonic() + wait_s
-        try:
-            while True:
-                now = time.monotonic()
-                with self._lock:
-                    if self._closed:
-                        raise EngineClosed("this LLM has been closed")
-                    if cache.closed:
-                        raise EngineClosed("this session has been closed")
-                    if self._reserve(cache, now):
-                        cache.in_use = True
-                        return
-                    self._waiting[wake] = None
-                    next_attempt = min([give_up, *map(_deadline, list(self._open))])
-                if now >= give_up:
-                    raise OutOfBlocks(self._no_blocks(cache, wait_s))
-                yield None if next_attempt == math.inf else max(1e-3, next_attempt - now)
-        finally:
-            self._waiting.pop(wake, None)
+        while True:
+            now = time.monotonic()
+            with self._lock:
+                if self._closed:
+                    raise EngineClosed("this LLM has been closed")
+                if cache.closed:
+                    raise EngineClosed("this session has been closed")
+                if self._reserve(cache, now):
+                    cache.in_use = True
+                    return
+            if now >= give_up:
+                raise OutOfBlocks(self._no_blocks(cache, wait_s))
+            yield _POLL_S
 
     def _reserve(self, cache: SessionCache, now: float) -> bool:
         needed = -(-cache.max_length // self.block_size)
@@ -104,8 +95,6 @@ class Sessions:
         """Mark a session idle at the end of a turn."""
         cache.last_used = time.monotonic()
         cache.in_use = False
-        if cache.idle_timeout_s is not None:
-            self._wake_all()  # waiters recompute their next attempt
 
     def close_session(self, cache: SessionCache) -> None:
         """Close a session; its blocks are freed at the next step or the next `reclaim`."""
@@ -117,12 +106,6 @@ class Sessions:
         self._open.pop(cache, None)
         cache.num_reserved = 0
         self._closing.append(cache)
-        self._wake_all()
-
-    def _wake_all(self) -> None:
-        for wake in list(self._waiting):
-            with suppress(RuntimeError):  # the waiter's event loop is closed
-                wake()
 
     def _no_blocks(self, cache: SessionCache, wait_s: float | None) -> str:
         size, total = self.block_size, self.pool.num_blocks - 1
@@ -230,7 +213,6 @@ class Sessions:
     def close(self) -> None:
         """Refuse new turns, and end all waits."""
         self._closed = True
-        self._wake_all()
 
     def after_fork(self) -> None:
         """Replace the lock in the child of a fork, where its holder does not exist."""
@@ -242,7 +224,14 @@ class Sessions:
 
     def _cut(self, cache: SessionCache, num_tokens: int) -> None:
         """Free what a session keeps beyond its first tokens, and its state unless it is of these."""
-        self.pool.give_back(cache.cut(num_tokens, self.block_size))
+        needed = -(-num_tokens // self.block_size)
+        self.pool.give_back(cache.blocks[needed:])
+        del cache.blocks[needed:], cache.token_ids[num_tokens:]
+        left = len(cache.token_ids)
+        cache.num_indexed = min(cache.num_indexed, left // self.block_size)
+        for layer, count in cache.num_draft_computed.items():
+            # A slot of an MTP layer also depends on the tokens after it.
+            cache.num_draft_computed[layer] = min(count, max(0, left - 1 - layer))
         self.states.keep(cache, num_tokens)
 
     def _clear(self, cache: SessionCache) -> None:

@@ -1,7 +1,8 @@
-// The blocks of 256 numbers that GGUF's types Q2_K to Q6_K are made of, as they lie in a file.
+// Blocks of 256 numbers: those of GGUF's types Q2_K to Q6_K, as they lie in a file, and NVFP4.
 //
 // A block has groups of 16 or 32, each with a scale of 4 to 8 bits and some with a minimum, one or two half
 // floats that all of these are multiplied with, and codes of 2 to 6 bits, in planes of lower and upper bits.
+// NVFP4: groups of 16 with a scale in FP8, a float that these are multiplied with, and codes of FP4.
 #pragma once
 
 #include "simd.h"
@@ -16,7 +17,9 @@ typedef uint8_t u8x32 __attribute__((vector_size(32)));
 typedef uint32_t u32x4 __attribute__((vector_size(16)));
 
 // 256 times the `Encoding` of weight_packing.py.
-enum Block : int { Q4_K = 256 * 8, Q5_K = 256 * 10, Q6_K = 256 * 11, Q3_K = 256 * 12, Q2_K = 256 * 13 };
+enum Block : int {
+    Q4_K = 256 * 8, Q5_K = 256 * 10, Q6_K = 256 * 11, Q3_K = 256 * 12, Q2_K = 256 * 13, NVFP4 = 256 * 14
+};
 constexpr int BLOCK = 256;
 
 // A plane: some bits of all codes. Steps of 32 codes that lie `span` bytes apart share bytes.
@@ -29,7 +32,7 @@ struct Plane {
     constexpr int shift(int step) const { return step / (span / 32) % (8 / bits) * bits; }
 };
 
-// `scale` and `low`: where the half floats lie. Without `low`, numbers are codes less `middle`.
+// `scale` and `low`: where the half floats, or the float, lie. With a `middle`, numbers are codes less that.
 struct BlockLayout {
     int bytes, group, scales, scale, low, middle;
     Plane lower, upper;
@@ -42,6 +45,7 @@ constexpr BlockLayout block_layout(int code) {
     case Q4_K: return {144, 32, 4, 0, 2, 0, {16, 4, 32}, {}};
     case Q5_K: return {176, 32, 4, 0, 2, 0, {48, 4, 32}, {16, 1, 32}};
     case Q6_K: return {210, 16, 192, 208, 0, 32, {0, 4, 64}, {128, 2, 32}};
+    case NVFP4: return {148, 16, 4, 0, 0, 0, {20, 4, 32}, {}};
     default: return {};
     }
 }
@@ -51,6 +55,35 @@ template <typename T> static INLINE inline T bytes_at(const uint8_t *p) {
     std::memcpy(&value, p, sizeof value);
     return value;
 }
+
+// FP8 (E4M3) over 2^8.
+static inline float from_fp8(uint8_t code) {
+    const float size = float_of((uint32_t)(code & 0x7f) << 20) * 0x1p112f;
+    return code & 0x80 ? -size : size;
+}
+
+#if defined(__AVX512F__)
+static INLINE inline f32x16 from_fp8(u8x16 codes) {
+    const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16((__m128i)codes), 7);
+    return (f32x16)_mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16((short)0xbf80)));
+}
+#elif defined(__AVX2__)
+static INLINE inline f32x16 from_fp8(u8x16 codes) {
+    const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16((__m128i)codes), 7);
+    const __m256i halves = _mm256_and_si256(wide, _mm256_set1_epi16((short)0xbf80));
+    __m256 out[2] = {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
+                     _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+    f32x16 v;
+    std::memcpy(&v, out, sizeof v);
+    return v;
+}
+#else
+static INLINE inline f32x16 from_fp8(u8x16 codes) {
+    float out[16];
+    for (int i = 0; i < 16; i++) out[i] = from_fp8((uint8_t)codes[i]);
+    return load(out);
+}
+#endif
 
 // The bits that a plane has of the codes of a step of 32, from bit `left` on.
 static INLINE inline u8x32 plane_codes(const uint8_t *block, const Plane &plane, int step, int left) {
@@ -81,6 +114,8 @@ template <int CODE> struct BlockHeads {
             const u32x4 lower = words<0, 0, 1, 1>(at) >> u32x4{0, 2, 0, 2} & u32x4{SIX, UPPER, SIX, UPPER};
             const u32x4 upper = words<2, 2, 2, 2>(at) >> u32x4{0, 0, 0, 4} & u32x4{0, FOUR, 0, FOUR};
             store(values, halves_at(block) * to_floats((u8x16)(lower | upper)));
+        } else if (CODE == NVFP4) {  // FP8 numbers are read as half floats, which are 2^8 smaller
+            store(values, splat(bytes_at<float>(block + L.scale)) * (from_fp8(at) * 256.0f));
         } else if (CODE == Q2_K) {
             store(values, splat(half_at(block + L.scale)) * to_floats(at & 15));
             store(values + 16, splat(-half_at(block + L.low)) * to_floats(at >> 4));
@@ -98,7 +133,10 @@ template <int CODE> struct BlockHeads {
         asm("" : "+m"(values));
     }
     INLINE inline float scale(int group) const { return values[group]; }
-    INLINE inline float low(int group) const { return L.middle ? 0.0f : values[GROUPS + group]; }
+    // -0 leaves the sign of what it is added to.
+    INLINE inline float low(int group) const {
+        return CODE == NVFP4 ? -0.0f : L.middle ? 0.0f : values[GROUPS + group];
+    }
 
   private:
     static constexpr uint32_t FOUR = 0x0f0f0f0f, SIX = 0x3f3f3f3f, UPPER = 0x30303030;  // bits of bytes

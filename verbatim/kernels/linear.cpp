@@ -263,7 +263,7 @@ static void few_rows_packed(const Work<bf16> &work, const Strip &strip, const ch
         of_height(work.rows, [&](auto r, auto cols) {
             // In registers, 4 bits are always a place in a table, if only one of 0 to 15. Those that become
             // numbers one by one take more registers on their way.
-            constexpr bool FOUR = bits_of(code) == 4, WIDE = !FOUR && code != Q4_K;
+            constexpr bool FOUR = bits_of(code) == 4, WIDE = !FOUR && !in_pairs(code);
             constexpr int R = r.value, C = WIDE && R > 6 ? 2 : cols.value, CODE = FOUR ? TABLE : code.value;
             quick = packed_strip<R, C, CODE, group.value>(p, first, row, strip.width, after);
         });

@@ -48,6 +48,7 @@ enum Encoding : int { AFFINE, ZERO_POINT, SIGNED, E4M3, NF4, FP4, MXFP4, HALF, C
 enum Code : int { BITS4 = 4, BITS8 = 8, TABLE = 20, FP8 = 24 };
 constexpr int bits_of(int code) { return code & 15; }
 constexpr bool in_blocks(int code) { return block_layout(code).bytes; }
+constexpr bool in_pairs(int code) { return code == Q4_K || code == NVFP4; }
 constexpr int bytes_of(int code, int group) {
     return in_blocks(code) ? block_layout(code).bytes : group * bits_of(code) / 8;
 }
@@ -71,6 +72,11 @@ alignas(64) static const float NUMBERS[10][16] = {
     {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
 };
 
+static INLINE inline const float *numbers_by_code(int format) {
+    const int encoding = format >> 8;
+    return NUMBERS[(format & ~255) == NVFP4 ? MXFP4 : encoding > CENTERED ? AFFINE : encoding];
+}
+
 // How a row lies: its codes, then the head of each group. In 4 bits, byte i of a group holds its
 // elements i (low half) and i + ceil(size / 2). Or its blocks, one after another.
 struct RowLayout {
@@ -84,7 +90,7 @@ struct RowLayout {
         const int block = block_layout(format & ~255).bytes;
         if (block) whole = depth / BLOCK, bytes = code_bytes = whole * block, head_bytes = rest = 0;
     }
-    const float *numbers() const { return NUMBERS[encoding > CENTERED ? AFFINE : encoding]; }
+    const float *numbers() const { return numbers_by_code(encoding << 8); }
 };
 
 // FP8 numbers are read as half floats, which are 2^8 smaller: their scales are as much larger.
@@ -191,29 +197,6 @@ static INLINE inline f32x16 weights_of(f32x16 scale, f32x16 numbers, f32x16 low)
 #endif
 }
 
-// FP8 (E4M3) over 2^8.
-#if defined(__AVX512F__)
-static INLINE inline f32x16 from_fp8(u8x16 codes) {
-    const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16((__m128i)codes), 7);
-    return (f32x16)_mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16((short)0xbf80)));
-}
-#elif defined(__AVX2__)
-static INLINE inline f32x16 from_fp8(u8x16 codes) {
-    const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16((__m128i)codes), 7);
-    const __m256i halves = _mm256_and_si256(wide, _mm256_set1_epi16((short)0xbf80));
-    __m256 out[2] = {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
-                     _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
-    f32x16 v;
-    std::memcpy(&v, out, sizeof v);
-    return v;
-}
-#endif
-
-static inline float from_fp8(uint8_t code) {
-    const float size = float_of((uint32_t)(code & 0x7f) << 20) * 0x1p112f;
-    return code & 0x80 ? -size : size;
-}
-
 template <int CODE> static INLINE inline f32x16 numbers_of(u8x16 codes, const float *table) {
     if constexpr (CODE == TABLE) {
 #if defined(__AVX512F__)
@@ -225,13 +208,7 @@ template <int CODE> static INLINE inline f32x16 numbers_of(u8x16 codes, const fl
         return load(out);
 #endif
     } else if constexpr (CODE == FP8) {
-#if defined(__AVX2__)
         return from_fp8(codes);
-#else
-        float out[16];
-        for (int i = 0; i < 16; i++) out[i] = from_fp8((uint8_t)codes[i]);
-        return load(out);
-#endif
     } else {
         return to_floats(codes);
     }
@@ -268,7 +245,8 @@ static INLINE inline void whole_block(T *out, const uint8_t *block, const BlockH
         for (int half = 0; half < 2; half++) {
             const int group = (32 * i + 16 * half) / block_layout(CODE).group;
             const u8x16 code = load_codes((const uint8_t *)&codes + 16 * half);
-            const f32x16 numbers = to_floats(code) - (float)block_layout(CODE).middle;
+            constexpr int KIND = CODE == NVFP4 ? TABLE : BITS4;
+            const f32x16 numbers = numbers_of<KIND>(code, numbers_by_code(CODE)) - (float)block_layout(CODE).middle;
             put_all(out + 32 * i + 16 * half,
                     weights_of(splat(heads.scale(group)), numbers, splat(heads.low(group))));
         }
@@ -344,7 +322,7 @@ template <int CODE, int GROUP> struct Group<4, CODE, GROUP> {
 template <int CODE> struct Group<0, CODE, BLOCK> {
     const uint8_t *block;
     const BlockHeads<CODE> *heads;
-    __m512 numbers;  // 0 to 15
+    __m512 numbers;  // of codes of 4 bits
     Group() = default;
     INLINE inline Group(const uint8_t *block, const BlockHeads<CODE> &heads, int, __m512 numbers)
         : block(block), heads(&heads), numbers(numbers) {}
@@ -353,11 +331,14 @@ template <int CODE> struct Group<0, CODE, BLOCK> {
             return _mm512_fmadd_ps(_mm512_set1_ps(heads->scale(group)), numbers,
                                    _mm512_set1_ps(heads->low(group)));
         };
-        if constexpr (CODE == Q4_K) {  // two groups share their bytes, and a table
+        if constexpr (in_pairs(CODE)) {  // two groups share a table: of two steps, or of one
             const __m512i both = _mm512_cvtepu8_epi16(bytes_at<__m256i>(block + block_layout(CODE).lower.byte(i)));
-            const __m512i words = i % 2 ? _mm512_or_si512(_mm512_srli_epi16(both, 4), _mm512_set1_epi16(16))
-                                        : _mm512_and_si512(both, _mm512_set1_epi16(15));
-            const __m512bh table = _mm512_cvtne2ps_pbh(weights(i | 1, numbers), weights(i & ~1, numbers));
+            const __m512i upper = _mm512_set1_epi16(16);
+            const __m512i second = CODE == NVFP4 ? _mm512_inserti64x4(upper, __m256i{}, 0) : upper;
+            const int first = CODE == NVFP4 ? 2 * i : i & ~1;
+            __m512i words = i % 2 ? _mm512_srli_epi16(both, 4) : _mm512_and_si512(both, _mm512_set1_epi16(15));
+            if (CODE == NVFP4 || i % 2) words = _mm512_or_si512(words, second);
+            const __m512bh table = _mm512_cvtne2ps_pbh(weights(first + 1, numbers), weights(first, numbers));
             return (__m512bh)_mm512_permutexvar_epi16(words, (__m512i)table);
         } else if constexpr (CODE == Q5_K) {
             const __m512 low = weights(i, numbers);
@@ -377,7 +358,7 @@ template <int CODE> struct Group<0, CODE, BLOCK> {
 
 template <int CODE>
 static INLINE inline void whole_block(bf16 *out, const uint8_t *block, const BlockHeads<CODE> &heads) {
-    const Group<0, CODE, BLOCK> group(block, heads, 0, _mm512_load_ps(NUMBERS[AFFINE]));
+    const Group<0, CODE, BLOCK> group(block, heads, 0, _mm512_load_ps(numbers_by_code(CODE)));
 #pragma GCC unroll 8
     for (int i = 0; i < BLOCK / 32; i++) _mm512_storeu_si512(out + 32 * i, (__m512i)group.step(i));
 }
@@ -450,6 +431,7 @@ template <typename F> static inline void of_kind(int format, int group, F f) {
     case Q4_K: return block(std::integral_constant<int, Q4_K>());
     case Q5_K: return block(std::integral_constant<int, Q5_K>());
     case Q6_K: return block(std::integral_constant<int, Q6_K>());
+    case NVFP4: return block(std::integral_constant<int, NVFP4>());
     }
     of_code(format, [&](auto code) {
         if (group == 32) f(code, std::integral_constant<int, 32>());

@@ -10,63 +10,61 @@ for bit.)
 from __future__ import annotations
 
 import ctypes
-import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from verbatim import kernels
 from verbatim.batch import AttentionBatch
+from verbatim.kernels.functions import addresses, has_kernels, kernel, run
 from verbatim.kernels.options import AttentionOptions
+from verbatim.kv.quantized import Packing, pack, unpack
 from verbatim.kv.recurrence import tree_sum
 
 _TILE = 64  # keys per tile of the reference, at absolute positions
 _MAX_PRODUCTS = 1 << 22  # elements of the reference's largest temporary
 
-_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-
 
 @kernels.without_overrides
-def write_kv(k: Tensor, v: Tensor, k_store: Tensor, v_store: Tensor, slots: Tensor) -> None:
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_store: Tensor,
+    v_store: Tensor,
+    slots: Tensor,
+    packing: Packing | None = None,
+) -> None:
     """Write the rows `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]` to the stores.
 
-    Slot `[T]` int64 is block * block_size + offset. Other dtypes are converted to the stores'.
+    Slot `[T]` int64 is block * block_size + offset. Other dtypes are converted to the stores', and rows are
+    quantized with `packing`.
     """
+    if packing is not None:
+        supported = k.dtype == v.dtype and k.dtype in KERNEL_DTYPES
+        if has_kernels(k_store.device) and supported and k.stride(2) == v.stride(2) == 1:
+            kernel_pack(k, v, k_store, v_store, slots, packing)
+            return
+        k, v = pack(k, packing), pack(v, packing)
     if k.dtype != k_store.dtype or v.dtype != v_store.dtype:
         k, v = k.to(k_store.dtype), v.to(v_store.dtype)
-    library = library_for(k_store.device)
-    if library is None and kernels.triton_serves(k_store.device):
+    compiled = has_kernels(k_store.device)
+    if not compiled and kernels.triton_serves(k_store.device):
         from verbatim.kernels.triton import rope
 
         if rope.served(k, v, k_store):
             rope.write_kv(k, v, k_store, v_store, slots)
             return
-    if library is None or k.stride(2) != 1 or v.stride(2) != 1:
+    if not compiled or k.stride(2) != 1 or v.stride(2) != 1:
         blocks, offsets = slots // k_store.shape[2], slots % k_store.shape[2]
         k_store[blocks, :, offsets] = k
         v_store[blocks, :, offsets] = v
         return
     assert k_store.is_contiguous() and v_store.is_contiguous() and slots.is_contiguous()
     assert slots.dtype == torch.int64 and len(slots) == len(k) == len(v)
-    k_bytes, v_bytes = k.element_size(), v.element_size()
-    library.vb_write_kv(
-        k.data_ptr(),
-        v.data_ptr(),
-        k_store.data_ptr(),
-        v_store.data_ptr(),
-        slots.data_ptr(),
-        len(slots),
-        k_store.shape[1],
-        k_store.shape[2],
-        k_store.shape[3] * k_bytes,
-        v_store.shape[3] * v_bytes,
-        k.stride(0) * k_bytes,
-        k.stride(1) * k_bytes,
-        v.stride(0) * v_bytes,
-        v.stride(1) * v_bytes,
-        torch.get_num_threads(),
-    )
+    strides = (x.stride(i) * x.element_size() for x in (k, v) for i in (0, 1))
+    widths = (x.shape[3] * x.element_size() for x in (k_store, v_store))
+    at, sizes = addresses(k, v, k_store, v_store, slots), (len(slots), *k_store.shape[1:3])
+    run("vb_write_kv", None, *at, *sizes, *widths, *strides)
 
 
 @kernels.without_overrides
@@ -79,6 +77,8 @@ def paged_attention(
     *,
     backend: str = "auto",
     batch_invariant: bool = True,
+    packing: Packing | None = None,
+    value_size: int = 0,
 ) -> Tensor:
     """Compute causal attention of flat query rows over the stored K and V of their sequences.
 
@@ -88,17 +88,23 @@ def paged_attention(
         batch: fields of `Batch`.
         backend: "kernel", "reference", or "auto" for the kernel if it supports the tensors.
         batch_invariant: False allows faster kernels on a GPU that are not batch-invariant.
+        packing: the stores hold uint8 rows of this format, `[blocks, Hkv, block_size, row_bytes]`. Elements
+            are dequantized to the dtype of the queries: for bf16, `unpack`'s float32 is rounded once more, by
+            far less than a quantization step. The kernel unpacks a tile of rows at a time, the reference all
+            blocks of the batch; the bits are those of attention over the unpacked values.
+        value_size: Dv, with `packing`.
 
     Returns:
         `[T, H, Dv]` in the dtype of `q`.
     """
     if backend not in ("auto", "kernel", "reference"):
         raise ValueError(f"backend={backend!r}: 'auto', 'kernel' or 'reference'")
-    supported = q.dtype in KERNEL_DTYPES and k_store.dtype in KERNEL_DTYPES
-    library = library_for(q.device) if supported and backend != "reference" else None
-    if library is not None:
-        return kernel_attention(library, q, k_store, v_store, batch, options)
-    if backend == "auto" and kernels.triton_serves(q.device):
+    stored = q.dtype if packing is not None else k_store.dtype
+    supported = q.dtype in KERNEL_DTYPES and stored in KERNEL_DTYPES
+    if supported and backend != "reference" and has_kernels(q.device):
+        packed = None if packing is None else (packing.bits, value_size)
+        return kernel_attention(q, k_store, v_store, batch, options, packed=packed)
+    if backend == "auto" and packing is None and kernels.triton_serves(q.device):
         from verbatim.kernels.triton import attention
 
         if attention.served(q, k_store, v_store):
@@ -112,45 +118,46 @@ def paged_attention(
             )
     if backend == "kernel":
         raise ValueError(
-            f"no attention kernel for {q.dtype} queries and {k_store.dtype} keys on {q.device} "
+            f"no attention kernel for {q.dtype} queries and {stored} keys on {q.device} "
             f"(instruction set: {kernels.instruction_set()})"
         )
+    if packing is not None:
+        used, renamed = torch.unique(batch.block_tables, return_inverse=True)
+        batch = batch._replace(block_tables=renamed.to(torch.int32))
+        k_store = unpack(k_store[used.long()], q.shape[2], packing).to(q.dtype)
+        v_store = unpack(v_store[used.long()], value_size, packing).to(q.dtype)
     return reference_attention(q, k_store, v_store, batch, options)
 
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
 
-def library_for(device: torch.device) -> ctypes.CDLL | None:
-    """Return the compiled kernels for tensors on `device`, or None for the reference."""
-    return _bound(kernels.library()) if device.type == "cpu" else None
-
-
-def bind(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Declare the arguments of the attention kernels in `library`."""
-    library.vb_write_kv.restype = None
-    library.vb_write_kv.argtypes = [*[_POINTER] * 5, *[_LONG] * 9, _INT]
-    library.vb_pack_kv.restype = None
-    library.vb_pack_kv.argtypes = [*[_POINTER] * 5, *[_LONG] * 5, _POINTER, *[_INT] * 3]
-    library.vb_attention.restype = None
-    library.vb_attention.argtypes = [
-        *[_POINTER] * 7,
-        *[_LONG] * 11,
-        *[_INT] * 2,
-        *[_FLOAT] * 2,
-        *[_POINTER] * 2,
-        _INT,
-    ]
-    return library
-
-
-@functools.cache  # keyed by library: a process may change VERBATIM_KERNELS
-def _bound(library: ctypes.CDLL | None) -> ctypes.CDLL | None:
-    return None if library is None else bind(library)
+def kernel_pack(
+    k: Tensor,
+    v: Tensor,
+    k_store: Tensor,
+    v_store: Tensor,
+    slots: Tensor,
+    packing: Packing,
+    backend: str = "kernel",
+) -> None:
+    """Quantize and write rows by the compiled kernels of `backend` (`functions.library_of`)."""
+    assert k_store.is_contiguous() and v_store.is_contiguous() and slots.is_contiguous()
+    assert slots.dtype == torch.int64 and len(slots) == len(k) == len(v)
+    assert k_store.shape[3] == packing.row_bytes(k.shape[2])
+    assert v_store.shape[3] == packing.row_bytes(v.shape[2])
+    function = kernel("vb_pack_kv", backend=backend)
+    assert function is not None
+    function(
+        *addresses(k, v, k_store, v_store, slots),
+        *(len(slots), *k_store.shape[1:3], k.shape[2], v.shape[2]),
+        (ctypes.c_int64 * 4)(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+        k.dtype == torch.bfloat16,
+        packing.bits,
+    )
 
 
 def kernel_attention(
-    library: Any,
     q: Tensor,
     k_store: Tensor,
     v_store: Tensor,
@@ -158,8 +165,9 @@ def kernel_attention(
     options: AttentionOptions,
     *,
     packed: tuple[int, int] | None = None,
+    backend: str = "kernel",
 ) -> Tensor:
-    """Compute `paged_attention` with a compiled library.
+    """Compute `paged_attention` by the compiled kernels of `backend` (`functions.library_of`).
 
     `packed` is (bits, Dv) if the stores hold uint8 rows of `verbatim.kv.quantized`.
     """
@@ -183,32 +191,13 @@ def kernel_attention(
     if q.stride(2) != 1:
         q = q.contiguous()
     out = q.new_empty((num_tokens, heads, value_size))
-    library.vb_attention(
-        q.data_ptr(),
-        out.data_ptr(),
-        k_store.data_ptr(),
-        v_store.data_ptr(),
-        query_starts.data_ptr(),
-        context_lens.data_ptr(),
-        block_tables.data_ptr(),
-        num_sequences,
-        max_blocks,
-        q.stride(0),
-        q.stride(1),
-        heads,
-        kv_heads,
-        key_size,
-        value_size,
-        block_size,
-        options.window,
-        options.chunk,
-        q.dtype == torch.bfloat16,
-        kv_format,
-        options.scale,
-        options.softcap,
-        None if sinks is None else sinks.data_ptr(),
-        None if alibi is None else alibi.data_ptr(),
-        torch.get_num_threads(),
+    function = kernel("vb_attention", backend=backend)
+    assert function is not None
+    function(
+        *addresses(q, out, k_store, v_store, query_starts, context_lens, block_tables),
+        *(num_sequences, max_blocks, *q.stride()[:2], heads, kv_heads, key_size, value_size),
+        *(block_size, options.window, options.chunk, q.dtype == torch.bfloat16, kv_format),
+        *(options.scale, options.softcap, *addresses(sinks, alibi)),
     )
     return out
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 
 class BlockStore:
-    """Base class of tensors whose first dimension is the block, or the slot.
+    """Tensors whose first dimension is the block, or the slot.
+
+    Their memory is reserved at once, and committed by the OS when first written.
+
+    Args:
+        make: allocates the tensors.
 
     Attributes:
         token_axis: the dimension of positions in the tensors of `read_blocks`; None: they have none.
@@ -17,10 +22,25 @@ class BlockStore:
 
     token_axis: int | None = None
 
+    def __init__(self, make: Callable[[], list[Tensor]]) -> None:
+        self._make = make
+        self._tensors: list[Tensor] = []
+        self.allocate()
+
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors; empty after their memory was freed."""
-        raise NotImplementedError
+        """The tensors; empty after `release`."""
+        return self._tensors
+
+    def release(self) -> None:
+        """Free the memory."""
+        self._tensors.clear()
+
+    def allocate(self) -> None:
+        """Allocate the memory, unless it is allocated."""
+        if not self._tensors:
+            with torch.inference_mode(False):  # else they could only be written in inference mode
+                self._tensors += self._make()
 
     @property
     def nbytes(self) -> int:

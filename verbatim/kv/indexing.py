@@ -9,16 +9,14 @@ blocks of keys by the best key in each, separately for each group of heads.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from verbatim import kernels
 from verbatim.batch import AttentionBatch
+from verbatim.kernels.functions import addresses, has_kernels, run
 from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.kv.recurrence import tree_sum
 
@@ -105,14 +103,13 @@ def index_scores(
     Args:
         reference: compute it in torch, and not by a kernel; the bits are the same.
     """
-    library = None if reference or q.device.type != "cpu" else _bound(kernels.library())
-    if library is not None:
+    if has_kernels(q.device) and not reference:
         q, keys = q.contiguous(), keys.contiguous()
         weights = None if weights is None else weights.contiguous()
         groups = q.shape[1] if weights is None else 1
         out = q.new_empty(len(q), groups, len(keys))
-        operands = [None if x is None else x.data_ptr() for x in (out, q, keys, weights)]
-        library.vb_index_scores(*operands, *q.shape, len(keys), torch.get_num_threads())
+        at = addresses(out, q, keys, weights)
+        run("vb_index_scores", None, *at, *q.shape, len(keys))
         return out
     tiles = []
     for tile in keys.split(_TILE):
@@ -121,16 +118,6 @@ def index_scores(
             scores = tree_sum(scores.relu() * weights[..., None], 1, keepdim=True)
         tiles.append(scores)
     return torch.cat(tiles, -1)
-
-
-@functools.cache
-def _bound(library: ctypes.CDLL | None) -> ctypes.CDLL | None:
-    """Declare the arguments of the kernel."""
-    if library is not None:
-        library.vb_index_scores.argtypes = (
-            [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4 + [ctypes.c_int]
-        )
-    return library
 
 
 def attend_to_chosen(

@@ -31,7 +31,6 @@ class Prefixes:
         self.enabled = enabled
         self.num_hits = 0  # cached tokens found since it was opened
         self._in_flight: dict[bytes, Sequence] = {}  # by key of a block that a prefill will fill
-        self._in_flight_of: dict[Sequence, list[bytes]] = {}
 
     def attach(self, sequence: Sequence, *, load: bool = False) -> None:
         """Attach the longest cached prefix to a sequence without blocks.
@@ -81,18 +80,13 @@ class Prefixes:
         if self.folder is not None and keys and not sequence.request.adapter:
             self.folder.note(kind, keys, first)
 
-    def in_flight(self, sequence: Sequence) -> bytes | None:
-        """Return the key of the last block of its prefix that another sequence will compute, or None."""
+    def is_in_flight(self, sequence: Sequence) -> bool:
+        """Return whether another sequence will compute the next block of its prefix, or a state in it."""
         if not self._in_flight or not self._is_shareable(sequence):
-            return None
+            return False
         keys = self._reusable_keys(sequence)
-        awaited = None
-        for key in keys[len(self.pool.find(keys)) :]:
-            if key in self._in_flight:
-                awaited = key
-            elif not self.states.enabled:
-                break
-        return awaited
+        missing = keys[len(self.pool.find(keys)) :]
+        return any(key in self._in_flight for key in missing[: None if self.states.enabled else 1])
 
     def promise(self, sequence: Sequence) -> None:
         """Register the blocks of a starting prefill as in flight."""
@@ -100,19 +94,15 @@ class Prefixes:
             uncomputed = self._keys(sequence)[len(sequence.blocks) :]
             if self.states.enabled:  # other sequences can continue only where a state is cached
                 uncomputed = self._reusable_keys(sequence)[len(sequence.blocks) :][-1:]
-            own_keys = [key for key in uncomputed if key not in self._in_flight]
-            self._in_flight.update((key, sequence) for key in own_keys)
-            if own_keys:
-                self._in_flight_of[sequence] = own_keys
+            for key in uncomputed:
+                self._in_flight.setdefault(key, sequence)
 
-    def computed(self, sequence: Sequence) -> list[bytes]:
-        """Index newly full blocks; return their keys that were in flight."""
-        if not self._is_shareable(sequence):
-            return []
+    def computed(self, sequence: Sequence) -> None:
+        """Index newly full blocks."""
         full = sequence.num_computed // self.block_size
         first = sequence.num_indexed
-        if full == first:
-            return []
+        if full == first or not self._is_shareable(sequence):
+            return
         keys = self._keys(sequence)
         for i in range(first, full):
             block = self.pool.remember(sequence.blocks[i], keys[i])
@@ -122,14 +112,14 @@ class Prefixes:
         sequence.num_indexed = full
         self._note(sequence, "blocks", keys[first:full], first)
         self._snapshot(sequence, first, full)
-        return self._drop(sequence, set(keys[first:full]))
+        self._drop(sequence, keys[first:full])
 
-    def withdraw(self, sequence: Sequence) -> list[bytes]:
-        """Unregister a sequence that lost its blocks; return its keys still in flight."""
+    def withdraw(self, sequence: Sequence) -> None:
+        """Unregister a sequence that lost its blocks."""
         sequence.num_indexed = 0
         if sequence.snapshot is not None and self.states.pool.has(sequence.snapshot):
             self._note(sequence, "states", [sequence.snapshot], len(sequence.keys))
-        return self._drop(sequence, None)
+        self._drop(sequence, sequence.keys)
 
     def snapshots(self, sequence: Sequence, end: int) -> list[int]:
         """Return the numbers of tokens after which to cache the state, in a prefill up to `end`.
@@ -172,16 +162,11 @@ class Prefixes:
         self.pool.forget()
         self.states.pool.forget()
 
-    def _drop(self, sequence: Sequence, computed: set[bytes] | None) -> list[bytes]:
-        """Unregister the keys in `computed`, or all if it is None; return them."""
-        keys = self._in_flight_of.pop(sequence, [])
-        dropped = [key for key in keys if computed is None or key in computed]
-        left = [] if computed is None else [key for key in keys if key not in computed]
-        for key in dropped:
-            del self._in_flight[key]
-        if left:
-            self._in_flight_of[sequence] = left
-        return dropped
+    def _drop(self, sequence: Sequence, keys: list[bytes]) -> None:
+        """Unregister those of the keys that the sequence was to compute."""
+        for key in keys if self._in_flight else ():
+            if self._in_flight.get(key) is sequence:
+                del self._in_flight[key]
 
     def _is_shareable(self, sequence: Sequence) -> bool:
         request = sequence.request

@@ -1,4 +1,4 @@
-"""Quantized K and V, in 8 or 4 bits: packing of rows, and attention over packed rows.
+"""Quantized K and V, in 8 or 4 bits: packing of rows.
 
 A row is one token's vector of one KV head. It is cut into groups of neighbouring elements (the last
 one may be short), and an element of a group is stored as an integer:
@@ -8,7 +8,7 @@ one may be short), and an element of a group is stored as an integer:
 with `low` the group's smallest element and `scale` its range over 2^bits - 1, both bf16 and rounded
 outwards, so that no element is more than half a step off. A group never spans rows: the row of a
 token depends on that token alone. `scale * code` is exact in float32 (8 bits times 8), so
-an element is read back with one rounding and the same bits by every backend.
+an element is read back with one rounding, bit-identically by every backend.
 
 At equal bytes, asymmetric scales err less: groups of 64 with both ends than groups of 32 with a
 symmetric scale at 8 bits, and groups of 32 than groups of 16 at 4 bits, most of all with outlier
@@ -17,22 +17,12 @@ channels (benchmarks/kv.py --formats).
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from verbatim.batch import AttentionBatch
 from verbatim.errors import NotSupported
-from verbatim.kernels.options import AttentionOptions
-from verbatim.kv.attention import (
-    KERNEL_DTYPES,
-    kernel_attention,
-    library_for,
-    paged_attention,
-    write_kv,
-)
 
 _HEAD_BYTES = 4  # (scale, low) of a group, two bf16
 _HIGH_BITS = -0x10000  # the bits of a float32 that a bf16 keeps
@@ -136,89 +126,3 @@ def _round_down(x: Tensor) -> Tensor:
     """Round down to a bf16, in float32."""
     truncated = (x.view(torch.int32) & _HIGH_BITS).view(torch.float32)
     return torch.where(x < 0, _round_up(x), truncated)
-
-
-def write_packed(
-    k: Tensor, v: Tensor, k_store: Tensor, v_store: Tensor, slots: Tensor, packing: Packing
-) -> None:
-    """Quantize and write rows to stores `[blocks, Hkv, block_size, row_bytes]` uint8."""
-    library = library_for(k_store.device)
-    supported = k.dtype == v.dtype and k.dtype in KERNEL_DTYPES
-    if library is None or not supported or k.stride(2) != 1 or v.stride(2) != 1:
-        write_kv(pack(k, packing), pack(v, packing), k_store, v_store, slots)
-        return
-    kernel_pack(library, k, v, k_store, v_store, slots, packing)
-
-
-def kernel_pack(
-    library: ctypes.CDLL,
-    k: Tensor,
-    v: Tensor,
-    k_store: Tensor,
-    v_store: Tensor,
-    slots: Tensor,
-    packing: Packing,
-) -> None:
-    """Run `write_packed` with a compiled library."""
-    assert k_store.is_contiguous() and v_store.is_contiguous() and slots.is_contiguous()
-    assert slots.dtype == torch.int64 and len(slots) == len(k) == len(v)
-    assert k_store.shape[3] == packing.row_bytes(k.shape[2])
-    assert v_store.shape[3] == packing.row_bytes(v.shape[2])
-    library.vb_pack_kv(
-        k.data_ptr(),
-        v.data_ptr(),
-        k_store.data_ptr(),
-        v_store.data_ptr(),
-        slots.data_ptr(),
-        len(slots),
-        k_store.shape[1],
-        k_store.shape[2],
-        k.shape[2],
-        v.shape[2],
-        (ctypes.c_int64 * 4)(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-        k.dtype == torch.bfloat16,
-        packing.bits,
-        torch.get_num_threads(),
-    )
-
-
-def packed_attention(
-    q: Tensor,
-    k_store: Tensor,
-    v_store: Tensor,
-    batch: AttentionBatch,
-    options: AttentionOptions,
-    *,
-    value_size: int,
-    packing: Packing,
-    backend: str = "auto",
-) -> Tensor:
-    """Compute `paged_attention` over stores `[blocks, Hkv, block_size, row_bytes]` uint8.
-
-    Elements are dequantized to the dtype of the queries: for bf16, `unpack`'s float32 is rounded once
-    more, by far less than a quantization step. The kernel unpacks a tile of rows at a time; the
-    reference unpacks all blocks of the batch. Both then compute as for stores of that dtype, so the
-    kernel's result equals its result for the unpacked values, bit for bit.
-
-    Args:
-        value_size: Dv, which does not follow from the bytes of a row.
-        backend: "kernel", "reference", or "auto" for the kernel if it supports the tensors.
-    """
-    if backend not in ("auto", "kernel", "reference"):
-        raise ValueError(f"backend={backend!r}: 'auto', 'kernel' or 'reference'")
-    library = library_for(q.device) if q.dtype in KERNEL_DTYPES else None
-    if library is not None and backend != "reference":
-        return kernel_attention(
-            library, q, k_store, v_store, batch, options, packed=(packing.bits, value_size)
-        )
-    if backend == "kernel":
-        raise ValueError(f"no attention kernel for {q.dtype} queries on {q.device}")
-    used, renamed = torch.unique(batch.block_tables, return_inverse=True)
-    return paged_attention(
-        q,
-        unpack(k_store[used.long()], q.shape[2], packing).to(q.dtype),
-        unpack(v_store[used.long()], value_size, packing).to(q.dtype),
-        batch._replace(block_tables=renamed.to(torch.int32)),
-        options,
-        backend="reference",
-    )

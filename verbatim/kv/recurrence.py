@@ -6,8 +6,6 @@ invariant by construction: the bits of a row depend on the state before it and o
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -15,10 +13,8 @@ import torch
 from torch import Tensor
 
 from verbatim import kernels
+from verbatim.kernels.functions import SUFFIX, addresses, has_kernels, run
 from verbatim.kv.states import StateRows
-
-_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
-_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 @kernels.without_overrides
@@ -44,8 +40,8 @@ def causal_conv(
     Returns:
         `[T, C]` float32.
     """
-    library = None if reference or x.dtype not in _SUFFIX else _library(x.device)
-    if library is None and not reference and kernels.triton_serves(x.device):
+    compiled = not reference and x.dtype in SUFFIX and has_kernels(x.device)
+    if not compiled and not reference and kernels.triton_serves(x.device):
         from verbatim.kernels.triton import recurrence
 
         if recurrence.served(x):
@@ -53,13 +49,12 @@ def causal_conv(
             return recurrence.causal_conv(x, weight.to(x.dtype), bias, state, at)
     before = weight.shape[1] - 1
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    if library is not None:
-        function = getattr(library, f"vb_causal_conv_{_SUFFIX[x.dtype]}")
+    if compiled:
         x, weight = x.contiguous(), weight.to(x.dtype).contiguous()
         bias = None if bias is None else bias.to(x.dtype).contiguous()
-        operands = _pointers(out, x, weight, bias, state, *at)
+        operands = addresses(out, x, weight, bias, state, *at)
         sizes = len(at.sources), len(at.rows), *weight.shape
-        function(*operands, *sizes, torch.get_num_threads())
+        run("vb_causal_conv", x.dtype, *operands, *sizes)
         return out
     for first, last, source, writes in _sequences(at):
         inputs = torch.cat([state[source], x[first:last]])  # [K - 1 + rows, C]
@@ -106,18 +101,18 @@ def linear_recurrence(
     Returns:
         `[T, H, V]` float32.
     """
-    library = None if reference else _library(v.device)
-    if library is None and not reference and kernels.triton_serves(v.device):
+    compiled = not reference and has_kernels(v.device)
+    if not compiled and not reference and kernels.triton_serves(v.device):
         from verbatim.kernels.triton import recurrence
 
         return recurrence.linear_recurrence(q, k, v, decay, beta, state, at)
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    if library is not None:
+    if compiled:
         q, k, v, decay = (x.contiguous() for x in (q, k, v, decay))
         beta = None if beta is None else beta.contiguous()
-        operands = _pointers(out, q, k, v, decay, beta, state, *at)
+        operands = addresses(out, q, k, v, decay, beta, state, *at)
         sizes = len(at.sources), len(at.rows), v.shape[1], *k.shape[1:], v.shape[2]
-        library.vb_linear_recurrence(*operands, *sizes, decay.dim() == 3, torch.get_num_threads())
+        run("vb_linear_recurrence", None, *operands, *sizes, decay.dim() == 3)
         return out
     group = v.shape[1] // k.shape[1]
     q, k = (x.repeat_interleave(group, dim=1)[..., None] for x in (q, k))  # [T, H, K, 1]
@@ -198,15 +193,14 @@ def weighted_mean(
     Returns:
         `[T, C]` float32.
     """
-    library = None if reference else _library(key.device)
-    if library is None:
+    if reference or not has_kernels(key.device):
         rows = key, value, decay.expand_as(key)
         return scan(partial(_mean_step, first), rows, state, at)
     out = torch.empty_like(key, memory_format=torch.contiguous_format)
     key, value, first, decay = (x.contiguous() for x in (key, value, first, decay))
-    operands = _pointers(out, key, value, first, decay, state, *at)
+    operands = addresses(out, key, value, first, decay, state, *at)
     sizes = len(at.sources), len(at.rows), key.shape[1]
-    library.vb_weighted_mean(*operands, *sizes, decay.dim() == 2, torch.get_num_threads())
+    run("vb_weighted_mean", None, *operands, *sizes, decay.dim() == 2)
     return out
 
 
@@ -223,26 +217,6 @@ def _mean_step(
 
     summed, divisor, _ = add(largest, key + first)
     return torch.stack(add(largest - decay, key), dim=1), summed / divisor
-
-
-def _library(device: torch.device) -> ctypes.CDLL | None:
-    return _bound(kernels.library()) if device.type == "cpu" else None
-
-
-@functools.cache
-def _bound(library: ctypes.CDLL | None) -> ctypes.CDLL | None:
-    """Declare the arguments of the kernels."""
-    if library is not None:
-        library.vb_linear_recurrence.argtypes = [*[_POINTER] * 11, *[_LONG] * 6, _INT, _INT]
-        library.vb_weighted_mean.argtypes = [*[_POINTER] * 10, *[_LONG] * 3, _INT, _INT]
-        for suffix in _SUFFIX.values():
-            function = getattr(library, f"vb_causal_conv_{suffix}")
-            function.argtypes = [*[_POINTER] * 9, *[_LONG] * 4, _INT]
-    return library
-
-
-def _pointers(*tensors: Tensor | None) -> list[int | None]:
-    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def tree_sum(x: Tensor, dim: int, *, keepdim: bool = False) -> Tensor:

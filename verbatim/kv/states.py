@@ -67,30 +67,19 @@ class StateStore(BlockStore):
         self.shapes = shapes
         self.num_slots = num_slots
         self._device = device
-        self._tensors: list[Tensor] = []
-        self.allocate()
+        super().__init__(self._allocated)
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """One tensor for each recurrent operation; empty after `release`."""
-        return self._tensors
+    def _allocated(self) -> list[Tensor]:
+        """Return new tensors, of which only the zero state is initialized."""
+        tensors = []
+        for s in self.shapes:
+            size = (self.num_slots, *s.shape)
+            tensors.append(torch.empty(size, dtype=s.dtype, device=self._device))
+            tensors[-1][ZERO_STATE] = 0
+        return tensors
 
     def poison(self, blocks: list[int]) -> None:
         super().poison([slot for slot in blocks if slot != ZERO_STATE])
-
-    def release(self) -> None:
-        """Free the memory."""
-        self._tensors.clear()
-
-    def allocate(self) -> None:
-        """Allocate memory, unless it is allocated; only the zero state is initialized."""
-        if not self._tensors:
-            with torch.inference_mode(False):
-                for s in self.shapes:
-                    size = (self.num_slots, *s.shape)
-                    tensor = torch.empty(size, dtype=s.dtype, device=self._device)
-                    tensor[ZERO_STATE] = 0
-                    self._tensors.append(tensor)
 
 
 def open_states(

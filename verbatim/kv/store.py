@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,7 @@ from verbatim.kernels.options import AnyOptions, IndexOptions
 from verbatim.kv.attention import paged_attention, write_kv
 from verbatim.kv.flat import BlockStore
 from verbatim.kv.indexing import attend_to_chosen, attend_to_records, choose_keys
-from verbatim.kv.quantized import KVDtype, Packing, packed_attention, unpack, write_packed
+from verbatim.kv.quantized import KVDtype, Packing, unpack
 from verbatim.kv.states import StateShape, StateStore
 
 
@@ -47,6 +47,9 @@ class KVStore(BlockStore):
     A head's tokens are adjacent, so a decode step reads each tile of keys as contiguous memory. The
     memory is reserved at once, and committed by the OS when first written.
 
+    Args:
+        dtype: of K and V. A `Packing` quantizes them: the tensors are then uint8, of `row_bytes` per row.
+
     Attributes:
         layers: (K, V) of each layer; empty after `release`.
         dtype_name: "float32", "bfloat16", "int8" or "int4".
@@ -65,16 +68,23 @@ class KVStore(BlockStore):
         layers: list[LayerShape],
         num_blocks: int,
         block_size: int,
-        dtype: torch.dtype,
+        dtype: KVDtype,
         device: torch.device,
     ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self.dtype_name = str(dtype).removeprefix("torch.")
+        self.packing = packing = dtype if isinstance(dtype, Packing) else None
+        self.dtype_name = packing.name if packing else str(dtype).removeprefix("torch.")
         self.device = device
+        self._value_sizes = [s.value_dim for s in layers]
 
         def blocks(heads: int, width: int) -> Tensor:
-            return torch.empty(num_blocks, heads, block_size, width, dtype=dtype, device=device)
+            row = (
+                (width, dtype)
+                if isinstance(dtype, torch.dtype)
+                else (dtype.row_bytes(width), torch.uint8)
+            )
+            return torch.empty(num_blocks, heads, block_size, row[0], dtype=row[1], device=device)
 
         def all_blocks() -> list[tuple[Tensor, Tensor]]:
             # Inference tensors could only be written in inference mode.
@@ -101,7 +111,7 @@ class KVStore(BlockStore):
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Write the rows `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]` at `slots` `[T]` (`Batch.slots`)."""
-        write_kv(k, v, *self.layers[layer], slots)
+        write_kv(k, v, *self.layers[layer], slots, self.packing)
 
     def write_rotated(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, slots: Tensor
@@ -120,19 +130,26 @@ class KVStore(BlockStore):
         if isinstance(options, IndexOptions):
             keys_of = partial(self._keys, k, q.shape[2])
             return choose_keys(q, keys_of, batch, options)
-        attention = self._attention(layer)
+        attention = partial(
+            paged_attention,
+            batch_invariant=self.batch_invariant,
+            packing=self.packing,
+            value_size=self._value_sizes[layer],
+        )
         if options.chosen is not None:
             attention = partial(attend_to_chosen, attention)
         elif options.records is not None:
             attention = partial(attend_to_records, attention)
         return attention(q, k, v, batch, options)
 
-    def _attention(self, layer: int) -> Callable[..., Tensor]:
-        return partial(paged_attention, batch_invariant=self.batch_invariant)
-
     def _keys(self, k: Tensor, width: int, blocks: Tensor) -> Tensor:
         """Return the keys of some blocks of a layer with one head, `[n * block_size, width]` float32."""
-        return k[blocks, 0].flatten(0, 1).float()
+        keys = k[blocks, 0].flatten(0, 1)
+        return keys.float() if self.packing is None else unpack(keys, width, self.packing)
+
+    def poison(self, blocks: list[int]) -> None:
+        for tensor in self.tensors:  # of bytes, all ones make every bf16 scale a NaN
+            tensor[blocks] = torch.nan if self.packing is None else 0xFF
 
     @contextmanager
     def stores_for(self, batches: list[Batch]) -> Iterator[list[KVStore]]:
@@ -152,53 +169,6 @@ class KVStore(BlockStore):
             self.states.allocate()
         if not self.layers:
             self.layers.extend(self._all_blocks())
-
-
-class QuantizedKVStore(KVStore):
-    """A `KVStore` with quantized rows: `layers` are uint8, of `width` bytes per row."""
-
-    def __init__(
-        self,
-        layers: list[LayerShape],
-        num_blocks: int,
-        block_size: int,
-        packing: Packing,
-        device: torch.device,
-    ) -> None:
-        rows = [
-            LayerShape(s.kv_heads, packing.row_bytes(s.key_dim), packing.row_bytes(s.value_dim))
-            for s in layers
-        ]
-        super().__init__(rows, num_blocks, block_size, torch.uint8, device)
-        self.dtype_name = packing.name
-        self._packing = packing
-        self._value_sizes = [s.value_dim for s in layers]
-
-    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        write_packed(k, v, *self.layers[layer], slots, self._packing)
-
-    def _attention(self, layer: int) -> Callable[..., Tensor]:
-        return partial(packed_attention, value_size=self._value_sizes[layer], packing=self._packing)
-
-    def _keys(self, k: Tensor, width: int, blocks: Tensor) -> Tensor:
-        return unpack(k[blocks, 0].flatten(0, 1), width, self._packing)
-
-    def poison(self, blocks: list[int]) -> None:
-        for tensor in self.tensors:  # all ones make every bf16 scale a NaN
-            tensor[blocks] = 0xFF
-
-
-def make_store(
-    layers: list[LayerShape],
-    num_blocks: int,
-    block_size: int,
-    dtype: KVDtype,
-    device: torch.device,
-) -> KVStore:
-    """Return a store for K and V in `dtype`."""
-    if isinstance(dtype, Packing):
-        return QuantizedKVStore(layers, num_blocks, block_size, dtype, device)
-    return KVStore(layers, num_blocks, block_size, dtype, device)
 
 
 def bytes_per_token(layers: list[LayerShape], dtype: KVDtype) -> int:

@@ -6,6 +6,7 @@ import collections
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Protocol
@@ -74,7 +75,7 @@ class Decoder:
         weak: hold only a weak reference to the module.
         order: cuts a forward into micro-batches; None: there is one.
         fused: run supported layers by one or two kernel calls each, or all by one call,
-            with the same bits.
+            bit-identically.
         unseen: the module has no other users, so it is not edited until `module` is read.
         batch_invariant: False leaves products and activations to the module, not batch-invariant; faster on a
             GPU.
@@ -182,6 +183,11 @@ class Decoder:
         if module is None:
             raise EngineClosed("this engine was closed, or the module it was made for is gone")
         return module
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module whose parameters these are, by the names that callers know: itself."""
+        return self.held
 
     def how_experts_run(self) -> dict[str, int]:
         """Return the number of layers by the way their experts run, in words; empty without experts."""
@@ -295,17 +301,17 @@ class Decoder:
         """
         with exclusive:
             self.refresh()
-            spec, device, bodies = self.spec, next(self.held.parameters()).device, []
+            spec, device = self.spec, next(self.held.parameters()).device
             ids = torch.arange(_TRIAL_TOKENS) * 7 % max(1, spec.vocab_size - 3) + 1
+            store = noise_store(spec.layers, spec.states, spec.dtype, device, count=1)
+            batch = replace(span_batch({0: (0, _TRIAL_TOKENS)}, ids), wants_hidden=True)
+            context = FlatContext(spec.slots, batch, store)
+            body = HiddenStore(hidden_size, 2, BLOCK_SIZE, spec.dtype, device)
+            self._head_reads_body = False
             try:
-                for self._head_reads_body in (False, True):
-                    store = noise_store(spec.layers, spec.states, spec.dtype, device, count=1)
-                    batch = span_batch({0: (0, _TRIAL_TOKENS)}, ids)
-                    context = FlatContext(spec.slots, batch, store)
-                    body = HiddenStore(hidden_size, 2, BLOCK_SIZE, spec.dtype, device)
-                    self._forward(self.held, [context], body=body, hooks=False)
-                    bodies.append(body.read(context.rows))
-                self._head_reads_body = torch.equal(*bodies)
+                hidden = self._forward(self.held, [context], body=body, hooks=False).hidden
+                assert hidden is not None
+                self._head_reads_body = torch.equal(hidden, body.read(context.rows))
             except Exception as error:  # a body of any architecture
                 raise NotSupported(
                     f"{type(inner_model(self.held)).__name__}: the hidden states of its body can't be "
@@ -343,11 +349,13 @@ class Decoder:
         hooked = hooks and (self._tree.has_hooks() if watched else hooked_everywhere())
         # A hook may keep references to modules, and edit them later.
         self._watched |= hooked
-        layers.check(hooks=hooked, watched=watched)
+        trusted = layers.unchanged(hooks=hooked, watched=watched)
+        for context in contexts:
+            context.trusted = trusted
         context = contexts[0]
         serves = body is None or (self._head_reads_body and _needs_all_logits(context.batch))
         serves = serves and self._order is None and adapters.serves(groups, whole=True)
-        whole = layers.whole_now() if serves else None
+        whole = layers.whole_now() if serves and trusted else None
         if whole is not None:
             with plain_numbers():
                 found = whole.run(context, watched=watched)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from verbatim.batch import Batch
+from verbatim.checks import optional_integer
 from verbatim.errors import InvalidRequest, UnsupportedModel
 from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder
@@ -33,11 +34,7 @@ class EarlyExit:
     layers: int | None = None
 
     def __post_init__(self) -> None:
-        value = self.layers
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ):
-            raise InvalidRequest(f"layers={value!r}: must be an integer, 1 or more, or None")
+        optional_integer("layers", self.layers)
 
 
 class EarlyExitLayers(DraftLayers):

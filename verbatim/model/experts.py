@@ -9,7 +9,6 @@ expert. The experts of each token are passed to the active forward context (`rou
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 import weakref
 from collections.abc import Callable
@@ -21,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from verbatim import kernels
+from verbatim.kernels.functions import SUFFIX, addresses, run, struct_of
 from verbatim.model import elementwise
 from verbatim.model.context import route
 from verbatim.model.elementwise import activation_of
 from verbatim.model.fingerprint import Fingerprint, Place
-from verbatim.model.norms import Norm, norm_parts
+from verbatim.model.norms import Norm, find_norm
 from verbatim.model.products import Matrix, Packed, linear
 from verbatim.model.structs import NormStruct, NotFusable, matrix_at, norm_of
 from verbatim.model.weight_packing import WeightPacking
@@ -43,6 +43,7 @@ class StackStruct(ctypes.Structure):
     _fields_ = (("first", Matrix), ("data_step", _LONG), ("bias_step", _LONG))
 
 
+@struct_of("experts")
 class ExpertsStruct(ctypes.Structure):
     """`Experts` of kernels/experts.h."""
 
@@ -136,12 +137,11 @@ class ExpertsParts:
             transposed = is_transposed(experts)
             self.inputs = [_stack(experts, "gate_up_proj" if gated else "up_proj", transposed)]
             self.down = _stack(experts, "down_proj", transposed)
-        self.norm = None
+        self.norm: Norm | None = None
         if getattr(experts, "has_post_expert_norm", False):
-            parts = norm_parts(experts.post_expert_norm)
-            if parts is None:
+            self.norm = find_norm(experts.post_expert_norm)
+            if self.norm is None:
                 raise NotFusable("the norm behind its experts is no RMS norm of a known family")
-            self.norm = Norm(experts.post_expert_norm, parts)
         self.glu, self.alpha, self.limit = UNGATED, 0.0, 0.0
         if gated:
             self.glu, self.alpha, self.limit = _glu_of(experts)
@@ -150,8 +150,8 @@ class ExpertsParts:
         self.tensors: list[Place] = [
             p for s in (*self.inputs, self.down) for p in (s.weight, s.bias)
         ]
-        if self.norm is not None and self.norm.parts.weight is not None:
-            self.tensors.append((self.norm.module._parameters, self.norm.parts.weight))
+        if self.norm is not None and self.norm.weight_name is not None:
+            self.tensors.append((self.norm.module._parameters, self.norm.weight_name))
         self._struct = ExpertsStruct()
         self._fingerprint = Fingerprint(self.tensors)
         self._dtype: torch.dtype | None = None  # of the activations that the struct is for
@@ -200,7 +200,7 @@ class ExpertsParts:
 
     def served(self, rows: Tensor) -> ExpertsStruct | None:
         """Return the struct if the kernels can run `rows`, else None."""
-        if rows.dtype not in elementwise.SUFFIX or not rows.is_cpu or kernels.library() is None:
+        if rows.dtype not in SUFFIX or not rows.is_cpu or kernels.library() is None:
             return None
         try:
             return self.struct(rows.dtype)
@@ -235,8 +235,7 @@ class ExpertsParts:
         struct = ExpertsStruct(inner=inner, glu=self.glu, activation=self.activation or 0)
         struct.alpha, struct.limit = self.alpha, self.limit
         x = x.clone(memory_format=torch.contiguous_format)
-        function = _function(kernels.library(), "vb_glu", x.dtype)
-        function(ctypes.addressof(struct), x.data_ptr(), len(x), torch.get_num_threads())
+        run("vb_glu", x.dtype, ctypes.addressof(struct), x.data_ptr(), len(x))
         return x[:, :inner].contiguous()
 
 
@@ -291,7 +290,7 @@ def how_run(experts: Any, dtype: torch.dtype) -> str | None:
     share: ExpertShare | None = getattr(experts, "expert_share", None)
     where = "" if share is None else f", {share.where}"
     held = experts if share is None or share.held is None else share.held
-    if kernels.library() is None or dtype not in elementwise.SUFFIX:
+    if kernels.library() is None or dtype not in SUFFIX:
         return f"expert by expert{where}: no compiled kernels for them"
     try:
         parts = parts_of(held)
@@ -349,16 +348,8 @@ def flat_experts(
     if struct is not None:
         hidden, weights = hidden.contiguous(), top_k_weights.float().contiguous()
         index, out = top_k_index.to(torch.int32).contiguous(), torch.empty_like(hidden)
-        _function(kernels.library(), "vb_experts", hidden.dtype)(
-            ctypes.addressof(struct),
-            hidden.data_ptr(),
-            num_tokens,
-            index.data_ptr(),
-            weights.data_ptr(),
-            top_k,
-            out.data_ptr(),
-            torch.get_num_threads(),
-        )
+        at, chosen = (ctypes.addressof(struct), hidden.data_ptr()), addresses(index, weights)
+        run("vb_experts", hidden.dtype, *at, num_tokens, *chosen, top_k, out.data_ptr())
         return out
     # Slots sorted by expert: each expert has consecutive rows. The sort is stable, although no
     # row's result depends on its position.
@@ -391,13 +382,8 @@ def run_experts(
     struct = parts.served(rows) if backend == "auto" else None
     if struct is not None and struct.count == len(counts):
         rows = rows.contiguous()
-        _function(kernels.library(), "vb_experts_sorted", rows.dtype)(
-            ctypes.addressof(struct),
-            rows.data_ptr(),
-            starts.data_ptr(),
-            out.data_ptr(),
-            torch.get_num_threads(),
-        )
+        at = ctypes.addressof(struct)
+        run("vb_experts_sorted", rows.dtype, at, *addresses(rows, starts, out))
         return out
     for expert, (start, stop) in enumerate(pairwise(starts.tolist())):
         if start < stop:
@@ -408,19 +394,6 @@ def run_experts(
 def num_experts(experts: Any) -> int:
     """Return the number of experts with weights, on all ranks."""
     return int(getattr(experts, "num_routed_experts", None) or experts.num_experts)
-
-
-@functools.cache
-def _function(library: ctypes.CDLL | None, name: str, dtype: torch.dtype) -> Callable[..., None]:
-    assert library is not None
-    library.vb_experts_size.restype = _LONG
-    assert library.vb_experts_size() == ctypes.sizeof(ExpertsStruct)
-    arguments = {
-        "vb_experts": [_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _INT],
-        "vb_experts_sorted": [*[_POINTER] * 4, _INT],
-        "vb_glu": [_POINTER, _POINTER, _LONG, _INT],
-    }[name]
-    return elementwise.declared(library, name, dtype, arguments)
 
 
 # ---- how a gate is applied ----

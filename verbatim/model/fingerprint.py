@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from verbatim.model.packed import PackedLinear
 from verbatim.model.structs import NotFusable
 
 # A reference to a tensor or a number: its dictionary and name.
@@ -68,13 +67,11 @@ class Fingerprint:
     def same_layouts(self) -> bool:
         """Return whether the tensors lie where they lay at the last `record_layouts`."""
         try:
-            return (
-                self._layouts is not None
-                and self._layouts_now() == self._layouts
-                and all(fields.get(name) is None for fields, name in self._missing)
-            )
+            if self._layouts is None or self._layouts_now() != self._layouts:
+                return False
         except (KeyError, TypeError):  # a tensor is gone
             return False
+        return {*map(dict.get, *self._missing)} <= {None}
 
     def unchanged(self) -> bool:
         """Return whether nothing changed but perhaps the values of tensors."""
@@ -84,30 +81,30 @@ class Fingerprint:
         """Return whether nothing changed that kernels can't follow.
 
         Args:
-            prepare: is called where tensors lie elsewhere; records the layouts, or raises NotFusable.
+            prepare: is called where tensors lie elsewhere; raises NotFusable if the kernels can't read them.
         """
         if not (self.same_code() and self.same_numbers()):
             return False
+        if self.same_layouts():
+            return True
+        self._layouts = None
         try:
-            if not self.same_layouts():
-                prepare()
+            prepare()
         except NotFusable:
             return False
+        self.record_layouts()
         return True
 
     def record_layouts(self) -> None:
         """Record where the tensors lie, and which are missing."""
-        there = [place for place in self._tensors if place[0].get(place[1]) is not None]
-        self._missing = [place for place in self._tensors if place[0].get(place[1]) is None]
-        self._holders, self._tensor_names = [p[0] for p in there], [p[1] for p in there]
+        there = [p for p in self._tensors if p[0].get(p[1]) is not None]
+        missing = [p for p in self._tensors if p[0].get(p[1]) is None]
+        self._present = [p[0] for p in there], [p[1] for p in there]
+        self._missing = [p[0] for p in missing], [p[1] for p in missing]
         self._layouts = self._layouts_now()
 
-    def forget_layouts(self) -> None:
-        """Let `same_layouts` be false until they are recorded again."""
-        self._layouts = None
-
     def _layouts_now(self) -> list[list[Any]]:
-        tensors = [*map(getitem, self._holders, self._tensor_names)]
+        tensors = [*map(getitem, *self._present)]
         return [[*map(of, tensors)] for of in _LAYOUT]
 
     def _values_now(self) -> list[Any]:
@@ -126,8 +123,7 @@ def numbers_of(modules: list[nn.Module]) -> list[Place]:
     ]
 
 
-def places_of(linear: nn.Module) -> list[Place]:
-    """Return references of the tensors of a linear layer."""
-    if type(linear) is PackedLinear:
-        return [(linear._buffers, "packed"), (linear._parameters, "bias")]
-    return [(linear._parameters, "weight"), (linear._parameters, "bias")]
+def tensors_of(modules: Iterable[nn.Module]) -> list[Place]:
+    """Return references of the parameters and buffers of modules, without those of their children."""
+    held = [fields for m in modules for fields in (m._parameters, m._buffers)]
+    return [(fields, name) for fields in held for name in fields]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from verbatim.batch import ZERO_STATE, Batch
 from verbatim.kernels.options import AnyOptions, AttentionOptions, IndexOptions
 from verbatim.kv.states import StateRows, StateShape, open_states
 from verbatim.kv.store import KVStore, LayerShape
-from verbatim.model.context import Update
+from verbatim.model.context import Update, activate
 from verbatim.model.differential import noise
 from verbatim.model.direct import direct_rows
+from verbatim.model.invariant import InvariantMode
 from verbatim.model.lora import groups_of
+from verbatim.model.patching import Forwards, patched
 from verbatim.model.routing import ChoiceStore, Routing
 from verbatim.model.spec import ModelSpec
 
@@ -38,6 +41,7 @@ class FlatContext:
         direct: addresses of them and their K and V for kernels; None: only `attend` can be used.
         adapted: the rows that have adapters.
         changed: names of the linear layers that adapters were added to.
+        trusted: no fused layer was edited since it was inspected, so none needs to check itself.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class FlatContext:
         self.batch = batch
         self.adapted = groups
         self.changed: set[str] = set()
+        self.trusted = False
         self._store = store
         self.routing = routing
         self._indices = indices
@@ -185,6 +190,22 @@ def span_batch(spans: Mapping[int, tuple[int, int]], ids: Tensor) -> Batch:
         state_rows=bounds[1:].int() - 1,
         state_targets=targets,
     )
+
+
+def trial_logits(
+    module: nn.Module, spec: ModelSpec, forwards: Forwards, configs: list[Any], context: FlatContext
+) -> Tensor:
+    """Run the module's own forward in a context, without hooks: `[R, V]` of the rows that need logits.
+
+    Args:
+        forwards, configs: of the module, as for `patched`.
+    """
+    with (
+        patched(module, forwards, configs, hooks=False),
+        activate(context),
+        InvariantMode() if spec.needs_override else nullcontext(),
+    ):
+        return logits_of(module, spec, context.batch)
 
 
 def logits_of(module: nn.Module, spec: ModelSpec, batch: Batch) -> Tensor:

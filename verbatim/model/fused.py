@@ -8,8 +8,6 @@ what its own forward makes of them. A layer that fails stays plain, and `report`
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,16 +16,14 @@ from torch import Tensor, nn
 from verbatim import kernels
 from verbatim.batch import Batch
 from verbatim.errors import first_line
-from verbatim.model.context import activate
 from verbatim.model.fingerprint import Fingerprint
-from verbatim.model.flat import BLOCK_SIZE, logits_of, noise_store, span_batch
-from verbatim.model.gpu_layer import GpuTrial
-from verbatim.model.invariant import InvariantMode
-from verbatim.model.layer import FusedLayer, Trust
+from verbatim.model.flat import BLOCK_SIZE, noise_store, span_batch, trial_logits
+from verbatim.model.gpu_layer import fuse_on_gpu
+from verbatim.model.layer import FusedLayer
 from verbatim.model.layer_parts import MLP_NAMES, take_apart
-from verbatim.model.layer_trial import SPANS, AroundLayers, FusionTrial, LayerTrial
+from verbatim.model.layer_trial import SPANS, AroundLayers, LayerCall, LayerProbe, fuse
 from verbatim.model.mixers import recurs
-from verbatim.model.patching import Forwards, patched
+from verbatim.model.patching import Forwards
 from verbatim.model.spec import ModelSpec, inner_model
 from verbatim.model.structs import NotFusable
 from verbatim.model.whole import ModelPart, WholeModel
@@ -44,6 +40,7 @@ class FusedLayers:
         enabled: False fuses none.
 
     Attributes:
+        layers: those of the CPU kernels, in the order in which they are called.
         forwards: as for `patched`, to be put in after the plain ones, which they fall back to.
         whole: the model in one call for all layers; None: it runs layer by layer.
         report: how many layers are fused, how many are not, and for what reasons (the number of each);
@@ -60,14 +57,13 @@ class FusedLayers:
         *,
         enabled: bool = True,
     ) -> None:
-        self._part, self._enabled = part, enabled
+        self._enabled = enabled
         self.forwards: Forwards = []
+        self.layers: list[FusedLayer] = []
         self.whole: WholeModel | None = None
         self._whole_fits = False  # after the last check
         self._why_not_whole = "not all of its layers are fused"
         self._plain: collections.Counter[str] = collections.Counter()
-        self._trust = Trust()
-        self._layers: list[FusedLayer] = []
         self._snapshot: Fingerprint | None = None
         if not enabled:
             return
@@ -75,89 +71,69 @@ class FusedLayers:
         if not on_gpu and kernels.library() is None:
             self._plain["there are no compiled kernels"] = len({i for i, _ in spec.slots})
             return
-        trials: list[FusionTrial] = []
-        called: list[FusionTrial] = []
+        probes: list[LayerProbe] = []
+        calls: list[LayerCall] = []
         for layer, attention in _layers_of(module, spec):
             try:
                 if layer is None:
                     raise NotFusable("its attention is not in a layer with an MLP")
                 parts = take_apart(layer, attention)
-                if on_gpu:
-                    trials.append(GpuTrial(parts, spec, called))
-                else:
-                    trials.append(LayerTrial(parts, spec, called, self._trust))
+                probes.append(LayerProbe(parts, spec, fuse_on_gpu if on_gpu else fuse, calls))
             except NotFusable as reason:
                 self._plain[str(reason)] += 1
-        if not trials:
+        if not probes:
             return
-        places: Forwards = [(trial.parts.layer.__dict__, trial) for trial in trials]
+        places: Forwards = [(probe.parts.layer.__dict__, probe) for probe in probes]
         try:
-            _run(module, spec, [*forwards, *places], configs)
+            batch, logits = _run(module, spec, [*forwards, *places], configs)
         except Exception as error:  # any error of a foreign model
             failure = f"the trial failed: {type(error).__name__}: {first_line(error)}"
-            for trial in trials:
-                trial.reason = trial.reason or failure
-                trial.fused = None
-        order = {id(trial): place for place, trial in reversed([*enumerate(called)])}
-        for trial in sorted(trials, key=lambda trial: order.get(id(trial), len(called))):
-            if trial.fused is None:
-                self._plain[trial.reason or "it was not called in the trial"] += 1
+            for probe in probes:
+                self._plain[probe.reason or failure] += 1
+            return
+        for probe in dict.fromkeys([*(call.probe for call in calls), *probes]):
+            if probe.forward is None:
+                self._plain[probe.reason or "it was not called in the trial"] += 1
                 continue
-            self.forwards.append((trial.parts.layer.__dict__, trial.fused))
-            if isinstance(trial, LayerTrial) and trial.layer is not None:
-                self._layers.append(trial.layer)
-        if self._layers and not self._plain:
-            self._try_whole(module, spec, forwards, configs)
-
-    def _try_whole(
-        self, module: nn.Module, spec: ModelSpec, forwards: Forwards, configs: list[Any]
-    ) -> None:
-        layers = self._layers
-        places = {
-            id(layer): place for layer, (place, _) in zip(self._layers, self.forwards, strict=True)
-        }
-
-        def forward(spies: list[Callable[..., Any]]) -> tuple[Batch, Tensor]:
-            own = [(places[id(layer)], spy) for layer, spy in zip(layers, spies, strict=True)]
-            return _run(module, spec, [*forwards, *own], configs)
-
+            self.forwards.append((probe.parts.layer.__dict__, probe.forward))
+            if probe.fused is not None:
+                self.layers.append(probe.fused)
+        if not self.layers or self._plain:
+            return
         try:
-            whole = WholeModel(module, spec, layers, self._part)
+            whole = WholeModel(module, spec, self.layers, part)
             with torch.no_grad():
-                whole.check(forward)
+                whole.check(calls, batch, logits)
             self.whole, self._why_not_whole = whole, ""
         except NotFusable as reason:
             self._why_not_whole = str(reason)
         except Exception as error:  # any error of a foreign model
             self._why_not_whole = f"{type(error).__name__}: {first_line(error)}"
 
-    def check(self, *, hooks: bool, watched: bool = True) -> None:
-        """Check before a forward whether the layers are unchanged.
+    def unchanged(self, *, hooks: bool, watched: bool = True) -> bool:
+        """Return whether all layers are as they were inspected, before a forward.
 
         Args:
             hooks: external code runs in the middle of this forward, so each layer has to inspect itself.
             watched: the caller has the module, and may have edited it since the last inspection.
         """
-        if not watched and not hooks and self._snapshot is not None and self._snapshot.same_code():
-            self._trust.given = True
-            return
-        self._trust.given = False
         if hooks:  # hooks are handed the modules, and may edit them
             self._snapshot = None
-        if hooks or not self._layers:
-            return
-        if self._snapshot is None or not self._snapshot.unchanged():
-            self._snapshot = None
-            fit = [layer.fits() for layer in self._layers]  # each of them, so that all are prepared
-            if not all(fit):
-                return
-            prints = [layer.fingerprint for layer in self._layers]
-            if self.whole is not None:
-                prints.append(self.whole.fingerprint)
-            self._whole_fits = self.whole is not None and self.whole.fits()
-            if self.whole is None or self._whole_fits:
-                self._snapshot = Fingerprint.joined(prints)
-        self._trust.given = True
+            return False
+        snapshot = self._snapshot
+        if snapshot is not None and (snapshot.unchanged() if watched else snapshot.same_code()):
+            return True
+        self._snapshot = None
+        fit = [layer.fits() for layer in self.layers]  # each of them, so that all are prepared
+        if not fit or not all(fit):
+            return False
+        prints = [layer.fingerprint for layer in self.layers]
+        self._whole_fits = self.whole is not None and self.whole.fits()
+        if self.whole is not None:
+            prints.append(self.whole.fingerprint)
+        if self.whole is None or self._whole_fits:
+            self._snapshot = Fingerprint.joined(prints)
+        return True
 
     def forget(self) -> None:
         """Inspect again before the next forward, even if no caller holds the module."""
@@ -165,18 +141,13 @@ class FusedLayers:
         if self.whole is not None:
             self.whole.forget()
 
-    @property
-    def layers(self) -> list[FusedLayer]:
-        """Fused layers, in the order in which they are called."""
-        return self._layers
-
     def fused_experts(self) -> set[int]:
         """Return the ids of the experts modules that fused layers run."""
-        return {id(layer.experts) for layer in self._layers if layer.experts is not None}
+        return {id(layer.experts) for layer in self.layers if layer.experts is not None}
 
     def whole_now(self) -> WholeModel | None:
-        """Return the model as one call, if the last check allows it."""
-        return self.whole if self._whole_fits and self._trust.given else None
+        """Return the model as one call, if it is `unchanged`."""
+        return self.whole if self._whole_fits else None
 
     @property
     def report(self) -> dict[str, Any] | None:
@@ -225,10 +196,4 @@ def _run(
     batch.positions, batch.logit_rows = positions, torch.tensor([0, rows - 1])
     store = noise_store(spec.layers, [], spec.dtype, device)
     context = AroundLayers(spec.slots, batch.to(device), store, rows=slots)
-    with (
-        patched(module, forwards, configs, hooks=False),
-        activate(context),
-        InvariantMode() if spec.needs_override else nullcontext(),
-    ):
-        logits = logits_of(module, spec, context.batch)
-    return context.batch, logits
+    return context.batch, trial_logits(module, spec, forwards, configs, context)

@@ -1,7 +1,8 @@
-"""GGUF's types Q2_K to Q6_K in torch: blocks of 256 numbers, as they lie in a file.
+"""Blocks of 256 numbers in torch: GGUF's types Q2_K to Q6_K, as they lie in a file, and NVFP4.
 
-A block has groups of 16 or 32 codes. A group has a scale and, in some types, a minimum: small integers that
-are multiplied with float16 numbers of the block. `kernels/blocks.h` reads the same bytes.
+A block has groups of 16 or 32 codes. In GGUF's types a group has a scale and sometimes a minimum: small
+integers that are multiplied with float16 numbers of the block. In NVFP4 it has a scale in FP8 (E4M3), which
+is multiplied with a float32 number. `kernels/blocks.h` reads the same bytes.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verbatim.model.weight_packing import Encoding
+from verbatim.model.weight_packing import BLOCK, BLOCKS, E2M1, Encoding
 
+# The least factor of NVFP4 but 0: numbers are 0 or at least 2^-126, as kernels take smaller ones for 0.
+SMALLEST_FACTOR = 2.0**-116
 _LARGEST_SCALE = {Encoding.Q2_K: 15, Encoding.Q3_K: 31, Encoding.Q6_K: 127}  # of groups of 16
 
 
@@ -18,8 +21,10 @@ def pack_blocks(x: Tensor, encoding: Encoding) -> tuple[Tensor, Tensor]:
     """Quantize rows `[n, K]` of float32.
 
     Returns:
-        Their blocks, uint8 `[n, bytes]`, and the float16 numbers of these, which must be finite.
+        Their blocks, uint8 `[n, bytes]`, and the float16 or float32 numbers of these, which must be finite.
     """
+    if encoding is Encoding.NVFP4:
+        return _pack_nvfp4(x)
     bits, most = int(encoding.name[1]), _LARGEST_SCALE.get(encoding, 63)
     groups = x.reshape(-1, 16 if encoding in _LARGEST_SCALE else 8, 16 if most != 63 else 32)
     low, high = groups.aminmax(dim=-1)
@@ -57,11 +62,51 @@ def pack_blocks(x: Tensor, encoding: Encoding) -> tuple[Tensor, Tensor]:
 
 def unpack_blocks(packed: Tensor, encoding: Encoding) -> Tensor:
     """Dequantize rows of blocks, uint8 `[n, bytes]`, to float32 `[n, K]`."""
+    if encoding is Encoding.NVFP4:
+        return _unpack_nvfp4(packed)
     from gguf import GGMLQuantizationType, dequantize
 
     values = torch.from_numpy(dequantize(packed.numpy(), GGMLQuantizationType[encoding.name]))
     # As in the kernels, a zero of codes around a middle is never -0.
     return values + 0.0 if encoding in (Encoding.Q3_K, Encoding.Q6_K) else values
+
+
+def nvfp4_blocks(code: Tensor, scale: Tensor, factor: Tensor) -> Tensor:
+    """Return the blocks of codes of FP4 `[n, K]`, scales `[n, K / 16]` in FP8 and float32 `[n, K / 256]`.
+
+    Returns:
+        uint8 `[n, bytes]`: of each block the factor, the scales and the codes.
+    """
+    parts = [factor[..., None], scale.unflatten(-1, (-1, BLOCK // 16))]
+    data = [part.contiguous().view(torch.uint8) for part in parts]
+    codes = _plane(code.reshape(-1, BLOCK), 0, 4).view(*factor.shape, -1)
+    return torch.cat([*data, codes], -1).flatten(1)
+
+
+def _pack_nvfp4(x: Tensor) -> tuple[Tensor, Tensor]:
+    groups = x.unflatten(-1, (-1, BLOCK // 16, 16))
+    peak = groups.abs().amax(-1)
+    factor = peak.amax(-1) / (448 * E2M1.max())
+    factor = factor.masked_fill(factor < SMALLEST_FACTOR, 0)
+    scale = (peak / E2M1.max() / factor[..., None]).nan_to_num(0).to(torch.float8_e4m3fn)
+    step = (scale.float() * factor[..., None])[..., None]
+    order = E2M1.argsort()
+    middles = (E2M1[order][1:] + E2M1[order][:-1]) / 2
+    code = order[torch.bucketize((groups / step).nan_to_num(0).contiguous(), middles)]
+    code = code.masked_fill(step == 0, 0).to(torch.uint8)
+    return nvfp4_blocks(code.flatten(1), scale.flatten(1), factor), factor
+
+
+def _unpack_nvfp4(packed: Tensor) -> Tensor:
+    blocks = packed.unflatten(-1, (-1, BLOCKS[Encoding.NVFP4]))
+    factor, scale, codes = blocks.split([4, BLOCK // 16, BLOCK // 2], -1)
+    both = codes.unflatten(-1, (-1, 1, 32))
+    code = torch.cat([both & 15, both >> 4], -2).flatten(-3)
+    step = scale.contiguous().view(torch.float8_e4m3fn).float() * factor.contiguous().view(
+        torch.float32
+    )
+    matrix: Tensor = (E2M1[code.int()].unflatten(-1, (-1, 16)) * step[..., None]).flatten(1)
+    return matrix
 
 
 def _factors(x: Tensor, most: int) -> tuple[Tensor, Tensor]:

@@ -19,8 +19,9 @@ from verbatim.model.context import active_context
 from verbatim.model.differential import differential_check, noise
 from verbatim.model.fingerprint import Fingerprint, numbers_of
 from verbatim.model.layer_parts import LayerParts
-from verbatim.model.layer_trial import FusionTrial
+from verbatim.model.layer_trial import outcome
 from verbatim.model.norms import Norm
+from verbatim.model.spec import ModelSpec
 from verbatim.model.structs import NotFusable
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -52,9 +53,7 @@ def forward_of(parts: LayerParts, options: AttentionOptions, turns: bool) -> Cal
         if norm is None:
             x = x if residual is None else residual + x
             return x, x
-        kind, name, eps = norm.parts
-        weight = None if name is None else norm.module._parameters[name]
-        return rms_norm(x, weight, norm.module.__dict__[eps], kind, residual=residual)
+        return rms_norm(x, norm.weight, norm.eps, norm.kind, residual=residual)
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         context: Any = active_context()
@@ -87,32 +86,36 @@ def forward_of(parts: LayerParts, options: AttentionOptions, turns: bool) -> Cal
     return forward
 
 
-class GpuTrial(FusionTrial):
-    """A trial of a layer on a GPU."""
+def fuse_on_gpu(
+    parts: LayerParts, spec: ModelSpec, hidden_states: Tensor, kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], None]:
+    """Return a forward with fewer launches that has the bits of a layer's own.
 
-    def _fuse(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Callable[..., Any]:
-        parts, layer = self.parts, self.parts.layer
-        known = [*parts.inputs, parts.output, parts.mlp, *(n.module for n in parts.norms.values())]
-        counted = {id(p) for module in known for p in module.parameters()}
-        if parts.mixer is not None:
-            raise NotFusable("it is recurrent")
-        if any(id(p) not in counted for p in layer.parameters()):
-            raise NotFusable("it has a weight beside those of its norms and linear layers")
-        if parts.residual_scale != 1.0:
-            raise NotFusable("it scales what it adds")
-        x = noise(tuple(hidden_states.shape), hidden_states.dtype).to(hidden_states.device)
-        plain = partial(type(layer).forward, layer)
-        expected = self._outcome(plain, parts.attention, kwargs, x)
-        if not self.attended:
-            raise NotFusable("it does not attend")
-        options = self.attended[0][3]
-        if options.alibi is not None or options.sinks is not None:
-            raise NotFusable("its attention has a bias or sinks of its own")
-        for turns in (True, False):
-            if turns and not isinstance(kwargs.get("position_embeddings"), tuple):
-                continue
-            forward = forward_of(parts, options, turns)
-            ours = partial(self._outcome, forward, parts.attention, kwargs)
-            if not differential_check(ours, lambda _: expected, [x]):
-                return forward
-        raise NotFusable("what it makes is not what fewer launches make")
+    Raises:
+        NotFusable: there is none.
+    """
+    layer = parts.layer
+    known = [*parts.inputs, parts.output, parts.mlp, *(n.module for n in parts.norms.values())]
+    counted = {id(p) for module in known for p in module.parameters()}
+    if parts.mixer is not None:
+        raise NotFusable("it is recurrent")
+    if any(id(p) not in counted for p in layer.parameters()):
+        raise NotFusable("it has a weight beside those of its norms and linear layers")
+    if parts.residual_scale != 1.0:
+        raise NotFusable("it scales what it adds")
+    x = noise(tuple(hidden_states.shape), hidden_states.dtype).to(hidden_states.device)
+    plain = partial(type(layer).forward, layer)
+    expected, attended = outcome(plain, parts, spec, kwargs, x)
+    if not attended:
+        raise NotFusable("it does not attend")
+    options = attended[0][3]
+    if options.alibi is not None or options.sinks is not None:
+        raise NotFusable("its attention has a bias or sinks of its own")
+    for turns in (True, False):
+        if turns and not isinstance(kwargs.get("position_embeddings"), tuple):
+            continue
+        forward = forward_of(parts, options, turns)
+        ours = outcome(forward, parts, spec, kwargs, x)[0]
+        if not differential_check(lambda made: made, lambda _: expected, [ours]):
+            return forward, None
+    raise NotFusable("what it makes is not what fewer launches make")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,51 +29,56 @@ def head_of(inner: Any) -> nn.Module | None:
 Seen = list[list[Any]]  # what was recorded in each forward context
 
 
-@contextmanager
-def head_inputs(head: nn.Module | None, contexts: Sequence[ForwardContext]) -> Iterator[Seen]:
+def head_inputs(
+    head: nn.Module | None, contexts: Sequence[ForwardContext]
+) -> AbstractContextManager[Seen]:
     """Record the inputs of `head` in each of these forward contexts, by a temporary hook.
 
     As the last hook, it sees the result of the owner's hooks and wrappers. None records nothing.
     """
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _record(seen, contexts, args[0] if args else next(iter(kwargs.values()), None))
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args[0] if args else next(iter(kwargs.values()), None)
 
-    seen: Seen = [[] for _ in contexts]
-    handle = None if head is None else head.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        yield seen
-    finally:
-        if handle is not None:
-            handle.remove()
+    register = None if head is None else partial(head.register_forward_pre_hook, with_kwargs=True)
+    return _recorded(register, hook, contexts)
 
 
-@contextmanager
-def body_outputs(body: nn.Module | None, contexts: Sequence[ForwardContext]) -> Iterator[Seen]:
+def body_outputs(
+    body: nn.Module | None, contexts: Sequence[ForwardContext]
+) -> AbstractContextManager[Seen]:
     """Record the last hidden states of `body` (the model's `get_decoder()`) in each forward context.
 
     It is a temporary hook, as in `head_inputs`, and sees all rows. None records nothing.
     """
 
-    def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        last = output[0] if isinstance(output, tuple) else output.last_hidden_state
-        _record(made, contexts, last)
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return output[0] if isinstance(output, tuple) else output.last_hidden_state
 
-    made: Seen = [[] for _ in contexts]
-    handle = None if body is None else body.register_forward_hook(note)
+    return _recorded(None if body is None else body.register_forward_hook, hook, contexts)
+
+
+@contextmanager
+def _recorded(
+    register: Callable[..., Any] | None,
+    hook: Callable[..., Any],
+    contexts: Sequence[ForwardContext],
+) -> Iterator[Seen]:
+    """Record what a hook returns in the list of the active context, if it is one of `contexts`."""
+
+    def note(*args: Any) -> None:
+        active, value = active_context(), hook(*args)
+        for context, found in zip(contexts, seen, strict=True):
+            if context is active:
+                found.append(value)
+
+    seen: Seen = [[] for _ in contexts]
+    handle = None if register is None else register(note)
     try:
-        yield made
+        yield seen
     finally:
         if handle is not None:
             handle.remove()
-
-
-def _record(seen: Seen, contexts: Sequence[ForwardContext], value: Any) -> None:
-    """Append a value to the list of the active context, if it is one of `contexts`."""
-    active = active_context()
-    for context, found in zip(contexts, seen, strict=True):
-        if context is active:
-            found.append(value)
 
 
 def why_no_hidden(head: nn.Module | None, seen: list[Any], num_rows: int) -> str | None:

@@ -8,7 +8,7 @@ weight is `low + scale * code` (`quantize.py`), so a group contributes
 
 in float32, each step rounded; contributions are added in the order of the groups, then the bias, and the sum
 is rounded to the model's dtype. D and S are integers below 2^24, so they are exact in any order of
-additions: `kernels/integer*` and the torch code below give the same bits on every machine.
+additions: `kernels/integer*` and the torch code below are bit-identical on every machine.
 
 Such a matrix is interleaved: `[blocks, words, 32]` of int32, with blocks of 32 columns of the product (rows
 of the matrix), padded with zeros. A column's words are, group by group, its (scale, low), then its codes:
@@ -17,15 +17,13 @@ with 8 bits four neighbours per word; with 4 bits eight, the later four in the u
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from verbatim.model.quantize import find_library, pack_and_measure, unpack
+from verbatim.kernels.functions import addresses, kernel
+from verbatim.model.quantize import pack_and_measure, unpack
 from verbatim.model.weight_packing import WeightPacking, stretches
 
 BLOCK = 32  # columns per block, also in `WeightPacking.nbytes`
@@ -71,20 +69,13 @@ def pack_as_held(
 def _interleave_one(packed: Tensor, packing: WeightPacking, out: Tensor, backend: str) -> None:
     """Convert one matrix."""
     rows = packed.view(packing.width, -1)
-    function = _interleave(backend)
+    function = kernel("vb_interleave", backend=backend)
     if function is not None and packed.is_cpu:
         kind = packing.quantization
-        function(
-            out.data_ptr(),
-            rows.data_ptr(),
-            packing.width,
-            packing.depth,
-            kind.bits,
-            kind.group_size,
-            torch.get_num_threads(),
-        )
+        sizes = packing.width, packing.depth, kind.bits, kind.group_size
+        function(*addresses(out, rows), *sizes)
         return
-    words = _words(rows, packing)
+    words = _moved(rows, packing, replace(packing, interleaved=True)).view(torch.int32)
     missing = -len(words) % BLOCK
     words = torch.cat([words, words.new_zeros(missing, words.shape[1])])
     blocks = words.view(-1, BLOCK, words.shape[1]).transpose(1, 2).contiguous()
@@ -103,7 +94,7 @@ def interleaved_rows(
         words = blocks[rows // BLOCK, :, rows % BLOCK]
     shape = (len(words), packing.depth)
     plain = replace(packing, interleaved=False, columns=False, shape=shape)
-    return _rows(words, plain).flatten(), plain
+    return _moved(words.contiguous().view(torch.uint8), packing, plain).flatten(), plain
 
 
 def unpack_any(packed: Tensor, packing: WeightPacking) -> Tensor:
@@ -153,73 +144,54 @@ def integer_linear(
     return (out if float32 else out.to(x.dtype)).view(*x.shape[:-1], packing.width)
 
 
-@functools.cache
-def _interleave(backend: str) -> Any:
-    library = find_library(backend)
-    if library is None:
-        return None
-    function = library.vb_interleave
-    function.restype = None
-    function.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 2 + [ctypes.c_int] * 3
-    return function
+# ---- rows of bytes, in `pack`'s layout or interleaved; a unit is a code, and as many bits of a head ----
 
 
-# ---- rows of bytes, in `pack`'s layout, and rows of words ----
-
-
-def _groups(rows: Tensor, packing: WeightPacking) -> list[tuple[Tensor, Tensor, int]]:
-    """Return (codes `[n, groups, bytes]`, heads `[n, groups, 4]`, group size) per group size."""
-    bits, found, at, count_before = packing.quantization.bits, [], 0, 0
-    heads = rows[:, (packing.depth * bits + 7) // 8 :].reshape(len(rows), -1, 4)
+def _places(packing: WeightPacking) -> tuple[Tensor, Tensor]:
+    """Return the units of a row: where its K codes are, and the bytes of its heads."""
+    bits = packing.quantization.bits
+    each, at = 8 // bits, 0  # units of a byte
+    codes, heads = [], []
     for count, size in stretches(packing.depth, packing.quantization.group_size):
-        nbytes = (size * bits + 7) // 8
-        codes = rows[:, at : at + count * nbytes].reshape(len(rows), count, nbytes)
-        found.append((codes, heads[:, count_before : count_before + count], size))
-        at, count_before = at + count * nbytes, count_before + count
-    return found
+        code, nbytes = torch.arange(size), (size * bits + 7) // 8
+        if packing.interleaved:
+            nbytes = 4 + -(-nbytes // 4) * 4
+            # Eight codes of a word: the later four in the upper halves of its bytes.
+            code = code if each == 1 else code // 8 * 8 + code % 4 * 2 + code % 8 // 4
+        elif each == 2:
+            code = code % nbytes * 2 + code // nbytes
+        first = at + torch.arange(count)[:, None] * nbytes * each
+        codes.append((first + code + 4 * each * packing.interleaved).flatten())
+        heads.append((first + torch.arange(4 * each)).flatten())
+        at += count * nbytes * each
+    if not packing.interleaved:
+        heads = [torch.arange(sum(map(len, heads))) + at]
+    return torch.cat(codes), torch.cat(heads)
+
+
+def _units(rows: Tensor, bits: int) -> Tensor:
+    """Split bytes `[n, B]` uint8 into units, the lower half first."""
+    return rows if bits == 8 else torch.stack([rows & 15, rows >> 4], -1).flatten(1)
+
+
+def _bytes(units: Tensor, bits: int) -> Tensor:
+    """Join units to bytes."""
+    return units if bits == 8 else units[:, ::2] | units[:, 1::2] << 4
+
+
+def _moved(rows: Tensor, source: WeightPacking, target: WeightPacking) -> Tensor:
+    """Convert rows of bytes from one layout to the other, with zeros between the groups."""
+    bits = source.quantization.bits
+    nbytes = 4 * target.vector_words if target.interleaved else target.vector_bytes
+    units = _units(rows, bits)
+    out = units.new_zeros(len(units), nbytes * 8 // bits)
+    out[:, torch.cat(_places(target))] = units[:, torch.cat(_places(source))]
+    return _bytes(out, bits)
 
 
 def _codes(packed: Tensor, packing: WeightPacking) -> tuple[Tensor, Tensor]:
     """Return codes `[N, K]` uint8, and heads `[N, groups, 2]` bf16."""
-    codes, heads = [], []
-    for part, head, size in _groups(packed.view(-1, packing.vector_bytes), packing):
-        if packing.quantization.bits == 4:
-            part = torch.cat([part & 15, part >> 4], -1)[..., :size]
-        codes.append(part.flatten(1))
-        heads.append(head)
-    return torch.cat(codes, 1), torch.cat(heads, 1).contiguous().view(torch.bfloat16)
-
-
-def _words(rows: Tensor, packing: WeightPacking) -> Tensor:
-    """Convert rows of bytes to rows of words: `[n, packing.vector_words]` int32."""
-    bits, found = packing.quantization.bits, []
-    for codes, heads, size in _groups(rows, packing):
-        if bits == 4:
-            codes = torch.cat([codes & 15, codes >> 4], -1)[..., :size]
-        missing = -size % (32 // bits)
-        codes = torch.cat([codes, codes.new_zeros(*codes.shape[:2], missing)], -1)
-        if bits == 4:
-            pairs = codes.unflatten(-1, (-1, 2, 4))
-            codes = (pairs[..., 0, :] | pairs[..., 1, :] << 4).flatten(-2)
-        found.append(torch.cat([heads, codes], -1).flatten(1))
-    return torch.cat(found, 1).contiguous().view(torch.int32)
-
-
-def _rows(words: Tensor, packing: WeightPacking) -> Tensor:
-    """Convert rows of words to rows of bytes: `[n, packing.vector_bytes]` uint8."""
-    bits, codes, heads, at = packing.quantization.bits, [], [], 0
-    data = words.contiguous().view(torch.uint8)
-    for count, size in stretches(packing.depth, packing.quantization.group_size):
-        width = 4 * (1 + -(-size * bits // 32))
-        part = data[:, at : at + count * width].reshape(len(words), count, width)
-        heads.append(part[..., :4].flatten(1))
-        code = part[..., 4:]
-        if bits == 4:
-            fours = code.unflatten(-1, (-1, 4))
-            code = torch.stack([fours & 15, fours >> 4], -2).flatten(-3)[..., :size]
-            half = (size + 1) // 2
-            upper = torch.nn.functional.pad(code[..., half:], (0, 2 * half - size))
-            code = code[..., :half] | upper << 4
-        codes.append(code[..., : (size * bits + 7) // 8].flatten(1))
-        at += count * width
-    return torch.cat(codes + heads, 1)
+    bits = packing.quantization.bits
+    units, (codes, heads) = _units(packed.view(-1, packing.vector_bytes), bits), _places(packing)
+    found = _bytes(units[:, heads], bits).contiguous().view(torch.bfloat16)
+    return units[:, codes], found.unflatten(1, (-1, 2))

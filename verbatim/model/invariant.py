@@ -291,6 +291,7 @@ def _conv1d_forward(module: nn.Module) -> Callable[..., Tensor]:
     return forward
 
 
+@functools.cache
 def _activations() -> dict[type[nn.Module], Callable[..., Any]]:
     """Return factories of batch-invariant forwards, by exact class."""
     from transformers import activations as hf
@@ -328,9 +329,6 @@ def _activations() -> dict[type[nn.Module], Callable[..., Any]]:
     return makers
 
 
-_makers: dict[type[nn.Module], Callable[..., Any]] | None = None
-
-
 def forward_for(module: nn.Module, *, batch_invariant: bool = True) -> Callable[..., Any] | None:
     """Return a batch-invariant forward for a known module, else None.
 
@@ -339,12 +337,9 @@ def forward_for(module: nn.Module, *, batch_invariant: bool = True) -> Callable[
     Only exact classes count: a subclass or a parametrized module may do anything, and a
     forward replaced on the instance is kept.
     """
-    global _makers
-    if _makers is None:
-        _makers = _activations()
-    maker = _makers.get(type(module)) if batch_invariant else None
     if "forward" in module.__dict__:
         return None
+    maker = _activations().get(type(module)) if batch_invariant else None
     if maker is not None:
         made: Callable[..., Any] = maker(module)
         return made

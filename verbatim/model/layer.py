@@ -19,46 +19,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verbatim import kernels
+from verbatim.kernels.functions import kernel
 from verbatim.kernels.options import AttentionOptions
 from verbatim.model.context import active_context
-from verbatim.model.elementwise import kernel
-from verbatim.model.fingerprint import Fingerprint, Place, numbers_of, places_of
+from verbatim.model.fingerprint import Fingerprint, numbers_of, tensors_of
 from verbatim.model.layer_parts import LayerParts, Rotation, Shape
-from verbatim.model.mixers import MIXER_STRUCTS
 from verbatim.model.mixture import MixtureStruct
 from verbatim.model.norms import Norm
-from verbatim.model.packed import PackedLinear
+from verbatim.model.packed import PackedLinear, is_linear
 from verbatim.model.structs import (
     ROLES,
     LayerStruct,
     NotFusable,
     address_of,
-    check_sizes,
     matrix_of,
     norm_of,
 )
 from verbatim.model.tree import hooked_everywhere
 
 _hooks, _pre_hooks = itemgetter("_forward_hooks"), itemgetter("_forward_pre_hooks")
-
-
-@functools.cache
-def _functions(library: ctypes.CDLL | None) -> tuple[Callable[..., None], ...]:
-    """Return the kernels of what is before attention, of what is after it, and of both with it."""
-    assert library is not None
-    check_sizes(library, dict(layer=LayerStruct, mixture=MixtureStruct) | MIXER_STRUCTS)
-    return (
-        kernel(library, "vb_layer_before", "PPLPPLIPI"),
-        kernel(library, "vb_layer_after", "PPPPLPPLPPI"),
-        kernel(library, "vb_layer", "PPPPPPPLIPPLPPI"),
-    )
-
-
-class Trust:
-    """Return whether all fused layers were inspected before this forward, so that each need not do it."""
-
-    given = False
 
 
 class FusedLayer:
@@ -68,46 +47,23 @@ class FusedLayer:
         parts: of it.
         shape: what its own forward was seen to hand to attention.
         arguments: names of the keyword arguments it was called with.
-        trust: of the forward in progress.
 
     Raises:
         NotFusable: its weights are of a kind that the kernels don't read where they are.
     """
 
-    def __init__(
-        self, parts: LayerParts, shape: Shape, arguments: frozenset[str], trust: Trust
-    ) -> None:
+    def __init__(self, parts: LayerParts, shape: Shape, arguments: frozenset[str]) -> None:
         self.parts, self._shape, self._arguments = parts, shape, arguments
-        self._trust = trust
-        linears = [*parts.inputs, parts.output, *parts.gates]
-        if parts.down is not None:
-            linears.append(parts.down)
         self.dtype = _dtype_of(parts.output)
-        # Each place where a tensor hangs that the kernels get a pointer to.
-        places: list[Place] = [p for m in linears for p in places_of(m)]
-        places += [
-            (n.module._parameters, n.parts.weight)
-            for n in parts.norms.values()
-            if n.parts.weight is not None
-        ]
-        if shape.sinks:
-            places.append((parts.attention._parameters, "sinks"))
-        for part in (parts.mixture, parts.mixer):
-            if part is not None:
-                places += part.places()
         modules = parts.modules()
         self._fields = [m.__dict__ for m in modules]
-        owners = [parts.layer, parts.attention, parts.mlp]
-        owners += [n.module for n in parts.norms.values()]
-        if parts.mixer is not None and parts.mixer.norm is not None:
-            owners.append(parts.mixer.norm.module)
-        if parts.mixture is not None:
-            owners += parts.mlp.children()
-        classes = map(type, (*owners, *modules))
-        self.fingerprint = Fingerprint(places, numbers_of(owners), classes)
+        every = [*dict.fromkeys([parts.layer, parts.mlp, *modules])]
+        owners = [m for m in every if not is_linear(m)]  # whose numbers make a difference
+        self.fingerprint = Fingerprint(tensors_of(modules), numbers_of(owners), map(type, every))
         self._struct, self._mixture = LayerStruct(), MixtureStruct()
         self._mixer: Any = None if parts.mixer is None else parts.mixer.kind()
         self._prepare()
+        self.fingerprint.record_layouts()
 
     @property
     def turns(self) -> bool:
@@ -151,7 +107,6 @@ class FusedLayer:
     def _prepare(self) -> None:
         """Fill in the struct."""
         parts, shape, struct, dtype = self.parts, self._shape, self._struct, self.dtype
-        self.fingerprint.forget_layouts()  # until all of it is checked
         struct.heads, struct.kv_heads = shape.heads, shape.kv_heads
         struct.head_dim, struct.value_dim = shape.head_dim, shape.value_dim
         struct.rotation, struct.activation = shape.rotation, parts.activation
@@ -200,7 +155,6 @@ class FusedLayer:
             setattr(struct, parts.mixer.field, ctypes.addressof(self._mixer))
         if not fits:
             raise NotFusable("its matrices do not fit together")
-        self.fingerprint.record_layouts()
 
     def forward(self, plain: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """Return the replacement of the layer's forward while the engine runs.
@@ -213,9 +167,10 @@ class FusedLayer:
         mlp = None if parts.has_mlp else parts.mlp
         experts = self.experts
         plain = plain or functools.partial(_own_forward, layer)
-        before, after, whole = _functions(kernels.library())
-        trust, fits = self._trust, self.fits
-        address, dtype, arguments = ctypes.addressof(struct), self.dtype, self._arguments
+        before, after, whole = (kernel(f"vb_{n}") for n in ("layer_before", "layer_after", "layer"))
+        assert before is not None and after is not None and whole is not None
+        fits, dtype, arguments = self.fits, self.dtype, self._arguments
+        address = ctypes.addressof(struct)
         heads, kv_heads, head_dim, value_dim = (
             shape.heads,
             shape.kv_heads,
@@ -226,27 +181,27 @@ class FusedLayer:
         widths += [heads * head_dim] * shape.gated
         width, num_states = sum(widths), parts.num_states
         turns, hidden_size = shape.rotation is not Rotation.UNTURNED, struct.hidden
-        get_num_threads, empty, empty_like = torch.get_num_threads, torch.empty, torch.empty_like
+        empty, empty_like = torch.empty, torch.empty_like
         with_sinks = attention if shape.sinks else None
         after_mlp = parts.norms.get("after_mlp")
         finish = None if mlp is None else _finish(after_mlp, parts.residual_scale)
 
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            context = active_context()
+            context: Any = active_context()
             if (
                 context is None
                 or args
                 or kwargs.keys() != arguments
                 or hidden_states.dtype is not dtype
-                or not (trust.given or fits())
+                or not (context.trusted or fits())
             ):
                 return plain(hidden_states, *args, **kwargs)
             x = hidden_states if hidden_states.is_contiguous() else hidden_states.contiguous()
-            rows, threads = x.numel() // hidden_size, get_num_threads()
-            direct = getattr(context, "direct", None)
+            rows = x.numel() // hidden_size
+            direct = context.direct
             if direct is not None and (direct.dtype is not dtype or direct.count != rows):
                 direct = None
-            if direct is None and (num_states or getattr(context, "adapted", None)):
+            if direct is None and (num_states or context.adapted):
                 return plain(hidden_states, **kwargs)
             cos_at = sin_at = None
             angles = wide = 0
@@ -263,17 +218,17 @@ class FusedLayer:
             if finish is not None:
                 normed = empty_like(x)
                 normed_at = normed.data_ptr()
-            routing = None if experts is None else getattr(context, "routing", None)
+            routing = None if experts is None else context.routing
             record: tuple[Any, ...] = (None, None, 0)
             if routing is not None:
                 assert rows == len(routing.chosen)
                 record = routing.addresses(experts)
             if direct is not None:
                 if num_states:
-                    first = context.next_states(num_states)  # type: ignore[attr-defined]
+                    first = context.next_states(num_states)
                     k_at, v_at = direct.states(first, num_states)
                 else:
-                    k_at, v_at = direct.stores(context.layer_of(attention))  # type: ignore[attr-defined]
+                    k_at, v_at = direct.stores(context.layer_of(attention))
                 whole(
                     address,
                     direct.address,
@@ -287,12 +242,11 @@ class FusedLayer:
                     *record,
                     out.data_ptr(),
                     normed_at,
-                    threads,
                 )
             else:
                 qkv = empty((rows, width), dtype=dtype)
                 qkv_at = qkv.data_ptr()
-                before(address, x_at, rows, cos_at, sin_at, angles, wide, qkv_at, threads)
+                before(address, x_at, rows, cos_at, sin_at, angles, wide, qkv_at)
                 q, k, v, *_ = qkv.split(widths, dim=1)
                 own = options if with_sinks is None else add_sinks(options, with_sinks)
                 attended = context.attend(
@@ -303,7 +257,7 @@ class FusedLayer:
                     own,
                 ).contiguous()
                 made = attended.data_ptr(), qkv_at
-                after(address, x_at, *made, rows, *record, out.data_ptr(), normed_at, threads)
+                after(address, x_at, *made, rows, *record, out.data_ptr(), normed_at)
             if finish is None:
                 return out
             assert mlp is not None

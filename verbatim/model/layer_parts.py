@@ -10,8 +10,8 @@ from torch import nn
 from verbatim.kernels.options import Activation, AttentionOptions
 from verbatim.model.elementwise import activation_of
 from verbatim.model.mixers import Mixer, mixer_of, recurs
-from verbatim.model.mixture import MixtureParts
-from verbatim.model.norms import Norm, norm_parts
+from verbatim.model.mixture import MixtureParts, mixtures_of
+from verbatim.model.norms import Norm, find_norm
 from verbatim.model.structs import NotFusable
 
 MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward", "moe", "shared_mlp")
@@ -61,7 +61,8 @@ class LayerParts:
         attention: the module that attends; or `mixer`'s.
         inputs: projections of attention: q, k and v, or one for all three; or those of `mixer`.
         gates: gate and up, or one for both; empty if `mlp` runs unchanged, or is a mixture of experts.
-        mixture: the parts of a mixture of experts; None without one, or if it runs unchanged.
+        mixtures: the possible structures of a mixture of experts, the likeliest first.
+        mixture: the one of them that the kernels run; None without one, or if it runs unchanged.
         norms: by role: before_attention, of_queries, of_keys, after_attention, before_mlp, after_mlp.
         residual_scale: factor of the terms added to the residual.
         mixer: what stands in place of attention, and keeps states.
@@ -77,6 +78,7 @@ class LayerParts:
     activation: Activation
     norms: dict[str, Norm]
     residual_scale: float
+    mixtures: tuple[MixtureParts, ...] = ()
     mixture: MixtureParts | None = None
     mixer: Mixer | None = None
 
@@ -148,6 +150,7 @@ def take_apart(layer: nn.Module, attention: nn.Module) -> LayerParts:
         activation=activation or Activation.SILU,
         norms=norms,
         residual_scale=float(scale) if isinstance(scale, int | float) else 1.0,
+        mixtures=() if gates else tuple(mixtures_of(mlp)),
         mixer=mixer,
     )
 
@@ -170,9 +173,9 @@ def _norms_of(layer: nn.Module, attention: nn.Module) -> dict[str, Norm]:
             modules[role] = module
     norms = {}
     for role, module in modules.items():
-        parts = norm_parts(module)
-        if parts is None and not isinstance(module, nn.Identity):
+        norm = find_norm(module)
+        if norm is not None:
+            norms[role] = norm
+        elif not isinstance(module, nn.Identity):
             raise NotFusable(f"{type(module).__name__} is no RMS norm of a known family")
-        if parts is not None:
-            norms[role] = Norm(module, parts)
     return norms

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,8 @@ from verbatim.kv.store import LayerShape
 from verbatim.model.context import Update, activate, active_context
 from verbatim.model.differential import differential_check, noise
 from verbatim.model.flat import FlatContext, contents_of, noise_store
-from verbatim.model.layer import FusedLayer, Trust, add_sinks
+from verbatim.model.layer import FusedLayer, add_sinks
 from verbatim.model.layer_parts import LayerParts, Rotation, Shape, take_apart
-from verbatim.model.mixture import MixtureParts, mixtures_of
 from verbatim.model.patching import replaced_forwards
 from verbatim.model.spec import ModelSpec
 from verbatim.model.structs import NotFusable
@@ -32,6 +31,9 @@ from verbatim.model.structs import NotFusable
 SPANS = {0: (0, 2), 1: (8, 11)}  # positions of a trial's tokens, by sequence
 _MODEST = 64  # rows of a matrix that are looked at
 _ROTATIONS = (Rotation.HALVES, Rotation.ONCE, Rotation.NEIGHBOURS, Rotation.UNTURNED)
+
+
+Attended = tuple[Tensor, Tensor, Tensor, AttentionOptions]  # queries, keys, values
 
 
 class AroundLayers(FlatContext):
@@ -52,7 +54,7 @@ class TrialContext(FlatContext):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.attended: list[tuple[Tensor, Tensor, Tensor, AttentionOptions]] = []
+        self.attended: list[Attended] = []
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AnyOptions
@@ -72,160 +74,168 @@ class TrialContext(FlatContext):
         return super().update_state(shape, update, rowwise)
 
 
-class FusionTrial:
+# From a layer's parts, and what it is called with, to its fused forward; and the layer of the CPU kernels.
+Fuse = Callable[
+    [LayerParts, ModelSpec, Tensor, dict[str, Any]], tuple[Callable[..., Any], FusedLayer | None]
+]
+
+
+class LayerCall(NamedTuple):
+    """One call of a layer in the forward of a model with probes."""
+
+    probe: LayerProbe
+    hidden: Tensor
+    arguments: dict[str, Any]
+    made: Tensor
+
+
+class LayerProbe:
     """Replaces a layer for one forward, to find out whether it can be fused.
 
     Attributes:
         parts: of the layer.
-        fused: its new forward, if it can.
+        forward: its new forward, if it can.
+        fused: the layer of the CPU kernels, if it is one.
         reason: why it can't.
-        attended: the calls of attention of the last forward that was tried.
 
     Args:
         spec: of the model.
-        called: where the trials put themselves as their layers are called.
+        fuse: tries the layer out; raises NotFusable.
+        calls: where the probes of all layers note their calls.
     """
 
-    def __init__(self, parts: LayerParts, spec: ModelSpec, called: list[FusionTrial]) -> None:
-        self.parts, self._spec, self._called = parts, spec, called
-        self.fused: Callable[..., Any] | None = None
+    def __init__(
+        self, parts: LayerParts, spec: ModelSpec, fuse: Fuse, calls: list[LayerCall]
+    ) -> None:
+        self.parts, self._spec, self._fuse, self._calls = parts, spec, fuse, calls
+        self.forward: Callable[..., Any] | None = None
+        self.fused: FusedLayer | None = None
         self.reason: str | None = None
-        self.attended: list[tuple[Tensor, Tensor, Tensor, AttentionOptions]] = []
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         layer = self.parts.layer
         context: Any = active_context()
-        self._called.append(self)
-        if self.fused is None and self.reason is None:
+        made = noise(tuple(hidden_states.shape), hidden_states.dtype, seed=len(self._calls) + 1)
+        made = made.to(hidden_states.device)
+        self._calls.append(LayerCall(self, hidden_states.clone(), kwargs, made))
+        if self.forward is None and self.reason is None:
             try:
                 if args:
                     raise NotFusable("it is handed more than hidden states by position")
-                self.fused = self._fuse(hidden_states, kwargs)
+                self.forward, self.fused = self._fuse(self.parts, self._spec, hidden_states, kwargs)
             except NotFusable as reason:
                 self.reason = str(reason)
             except Exception as error:  # of its own forward on random rows, say
                 self.reason = f"in the trial: {type(error).__name__}: {first_line(error)}"
-        if self.fused is not None:
+        if self.forward is not None:
             context.next_states(self.parts.num_states)
-            return hidden_states  # the next layer's trial has rows of its own
+            return made.clone()  # so it shows what the model makes of it
         return type(layer).forward(layer, hidden_states, *args, **kwargs)
 
-    def _fuse(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Callable[..., Any]:
-        """Return a forward with the bits of the layer's own; raise NotFusable if there is none."""
-        raise NotImplementedError
 
-    def _outcome(
-        self, forward: Callable[..., Any], attention: nn.Module, kwargs: dict[str, Any], x: Tensor
-    ) -> list[Tensor]:
-        """Run a forward of the layer on rows `x`, and on memory that begins the same each time.
-
-        Args:
-            attention: the module that it attends with, or a twin.
-
-        Returns:
-            What is in memory then, followed by what it returned. `attended` has its calls of attention.
-        """
-        spec, outer = self._spec, active_context()
-        assert isinstance(outer, FlatContext)
-        place = spec.slots.get((id(self.parts.attention), 0))
-        first = outer.next_states(0)
-        # A store without K and V has no rows that kernels write to themselves.
-        layers = [LayerShape(1, 1, 1) if place is None else spec.layers[place]]
-        states = spec.states[first : first + self.parts.num_states]
-        store = noise_store(layers, states, spec.dtype, x.device)
-        context = TrialContext({(id(attention), 0): 0}, outer.batch, store, rows=outer.rows)
-        with activate(context):
-            made = forward(x, **kwargs)
-        if not isinstance(made, Tensor):
-            raise NotFusable("it returns more than hidden states")
-        self.attended = context.attended
-        return [*contents_of(store), made]
-
-
-class LayerTrial(FusionTrial):
-    """A trial of a layer of the compiled kernels.
-
-    Attributes:
-        layer: the fused layer.
+def outcome(
+    forward: Callable[..., Any],
+    parts: LayerParts,
+    spec: ModelSpec,
+    kwargs: dict[str, Any],
+    x: Tensor,
+    attention: nn.Module | None = None,
+) -> tuple[list[Tensor], list[Attended]]:
+    """Run a forward of a layer on rows `x`, and on memory that begins the same each time.
 
     Args:
-        trust: for `FusedLayer`.
+        attention: the twin of the module that it attends with; None: the module itself.
+
+    Returns:
+        What is in memory then, followed by what it returned; and its calls of attention.
     """
+    outer = active_context()
+    assert isinstance(outer, FlatContext)
+    place = spec.slots.get((id(parts.attention), 0))
+    first = outer.next_states(0)
+    # A store without K and V has no rows that kernels write to themselves.
+    layers = [LayerShape(1, 1, 1) if place is None else spec.layers[place]]
+    states = spec.states[first : first + parts.num_states]
+    store = noise_store(layers, states, spec.dtype, x.device)
+    slots = {(id(attention or parts.attention), 0): 0}
+    context = TrialContext(slots, outer.batch, store, rows=outer.rows)
+    with activate(context):
+        made = forward(x, **kwargs)
+    if not isinstance(made, Tensor):
+        raise NotFusable("it returns more than hidden states")
+    return [*contents_of(store), made], context.attended
 
-    def __init__(
-        self, parts: LayerParts, spec: ModelSpec, called: list[FusionTrial], trust: Trust
-    ) -> None:
-        super().__init__(parts, spec, called)
-        self._trust = trust
-        self._mixtures = self._mixtures_of(parts)
-        self.layer: FusedLayer | None = None
 
-    @staticmethod
-    def _mixtures_of(parts: LayerParts) -> list[MixtureParts | None]:
-        """Return the possible forms of its MLP, at last None; its own forward must be in place."""
-        return [None] if parts.gates else [*mixtures_of(parts.mlp), None]
+def fuse(
+    parts: LayerParts, spec: ModelSpec, hidden_states: Tensor, kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], FusedLayer]:
+    """Return the layer of the CPU kernels that has the bits of a layer's own forward.
 
-    def _fuse(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Callable[..., Any]:
-        self.layer = self._layer(hidden_states, kwargs)
-        return self.layer.forward()
+    Raises:
+        NotFusable: there is none.
+    """
+    arguments = frozenset(kwargs)
+    twin, twins = _twin_of(parts.layer)
+    own = take_apart(twin, twins[id(parts.attention)])
+    for fields, forward in replaced_forwards(twin):
+        fields["forward"] = forward
+    x = noise(tuple(hidden_states.shape), hidden_states.dtype)
+    rows = x.flatten(0, -2)
+    rows *= torch.logspace(-2, 1, len(rows))[:, None].to(x.dtype)
 
-    def _layer(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> FusedLayer:
-        arguments = frozenset(kwargs)
-        twin, twins = _twin_of(self.parts.layer)
-        own = take_apart(twin, twins[id(self.parts.attention)])
-        mixtures = self._mixtures_of(own)
-        for fields, forward in replaced_forwards(twin):
-            fields["forward"] = forward
-        x = noise(tuple(hidden_states.shape), hidden_states.dtype)
-        rows = x.flatten(0, -2)
-        rows *= torch.logspace(-2, 1, len(rows))[:, None].to(x.dtype)
-        expected = self._outcome(partial(type(twin).forward, twin), own.attention, kwargs, x)
-        why = "its keys and values are not what the kernels make"
-        made = "its queries or what it makes of its attention is not what the kernels make"
-        if own.mixer is not None:
-            why = made = "what it computes is not what the kernels compute"
-        for shape in self._shapes(own, kwargs):
-            for number, mixture in enumerate(mixtures):
-                try:
-                    layer = FusedLayer(replace(own, mixture=mixture), shape, arguments, Trust())
-                except NotFusable:
-                    if mixture is None:
-                        raise
-                    continue
-                ours = partial(self._outcome, layer.forward(_refuse), own.attention, kwargs)
-                found = differential_check(ours, lambda _: expected, [x])
-                if found is None:
-                    final = replace(self.parts, mixture=self._mixtures[number])
-                    return FusedLayer(final, shape, arguments, self._trust)
-                if found.place < len(expected) - 1:
-                    break
-                why = made
-        raise NotFusable(why)
+    def run(forward: Callable[..., Any]) -> tuple[list[Tensor], list[Attended]]:
+        return outcome(forward, parts, spec, kwargs, x, own.attention)
 
-    def _shapes(self, own: LayerParts, kwargs: dict[str, Any]) -> Iterator[Shape]:
-        """Yield the possible shapes of attention, after its own forward was run."""
-        if own.mixer is not None:
-            options = AttentionOptions(scale=1.0)
-            yield Shape(*own.mixer.sizes, Rotation.UNTURNED, options, sinks=False)
-            return
-        if not self.attended:
-            raise NotFusable("it does not attend")
-        ((q, k, v, options),) = self.attended
-        shape = Shape(
-            heads=q.shape[1],
-            kv_heads=k.shape[1],
-            head_dim=q.shape[2],
-            value_dim=v.shape[2],
-            rotation=Rotation.UNTURNED,
-            options=replace(options, sinks=None),
-            sinks=options.sinks is not None,
-            gated=len(own.inputs) == 3 and _columns(own.inputs[0]) == 2 * q.shape[1] * q.shape[2],
-        )
-        if options.alibi is not None or (shape.sinks and not _has_sinks(own.attention, options)):
-            raise NotFusable("its attention has a bias of its own")
-        for rotation in _ROTATIONS:
-            if _angles_fit(kwargs.get("position_embeddings"), rotation, shape.head_dim):
-                yield replace(shape, rotation=rotation)
+    expected, attended = run(partial(type(twin).forward, twin))
+    why = "its keys and values are not what the kernels make"
+    made = "its queries or what it makes of its attention is not what the kernels make"
+    if own.mixer is not None:
+        why = made = "what it computes is not what the kernels compute"
+    for shape in _shapes(own, attended, kwargs):
+        for number, mixture in enumerate((*own.mixtures, None)):
+            try:
+                layer = FusedLayer(replace(own, mixture=mixture), shape, arguments)
+            except NotFusable:
+                if mixture is None:
+                    raise
+                continue
+            ours = layer.forward(_refuse)
+            found = differential_check(lambda f: run(f)[0], lambda _: expected, [ours])
+            if found is None:
+                fused = FusedLayer(
+                    replace(parts, mixture=(*parts.mixtures, None)[number]), shape, arguments
+                )
+                return fused.forward(), fused
+            if found.place < len(expected) - 1:
+                break
+            why = made
+    raise NotFusable(why)
+
+
+def _shapes(own: LayerParts, attended: list[Attended], kwargs: dict[str, Any]) -> Iterator[Shape]:
+    """Yield the possible shapes of attention of a layer whose own forward has attended so."""
+    if own.mixer is not None:
+        options = AttentionOptions(scale=1.0)
+        yield Shape(*own.mixer.sizes, Rotation.UNTURNED, options, sinks=False)
+        return
+    if not attended:
+        raise NotFusable("it does not attend")
+    ((q, k, v, options),) = attended
+    shape = Shape(
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        head_dim=q.shape[2],
+        value_dim=v.shape[2],
+        rotation=Rotation.UNTURNED,
+        options=replace(options, sinks=None),
+        sinks=options.sinks is not None,
+        gated=len(own.inputs) == 3 and _columns(own.inputs[0]) == 2 * q.shape[1] * q.shape[2],
+    )
+    if options.alibi is not None or (shape.sinks and not _has_sinks(own.attention, options)):
+        raise NotFusable("its attention has a bias of its own")
+    for rotation in _ROTATIONS:
+        if _angles_fit(kwargs.get("position_embeddings"), rotation, shape.head_dim):
+            yield replace(shape, rotation=rotation)
 
 
 def _columns(linear: Any) -> int:

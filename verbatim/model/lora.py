@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from verbatim import kernels
 from verbatim.batch import Adapter, Batch
 from verbatim.errors import InvalidRequest, ModelError, NotSupported
+from verbatim.kernels.functions import run
 from verbatim.model import elementwise, products
 from verbatim.model.context import active_context
 from verbatim.model.layer import FusedLayer
@@ -231,17 +232,8 @@ class Adapters:
         if elementwise.served(out) and rows.dtype is out.dtype is self._dtype:
             groups = _structs((g, ctypes.addressof(m.struct)) for g, m in found)
             rows = rows if rows.stride(1) == 1 else rows.contiguous()
-            elementwise.kernel(kernels.library(), "vb_add_low_rank", "PLPLLLPLI", out.dtype)(
-                rows.data_ptr(),
-                rows.stride(0),
-                ctypes.addressof(groups),
-                len(found),
-                cols,
-                depth,
-                out.data_ptr(),
-                cols,
-                torch.get_num_threads(),
-            )
+            at, sizes = (rows.data_ptr(), rows.stride(0)), (len(found), cols, depth)
+            run("vb_add_low_rank", out.dtype, *at, groups, *sizes, out.data_ptr(), cols)
             return out
         with torch._C.DisableTorchFunctionSubclass():
             into = out.as_subclass(Tensor).view(-1, cols)

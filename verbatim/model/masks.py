@@ -47,7 +47,7 @@ class NotedMask(Tensor):
 
     Attributes:
         window: 0 for a causal mask, LATER for one with later tokens, None for others.
-        chunk_size: where `window` is None, the chunk of `chunk_of`; 0 for another rule.
+        chunk_size: where `window` is None, the chunk of `mask_rule`; 0 for another rule.
         reach: number of positions for which the rule is known.
     """
 
@@ -90,48 +90,43 @@ def noted_mask(
     length = max_length_of(config)[0] if config is not None else None
     reach = min(length or _FARTHEST, _FARTHEST)
     padded = attention_mask is not None and not bool(attention_mask.all())
-    window = None if padded else window_of(mask_function, reach, device)
-    chunk = 0 if padded or window is not None else chunk_of(mask_function, reach, device)
+    window, chunk = (None, 0) if padded else mask_rule(mask_function, reach, device)
     zeros = torch.zeros(batch_size, 1, q_length, kv_length, dtype=dtype, device=device)
     return _noted(zeros, window, chunk, reach)
 
 
-def window_of(
+def mask_rule(
     mask_function: Callable[..., Any], length: int, device: torch.device | str = "cpu"
-) -> int | None:
-    """Return the window of a rule `(batch, head, query, key) -> visible`, evaluated below `length`.
+) -> tuple[int | None, int]:
+    """Return the window and the chunk of a rule `(batch, head, query, key) -> visible`.
+
+    The rule is evaluated at a few positions below `length`.
 
     Returns:
-        0 if every query sees all keys up to itself, w if it sees the last w of them (itself included),
-        LATER if it sees the next one, None for another rule or one that can't be evaluated.
+        (0, 0) if every query sees all keys up to itself; (w, 0) if it sees the last w of them, itself
+        included; (LATER, 0) if it sees the next one; (None, c) if a query at p sees the keys from
+        p // c * c on; (None, 0) for another rule, or one that can't be evaluated.
     """
-    # Adjacent queries distinguish windows from chunks: a window is equally wide at both.
-    queries = {length - 1, length - 2, length // 2, length // 3, 1}
-    widths = {q: _width_at(mask_function, q, device) for q in queries if q > 0}
-    if None not in widths.values() and LATER in widths.values():
-        return LATER
-    far = widths.get(length - 1)
+
+    def widths(*more: int) -> dict[int, int | None]:
+        # Adjacent queries distinguish windows from chunks: a window is equally wide at both.
+        queries = {length - 1, length - 2, length // 2, length // 3, *more}
+        return {q: _width_at(mask_function, q, device) for q in queries if q >= 0}
+
+    found = widths(1)
+    if None not in found.values() and LATER in found.values():
+        return LATER, 0
+    far = found[length - 1]
     window = 0 if far is None or far == length else far
-    fits = all(wide == min(window or q + 1, q + 1) for q, wide in widths.items())
-    return window if fits else None
-
-
-def chunk_of(
-    mask_function: Callable[..., Any], length: int, device: torch.device | str = "cpu"
-) -> int:
-    """Return the chunk of a rule as for `window_of`, evaluated below `length`.
-
-    Returns:
-        c if a query at p sees the keys from p // c * c up to itself; 0 for another rule.
-    """
+    if all(wide == min(window or q + 1, q + 1) for q, wide in found.items()):
+        return window, 0
     # The query before the last chunk is the last one of a chunk, and sees all of it.
-    wide = _width_at(mask_function, length - 1, device) or length
-    chunk = _width_at(mask_function, length - wide - 1, device) if 0 < wide < length else None
+    before = length - (far or length) - 1
+    chunk = _width_at(mask_function, before, device) if 0 <= before < length - 1 else None
     if chunk is None or chunk <= 0:
-        return 0
-    queries = {length - 1, length - 2, length // 2, length // 3, chunk, chunk - 1, 0}
-    widths = {q: _width_at(mask_function, q, device) for q in queries}
-    return chunk if all(wide == q % chunk + 1 for q, wide in widths.items()) else 0
+        return None, 0
+    fits = all(wide == q % chunk + 1 for q, wide in widths(chunk, chunk - 1, 0).items())
+    return None, chunk if fits else 0
 
 
 def _width_at(

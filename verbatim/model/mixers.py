@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from verbatim.model.fingerprint import Place
-from verbatim.model.norms import Gate, Norm, group_width, norm_parts
+from verbatim.kernels.functions import struct_of
+from verbatim.model.norms import Gate, Norm, find_norm, group_width
 from verbatim.model.structs import NormStruct, NotFusable, address_of, norm_of
 
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -46,10 +46,6 @@ class Mixer:
         """Columns of the inputs' products."""
         raise NotImplementedError
 
-    def places(self) -> list[Place]:
-        """Return references of the tensors that the kernels read, without the linears'."""
-        raise NotImplementedError
-
     def fill(self, struct: Any, dtype: torch.dtype) -> None:
         """Fill in a struct of its kind.
 
@@ -59,16 +55,12 @@ class Mixer:
         raise NotImplementedError
 
 
-def _places_of(mixer: Mixer, conv: str, *names: str) -> list[Place]:
-    """Return references of the convolution's weight and bias, of parameters, and of the norm's weight."""
+def _tensors_of(mixer: Mixer, conv: str, *names: str) -> list[Any]:
+    """Return the convolution's weight and bias, and parameters of the mixer; None for a missing one."""
     child = mixer.module._modules[conv]
     assert child is not None
-    found: list[Place] = [(child._parameters, "weight"), (child._parameters, "bias")]
-    found += [(mixer.module._parameters, name) for name in names]
-    if mixer.norm is not None:
-        assert mixer.norm.parts.weight is not None
-        found.append((mixer.norm.module._parameters, mixer.norm.parts.weight))
-    return found
+    found = [child._parameters["weight"], child._parameters.get("bias")]
+    return [*found, *(mixer.module._parameters.get(name) for name in names)]
 
 
 class _Slice(ctypes.Structure):
@@ -85,6 +77,7 @@ _DELTA_INPUTS: tuple[dict[str, str], ...] = (
 _BY_KEY_HEAD = ("in_proj_qkvz", "in_proj_ba")  # all roles of one key head, then those of the next
 
 
+@struct_of("delta")
 class DeltaRuleStruct(ctypes.Structure):
     """`DeltaRule` of kernels/layer.cpp."""
 
@@ -120,9 +113,6 @@ class DeltaRule(Mixer):
         value = group * value_dim
         return dict(zip(_ROLES, (key_dim, key_dim, value, value, group, group), strict=True))
 
-    def places(self) -> list[Place]:
-        return _places_of(self, "conv1d", "A_log", "dt_bias")
-
     def fill(self, struct: Any, dtype: torch.dtype) -> None:
         heads, key_heads, key_dim, value_dim = self.sizes
         of, at = self._widths(), 0
@@ -135,7 +125,7 @@ class DeltaRule(Mixer):
                 at += of[role] * (1 if by_head else key_heads)
             if name in _BY_KEY_HEAD:
                 at += together * (key_heads - 1)
-        weight, bias, a_log, dt_bias, _ = (fields.get(name) for fields, name in self.places())
+        weight, bias, a_log, dt_bias = _tensors_of(self, "conv1d", "A_log", "dt_bias")
         channels = 2 * key_heads * key_dim + heads * value_dim
         if bias is not None or a_log is None or dt_bias is None:
             raise NotFusable("its convolution has a bias, or parameters are missing")
@@ -151,6 +141,7 @@ class DeltaRule(Mixer):
         struct.beta_scale = 2.0 if getattr(self.module, "allow_neg_eigval", False) else 1.0
 
 
+@struct_of("mamba2")
 class Mamba2Struct(ctypes.Structure):
     """`Mamba2` of kernels/layer.cpp."""
 
@@ -172,17 +163,15 @@ class Mamba2(Mixer):
         heads, groups, key_dim, value_dim = self.sizes
         return [2 * heads * value_dim + 2 * groups * key_dim + heads]
 
-    def places(self) -> list[Place]:
-        return _places_of(self, "conv1d", "A_log", "dt_bias", "D")
-
     def fill(self, struct: Any, dtype: torch.dtype) -> None:
         heads, groups, key_dim, value_dim = self.sizes
         width = heads * value_dim
         channels = width + 2 * groups * key_dim
-        weight, bias, *vectors, norm_weight = (fields.get(name) for fields, name in self.places())
+        weight, bias, *vectors = _tensors_of(self, "conv1d", "A_log", "dt_bias", "D")
         if any(x is None or x.shape != (heads,) for x in vectors):
             raise NotFusable("its parameters do not fit together")
         assert self.norm is not None
+        norm_weight = self.norm.weight
         if norm_weight is None or norm_weight.shape != (width,):
             raise NotFusable("its norm has another width")
         struct.weight, struct.taps = _taps(weight, channels, dtype)
@@ -190,10 +179,11 @@ class Mamba2(Mixer):
         struct.a_log, struct.dt_bias, struct.d = (address_of(x, dtype) for x in vectors)
         struct.norm_weight = address_of(norm_weight, dtype)
         struct.norm_width = group_width(self.norm.module)
-        struct.eps = self.norm.module.__dict__[self.norm.parts.eps]
+        struct.eps = self.norm.eps
         struct.dt_min, struct.dt_max = getattr(self.module, "time_step_limit", (0.0, math.inf))
 
 
+@struct_of("conv")
 class ShortConvStruct(ctypes.Structure):
     """`ShortConv` of kernels/layer.cpp."""
 
@@ -210,16 +200,10 @@ class ShortConv(Mixer):
     def widths(self) -> list[int]:
         return [3 * self.sizes[3]]
 
-    def places(self) -> list[Place]:
-        return _places_of(self, "conv")
-
     def fill(self, struct: Any, dtype: torch.dtype) -> None:
-        weight, bias = (fields.get(name) for fields, name in self.places())
+        weight, bias = _tensors_of(self, "conv")
         struct.weight, struct.taps = _taps(weight, self.sizes[3], dtype)
         struct.bias = _bias(bias, self.sizes[3], dtype)
-
-
-MIXER_STRUCTS = {mixer.field: mixer.kind for mixer in (DeltaRule, Mamba2, ShortConv)}
 
 
 def _bias(bias: Any, channels: int, dtype: torch.dtype) -> int:
@@ -252,17 +236,17 @@ def mixer_of(module: Any) -> Mixer:
     if children.keys() == {"conv", "in_proj", "out_proj"} and isinstance(conv, nn.Conv1d):
         return ShortConv(module, ["in_proj"], None, (1, 0, 0, conv.out_channels))
     if {"conv1d", "in_proj", "norm", "out_proj"} <= children.keys():
-        gated = norm_parts(children["norm"], Gate.BEFORE)
+        gated = find_norm(children["norm"], Gate.BEFORE)
         sizes = _sizes(fields, "num_heads", "n_groups", "ssm_state_size", "head_dim")
         if gated is not None and sizes is not None:
-            return Mamba2(module, ["in_proj"], Norm(children["norm"], gated), sizes)
+            return Mamba2(module, ["in_proj"], gated, sizes)
     roles = next((names for names in _DELTA_INPUTS if names.keys() <= children.keys()), None)
-    norm = children.get("norm", children.get("o_norm"))
-    parts = None if norm is None else norm_parts(norm, Gate.AFTER)
+    child = children.get("norm", children.get("o_norm"))
+    norm = None if child is None else find_norm(child, Gate.AFTER)
     sizes = _sizes(fields, "num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim")
-    if roles is None or parts is None or sizes is None:
+    if roles is None or norm is None or sizes is None:
         raise NotFusable(f"the kernels don't have {type(module).__name__}")
-    return DeltaRule(module, [*roles], Norm(norm, parts), sizes)
+    return DeltaRule(module, [*roles], norm, sizes)
 
 
 def _sizes(fields: dict[str, Any], *names: str) -> tuple[int, int, int, int] | None:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from verbatim.kernels.functions import struct_of
 from verbatim.model.elementwise import activation_of
 from verbatim.model.experts import ExpertsParts, ExpertsStruct, parts_of
-from verbatim.model.fingerprint import Place, places_of
+from verbatim.model.fingerprint import Place
 from verbatim.model.products import Matrix
 from verbatim.model.router import CORRECTIONS, RouterParts, RouterStruct, fill_form, router_parts
 from verbatim.model.structs import NotFusable, matrix_at, matrix_of
@@ -19,6 +20,7 @@ from verbatim.model.structs import NotFusable, matrix_at, matrix_of
 _INT, _FLOAT = ctypes.c_int32, ctypes.c_float
 
 
+@struct_of("mixture")
 class MixtureStruct(ctypes.Structure):
     """`Mixture` of kernels/experts.h."""
 
@@ -57,14 +59,6 @@ class MixtureParts:
         """Number of expert weights per row."""
         stacks = (*self.experts.inputs, self.experts.down)
         return self.router.form.top_k * sum(stack.cols * stack.depth for stack in stacks)
-
-    def places(self) -> list[Place]:
-        """Return references of the tensors that the kernels read."""
-        linears = [*self.shared_gates, self.shared_down, self.shared_gate]
-        found = [*self.router.places(), *self.experts.tensors]
-        if self.correction is not None:
-            found.append(self.correction)
-        return found + [p for m in linears if m is not None for p in places_of(m)]
 
     def fill(self, struct: MixtureStruct, dtype: torch.dtype) -> None:
         """Fill in the struct for the kernels; raise NotFusable if they can't run it."""

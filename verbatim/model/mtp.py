@@ -21,7 +21,7 @@ from verbatim.batch import Batch
 from verbatim.errors import NotSupported, first_line
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.quantized import KVDtype
-from verbatim.kv.store import KVStore, LayerShape, bytes_per_token, make_store
+from verbatim.kv.store import KVStore, LayerShape, bytes_per_token
 from verbatim.model.angles import rotary
 from verbatim.model.context import activate
 from verbatim.model.decoder import Decoder
@@ -75,7 +75,7 @@ class MtpLayers(DraftLayers):
         return bytes_per_token(self._shapes, kv_dtype) + states
 
     def open_stores(self, num_blocks: int, block_size: int, kv_dtype: KVDtype) -> None:
-        self._store = make_store(self._shapes, num_blocks, block_size, kv_dtype, self._device)
+        self._store = KVStore(self._shapes, num_blocks, block_size, kv_dtype, self._device)
         self._inputs = [
             HiddenStore(self._hidden_size, num_blocks, block_size, self._dtype, self._device)
             for _ in self._layers

@@ -12,11 +12,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from verbatim.errors import InvalidRequest, ModelError, NotSupported, first_line
-from verbatim.model.dcp.filling import names_in
-from verbatim.model.dcp.folder import DcpCheckpoint, find_dcp
+from verbatim.model.dcp.checkpoint import DcpCheckpoint, find_dcp
 from verbatim.model.decoder import Decoder
 from verbatim.model.hidden import head_of
 from verbatim.model.loader import LoadedModel, building, read_config
@@ -65,8 +64,7 @@ def open_mtp(draft: Mtp, decoder: Decoder, loaded: LoadedModel) -> MtpLayers:
     inner, beside = inner_model(decoder.module), draft.beside
     if draft.model is not None and beside is None:
         return MtpLayers(given_mtp(draft.model, inner), decoder)
-    folder = loaded.folder if loaded.checkpoint is None else loaded.checkpoint.folder
-    folder = beside if folder is None else folder
+    folder = beside if loaded.folder is None else loaded.folder
     if folder is None:
         raise InvalidRequest(
             "draft='mtp': a live module has no files to read MTP layers from; hand them over as "
@@ -195,21 +193,22 @@ def _as_told(config: Any, told: Any) -> AbstractContextManager[None]:
     if QWENS_NUMBER in said:
         number = said.setdefault("num_mtp_layers", said[QWENS_NUMBER])
         said.setdefault("mtp_layer_types", ["full_attention"] * number)
-    return _with_fields(config, said)
+    return _replaced((vars(config), said))
 
 
 @contextmanager
-def _with_fields(owner: Any, fields: dict[str, Any]) -> Iterator[None]:
-    """Set attributes temporarily."""
-    before = {name: vars(owner)[name] for name in fields if name in vars(owner)}
+def _replaced(*changes: tuple[dict[str, Any], dict[str, Any]]) -> Iterator[None]:
+    """Put new items into dictionaries temporarily."""
+    before = [{name: held[name] for name in new if name in held} for held, new in changes]
     try:
-        for name, value in fields.items():
-            setattr(owner, name, value)
+        for held, new in changes:
+            held.update(new)
         yield
     finally:
-        for name in fields.keys() - before.keys():
-            vars(owner).pop(name, None)
-        vars(owner).update(before)
+        for (held, new), old in zip(changes, before, strict=True):
+            for name in new.keys() - old.keys():
+                held.pop(name, None)
+            held.update(old)
 
 
 @contextmanager
@@ -224,22 +223,20 @@ def _files(inner: Any, folder: Path) -> Iterator[Path]:
         return
     from safetensors.torch import save_file
 
-    checkpoint, tensors = DcpCheckpoint(dcp), dict[str, Tensor]()
+    checkpoint = DcpCheckpoint(dcp)
     pattern = re.compile("|".join(mtp_names(inner.config)))
-    found = names_in(checkpoint, list(inner.state_dict()))
-    chosen = {short: name for short, name in found.items() if pattern.search(short)}
-    checkpoint.check(chosen.values())
+    found = checkpoint.names(list(inner.state_dict()))
     with torch.inference_mode(False):
-        for short, name in chosen.items():
-            tensors[short] = checkpoint.read(name)
+        tensors = {
+            short: checkpoint.tensor(name) for short, name in found.items() if pattern.search(short)
+        }
     with TemporaryDirectory(prefix="verbatim-mtp-") as place:
         save_file(tensors, Path(place) / "model.safetensors", {"format": "pt"})
         tensors.clear()
         yield Path(place)
 
 
-@contextmanager
-def _findable(inner: Any, folder: Path) -> Iterator[None]:
+def _findable(inner: Any, folder: Path) -> AbstractContextManager[None]:
     """Let transformers find the weights of MTP layers.
 
     It reads the folder named by the config, and takes the names that the model's class ignores; many
@@ -253,13 +250,6 @@ def _findable(inner: Any, folder: Path) -> Iterator[None]:
     fields = {_IGNORED: [*known, *mtp_names(inner.config)]}
     if not hasattr(inner, "_weight_conversions"):
         fields["_weight_conversions"] = get_model_conversion_mapping(inner)
-    config, head = inner.config, inner.lm_head
-    path, dtype = config.name_or_path, config.dtype
-    try:
-        inner.lm_head = nn.Linear(1, 1, bias=False)
-        config.name_or_path, config.dtype = str(folder), inner.dtype
-        with _with_fields(inner, fields):
-            yield
-    finally:
-        inner.lm_head = head
-        config.name_or_path, config.dtype = path, dtype
+    where = {"_name_or_path": str(folder), "dtype": inner.dtype}
+    head = {"lm_head": nn.Linear(1, 1, bias=False)}
+    return _replaced((vars(inner), fields), (vars(inner.config), where), (inner._modules, head))

@@ -28,14 +28,6 @@ _TRIED = (torch.float32, torch.bfloat16)
 _WIDTH = 96  # of a trial, for a norm without a weight
 
 
-class NormParts(NamedTuple):
-    """The parameters of a norm, and its family."""
-
-    kind: NormKind
-    weight: str | None  # a parameter's name
-    eps: str  # an attribute's name
-
-
 class Gate(enum.IntEnum):
     """The place where a norm multiplies with the SiLU of its gate."""
 
@@ -46,14 +38,32 @@ class Gate(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A norm of a layer and how it is computed."""
+    """An RMS norm of a known family.
+
+    Attributes:
+        weight_name: of its parameter; None without one.
+        eps_name: of an attribute.
+    """
 
     module: nn.Module
-    parts: NormParts
+    kind: NormKind
+    weight_name: str | None
+    eps_name: str
+
+    @property
+    def weight(self) -> Tensor | None:
+        """Its weight at the moment."""
+        return None if self.weight_name is None else self.module._parameters[self.weight_name]
+
+    @property
+    def eps(self) -> float:
+        """The number that is added to the mean square."""
+        eps: float = self.module.__dict__[self.eps_name]
+        return eps
 
 
-def norm_parts(module: nn.Module, gate: Gate = Gate.NONE) -> NormParts | None:
-    """Return the parts of an RMS norm of a known family; None for other modules.
+def find_norm(module: nn.Module, gate: Gate = Gate.NONE) -> Norm | None:
+    """Return an RMS norm of a known family; None for other modules.
 
     Args:
         gate: where it multiplies with the SiLU of a gate, which it is given beside its input.
@@ -83,7 +93,7 @@ def norm_parts(module: nn.Module, gate: Gate = Gate.NONE) -> NormParts | None:
     )
     case = _Case(type(module), type(module).forward, weight, eps, flags, gate)
     kind = _family(case, module)
-    return None if kind is None else NormParts(kind, weight, eps)
+    return None if kind is None else Norm(module, kind, weight, eps)
 
 
 @cache
@@ -108,17 +118,16 @@ def _has_kernels(module: nn.Module) -> bool:
 
 def norm_forward(module: nn.Module) -> Callable[..., Any] | None:
     """Return a forward by the kernels for a norm of a known family, else None."""
-    plain = norm_parts(module)
-    gates = [(gate, own) for gate in Gate if gate and (own := norm_parts(module, gate))]
+    plain = find_norm(module)
+    gates = [(gate, own) for gate in Gate if gate and (own := find_norm(module, gate))]
     gate, gated = gates[0] if gates else (Gate.NONE, None)
-    parts = plain or gated
-    if parts is None:
+    norm = plain or gated
+    if norm is None:
         return None
-    original, fields, parameters = type(module).forward, module.__dict__, module._parameters
-    kind, name, eps = parts
+    original, kind = type(module).forward, norm.kind
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        weight = None if name is None else parameters[name]
+        weight = norm.weight
         if kind is NormKind.WIDE and weight is not None and weight.dtype is torch.float32:
             if x.dtype is not torch.float32 and not args and not kwargs:  # it is kept in float32
                 return forward(x.float()).to(x.dtype)
@@ -130,19 +139,19 @@ def norm_forward(module: nn.Module) -> Callable[..., Any] | None:
             if fits and elementwise.served(x):
                 factor = elementwise.activate(args[0].float(), Activation.SILU)
                 if gate is Gate.AFTER:
-                    return (elementwise.rms_norm(x, weight, fields[eps], kind) * factor).to(x.dtype)
+                    return (elementwise.rms_norm(x, weight, norm.eps, kind) * factor).to(x.dtype)
                 assert weight is not None
                 grouped = (x.float() * factor).unflatten(-1, (-1, group_width(module)))
-                normed = elementwise.rms_norm(grouped, None, fields[eps], NormKind.BARE)
+                normed = elementwise.rms_norm(grouped, None, norm.eps, NormKind.BARE)
                 return weight * normed.flatten(-2).to(x.dtype)
         elif plain is not None and not args and not kwargs and fits:
             if elementwise.served(x):
-                return elementwise.rms_norm(x, weight, fields[eps], kind)
+                return elementwise.rms_norm(x, weight, norm.eps, kind)
             if kernels.triton_serves(x.device):
-                from verbatim.kernels.triton import norm
+                from verbatim.kernels.triton import norm as triton_norm
 
-                if norm.served(x, weight):
-                    return norm.rms_norm(x, weight, fields[eps], kind)[0]
+                if triton_norm.served(x, weight):
+                    return triton_norm.rms_norm(x, weight, norm.eps, kind)[0]
         return type(module).forward(module, x, *args, **kwargs)
 
     return forward

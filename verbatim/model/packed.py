@@ -64,7 +64,7 @@ class PackedLinear(_OneWeight, nn.Module):
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return products.packed_linear(x, self.packed, self.packing, self.bias)
+        return products.linear(x, products.Packed(self.packed, self.packing), self.bias)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.packing.name}"

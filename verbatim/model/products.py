@@ -1,7 +1,7 @@
 """Matrix products in which a row's bits depend on that row alone.
 
-`linear` and `matmul` give each row the same bits whatever the rows beside it, the number of rows and
-the number of threads. Three backends hold to that:
+`linear` and `matmul` give each row one result, bit for bit, whatever the rows beside it, their number and the
+number of threads. Three backends hold to that:
 
 - the kernels (`kernels/linear.cpp`), where every element is one fixed sequence of arithmetic;
 - on a GPU, the kernel in Triton (`kernels/triton/linear.py`), the same;
@@ -23,26 +23,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from verbatim import kernels
+from verbatim.kernels.functions import kernel
 from verbatim.model.differential import differential_check
-from verbatim.model.elementwise import SUFFIX, kernel
 from verbatim.model.integers import integer_linear
 from verbatim.model.quantize import unpack
 from verbatim.model.weight_packing import WeightPacking
-
-
-def _name(backend: str) -> str | None:
-    """Return the instruction set that `backend` stands for; None is torch."""
-    if backend == "torch":
-        return None
-    if backend in ("auto", "kernel"):
-        chosen = kernels.instruction_set()
-        if chosen is None and backend == "kernel":
-            raise ValueError("backend='kernel': no kernels were built for this processor")
-        return chosen
-    if backend not in kernels.available():
-        known = ["auto", "kernel", "torch", *kernels.available()]
-        raise ValueError(f"backend={backend!r}: must be one of {known}")
-    return backend
 
 
 class Matrix(ctypes.Structure):
@@ -60,17 +45,15 @@ class Matrix(ctypes.Structure):
     )
 
 
-def kernel_of(backend: str, dtype: torch.dtype) -> Callable[..., None] | None:
-    """Return the kernel of a backend, which takes packed matrices, too; None without one."""
-    name = _name(backend)
-    if name is None or dtype not in SUFFIX:
-        return None
-    return kernel(kernels.load(name), "vb_multiply", "PPLLPILII", dtype)
-
-
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A quantized weight, one matrix, as `quantize.pack` makes it; or interleaved."""
+    """A quantized weight, one matrix, as `quantize.pack` makes it.
+
+    Attributes:
+        data: `[packing.nbytes]` uint8 at any address, so an expert's slice of a stack serves.
+        packing: `packing.shape` is [N, K], or [K, N] with `packing.columns`. With `packing.interleaved`
+            activations become codes, too (`integers.py`).
+    """
 
     data: Tensor
     packing: WeightPacking
@@ -93,54 +76,39 @@ def linear(
     """Compute `x @ weight.T + bias`, each row by itself.
 
     x is [..., K], weight [N, K] with any strides (rows or columns contiguous are used in place,
-    anything else is copied), or quantized, bias [N]; the result is [..., N] in x's dtype, or in float32
-    where `float32` asks for it (logits). `backend` is "auto", "kernel", "torch" or one of
-    `kernels.available()`. The kernels take float32 and bfloat16 on the CPU; other dtypes, mixed
-    ones and other devices go to torch under any backend. Shapes that do not fit raise ValueError.
+    anything else is copied), or quantized, with the bits of the unpacked matrix; bias is [N]. The result
+    is [..., N] in x's dtype, or in float32 where `float32` asks for it (logits). `backend` is "auto",
+    "kernel", "torch" or one of `kernels.available()`. The kernels take float32 and bfloat16 on the CPU;
+    other dtypes, mixed ones and other devices go to torch under any backend. Shapes that do not fit raise
+    ValueError.
     """
     depth, shape = x.shape[-1], weight.shape
     if len(shape) != 2 or shape[1] != depth or (bias is not None and bias.shape != shape[:1]):
         shapes = ", ".join(str(tuple(t.shape)) for t in (x, weight, bias) if t is not None)
         raise ValueError(f"linear: shapes {shapes} do not fit [..., K], [N, K], [N]")
-    function = kernel_of(backend, x.dtype) if x.is_cpu else None
+    function = kernel("vb_multiply", x.dtype, backend=backend) if x.is_cpu else None
     if function is None or not _reads(weight, bias, x.dtype):
         return _other_linear(x, weight, bias, backend, float32)
-    rows = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), depth)
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
+    rows, count, stride = x, x.numel() // depth if depth else 0, depth
+    if not x.is_contiguous() or not depth:
+        rows = x.reshape(x.shape[:-1].numel(), depth)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        count, stride = rows.shape[0], rows.stride(0)
     matrix, _held = pointers_of(weight, bias)
     out = torch.empty((*x.shape[:-1], shape[0]), dtype=torch.float32 if float32 else x.dtype)
     if out.numel():
         function(
             out.data_ptr(),
             rows.data_ptr(),
-            rows.shape[0],
-            rows.stride(0),
+            count,
+            stride,
             ctypes.addressof(matrix),
             1,
             shape[0],
             float32,
-            torch.get_num_threads(),
         )
     return out
-
-
-def packed_linear(
-    x: Tensor,
-    packed: Tensor,
-    packing: WeightPacking,
-    bias: Tensor | None = None,
-    *,
-    backend: str = "auto",
-    float32: bool = False,
-) -> Tensor:
-    """Compute `linear(x, unpack(packed, packing), bias)`, bit for bit, without that matrix in memory.
-
-    packed is `[packing.nbytes]` uint8 at any address, so an expert's slice of a stack serves;
-    `packing.shape` is [N, K], or [K, N] with `packing.columns`. The rest is as in `linear`. With
-    `packing.interleaved` activations become codes, too (`integers.py`).
-    """
-    return linear(x, Packed(packed, packing), bias, backend=backend, float32=float32)
 
 
 def _reads(weight: Tensor | Packed, bias: Tensor | None, dtype: torch.dtype) -> bool:

@@ -17,21 +17,17 @@ worth its two bytes at 8 bits as well as at 4 (benchmarks/quantize.py --formats)
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from verbatim import kernels
+from verbatim.kernels.functions import SUFFIX, addresses, kernel
 from verbatim.model import groups
 from verbatim.model.groups import unfit
 from verbatim.model.weight_packing import Encoding, WeightPacking
-
-_SUFFIX = {torch.float32: 0, torch.bfloat16: 1}
 
 
 def pack(
@@ -41,7 +37,7 @@ def pack(
 
     Args:
         name: name of the weight, for errors.
-        backend: as in `unpack`; encodings of checkpoints are packed by torch. All give the same bits.
+        backend: as in `unpack`; encodings of checkpoints are packed by torch. All are bit-identical.
 
     Raises:
         ModelError: a NaN, an infinity, or a number too large.
@@ -73,22 +69,14 @@ def _pack(
         measured = [own for own in sums if own is not None]
         return out, _total(measured) if len(measured) == len(sums) else None
     by_torch = packing.encoding is not Encoding.AFFINE
-    function = None if by_torch else _pack_function(backend)
+    function = None if by_torch else kernel("vb_pack_rows", backend=backend)
     with torch.no_grad():
-        if function is not None and weight.is_cpu and weight.dtype in _SUFFIX:
+        if function is not None and weight.is_cpu and weight.dtype in SUFFIX:
             squares = (ctypes.c_double * 2)()
             rows = weight.contiguous()
-            if not function(
-                out.data_ptr(),
-                rows.data_ptr(),
-                packing.vectors,
-                packing.depth,
-                packing.quantization.bits,
-                packing.quantization.group_size,
-                _SUFFIX[weight.dtype],
-                squares,
-                torch.get_num_threads(),
-            ):
+            kind, is_bf16 = packing.quantization, weight.dtype is torch.bfloat16
+            sizes = packing.vectors, packing.depth, kind.bits, kind.group_size
+            if not function(*addresses(out, rows), *sizes, is_bf16, squares):
                 raise unfit(name)
             return out, (squares[0], squares[1])
         groups.pack_rows(weight, packing, name, out)
@@ -118,7 +106,7 @@ def unpack(
     Args:
         out: contiguous tensor to fill and return; None allocates one.
         backend: "kernel", "torch", "auto" for the kernel if it supports the tensors, or one of
-            `kernels.available()`. All give the same bits.
+            `kernels.available()`. All are bit-identical.
     """
     assert packed.dtype == torch.uint8 and packed.shape == (packing.nbytes,)
     assert not packing.interleaved
@@ -131,21 +119,13 @@ def unpack(
         for rows, part, one in _by_rows(out, packed, packing):
             rows.copy_(unpack(part, one, backend=backend))
         return out
-    function = _unpack_function(backend) if packing.dtype in _SUFFIX else None
+    function = kernel("vb_unpack_rows", backend=backend) if packing.dtype in SUFFIX else None
     if function is None:
         groups.unpack_rows(packed, packing, out)
         return out
     assert packed.is_contiguous() and packed.is_cpu and out.is_cpu
-    function(
-        out.data_ptr(),
-        packed.data_ptr(),
-        packing.vectors,
-        packing.depth,
-        packing.format,
-        packing.quantization.group_size,
-        _SUFFIX[packing.dtype],
-        torch.get_num_threads(),
-    )
+    sizes = packing.vectors, packing.depth, packing.format, packing.quantization.group_size
+    function(*addresses(out, packed), *sizes, packing.dtype is torch.bfloat16)
     return out
 
 
@@ -175,43 +155,3 @@ def squared_error(weight: Tensor, packed: Tensor, packing: WeightPacking) -> tup
         wrong += float(torch.linalg.vector_norm(off, dtype=torch.float64)) ** 2
         all_of_it += float(torch.linalg.vector_norm(true.float(), dtype=torch.float64)) ** 2
     return wrong, all_of_it
-
-
-@functools.cache
-def _pack_function(backend: str) -> Callable[..., int] | None:
-    """Return the kernel that packs rows; None for torch."""
-    library = find_library(backend)
-    if library is None:
-        return None
-    function: Any = library.vb_pack_rows
-    function.restype = ctypes.c_int
-    function.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 2 + [ctypes.c_int] * 3
-    function.argtypes += [ctypes.c_void_p, ctypes.c_int]
-    return function  # type: ignore[no-any-return]
-
-
-def find_library(backend: str) -> ctypes.CDLL | None:
-    """Return the library of `backend`; None for torch."""
-    if backend == "torch":
-        return None
-    name: str | None = backend
-    if backend in ("auto", "kernel"):
-        name = kernels.instruction_set()
-        if name is None and backend == "auto":
-            return None
-    if name is None or name not in kernels.available():
-        known = ["auto", "kernel", "torch", *kernels.available()]
-        raise ValueError(f"backend={backend!r}: must be one of {known} that was built")
-    return kernels.load(name)
-
-
-@functools.cache
-def _unpack_function(backend: str) -> Callable[..., None] | None:
-    """Return the kernel that unpacks rows; None for torch."""
-    library = find_library(backend)
-    if library is None:
-        return None
-    function = library.vb_unpack_rows
-    function.restype = None
-    function.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 2 + [ctypes.c_int] * 4
-    return function

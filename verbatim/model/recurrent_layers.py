@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.kv.recurrence import linear_recurrence, scan, tree_sum, weighted_mean
+from verbatim.kv.recurrence import scan, tree_sum, weighted_mean
 from verbatim.kv.states import StateShape
 from verbatim.model import compressed
 from verbatim.model.invariant import exp, logsigmoid, sigmoid, softplus
 from verbatim.model.products import matmul
-from verbatim.model.recurrent_ops import causal_conv1d, of_each_row, previous, update_state
+from verbatim.model.recurrent_ops import causal_conv1d, previous, recurrence, update_state
 
 
 def _lightning_attention(
@@ -26,9 +26,7 @@ def _lightning_attention(
     qkv = layer.act_fn(layer.qkv_proj(hidden_states)).flatten(0, 1)
     q, k, v = qkv.view(-1, heads, 3 * size).float().split(size, dim=-1)
     decay = exp(-layer.slope_rate.float().view(1, heads)).expand(len(q), heads)
-    update = partial(linear_recurrence, q, k, v, decay, None)
-    shape = StateShape((heads, size, size), torch.float32)
-    out = update_state(shape, update, lambda: of_each_row(q, k, v))
+    out = recurrence(q, k, v, decay)
     out = layer.norm(out.to(hidden_states.dtype).view(*hidden_states.shape[:2], -1))
     return layer.out_proj(sigmoid(layer.output_gate(hidden_states)) * out), None
 
@@ -57,9 +55,7 @@ def _rg_lru(layer: Any, x: Tensor, position_ids: Tensor) -> Tensor:
     first = position_ids.expand(x.shape[:2]).reshape(-1, 1) == 0
     value = torch.where(first, value, value * torch.sqrt(1.0 - exp(2.0 * rate)))[..., None]
     one = value.new_ones(len(value), 1, 1)
-    update = partial(linear_recurrence, one, one, value, exp(rate), None)
-    shape = StateShape((flat.shape[1], 1, 1), torch.float32)
-    return update_state(shape, update, lambda: value).to(x.dtype).view(x.shape)
+    return recurrence(one, one, value, exp(rate)).to(x.dtype).view(x.shape)
 
 
 def _zaya_projection(
@@ -187,9 +183,7 @@ def _mlstm(
     largest = torch.maximum(before + forget, gate)
     decay, k = exp(before + forget - largest), k * exp(gate - largest)[..., None]
     q, v = q * query.shape[-1] ** -0.5, torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
-    shape = StateShape((v.shape[1], k.shape[2], v.shape[2]), torch.float32)
-    update = partial(linear_recurrence, q, k, v, decay, None)
-    out = update_state(shape, update, lambda: of_each_row(q, k, v))
+    out = recurrence(q, k, v, decay)
     divisor = torch.maximum(out[..., -1].abs(), exp(-largest)) + layer.config.eps
     out = (out[..., :-1] / divisor[..., None]).to(query.dtype)
     return out.unflatten(0, (query.shape[0], -1)).transpose(1, 2), None

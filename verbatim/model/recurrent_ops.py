@@ -66,10 +66,22 @@ def _l2norm(x: Tensor, scale: float) -> Tensor:
     return x / torch.sqrt(tree_sum(x * x, -1)[..., None] + 1e-6) * scale
 
 
-def of_each_row(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return something in place of a recurrence that depends on all of a row's operands, for inspection."""
-    seen = torch.cos(tree_sum(q, -1) + tree_sum(k, -1))
-    return v * seen.repeat_interleave(v.shape[1] // k.shape[1], dim=1)[..., None]
+def recurrence(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None = None
+) -> Tensor:
+    """Run the next `linear_recurrence` on its state.
+
+    In inspection it returns something else that depends on all of a row's operands.
+    """
+
+    def of_each_row() -> Tensor:
+        seen = torch.cos(tree_sum(q, -1) + tree_sum(k, -1))
+        out = v * seen.repeat_interleave(v.shape[1] // k.shape[1], dim=1)[..., None]
+        return out if beta is None else out * beta[..., None]
+
+    shape = StateShape((v.shape[1], k.shape[2], v.shape[2]), torch.float32)
+    update = partial(linear_recurrence, q, k, v, decay, beta)
+    return update_state(shape, update, of_each_row)
 
 
 def _delta_rule(
@@ -90,9 +102,7 @@ def _delta_rule(
         q, k = _l2norm(q, scale), _l2norm(k, 1.0)
     else:
         q = q * scale
-    shape = StateShape((v.shape[1], k.shape[2], v.shape[2]), torch.float32)
-    update = partial(linear_recurrence, q, k, v, exp(decay), rate)
-    out = update_state(shape, update, lambda: of_each_row(q, k, v) * rate[..., None])
+    out = recurrence(q, k, v, exp(decay), rate)
     return out.to(query.dtype).view(value.shape), None
 
 
@@ -118,9 +128,7 @@ def _mamba2_scan(
     x, step, b, c = (t.flatten(0, 1).float() for t in (hidden_states, dt, B, C))
     step = _step(step, dt_bias, dt_softplus).clamp(*dt_limit)
     v = x * step[..., None]
-    shape = StateShape((x.shape[1], b.shape[2], x.shape[2]), torch.float32)
-    update = partial(linear_recurrence, c, b, v, exp(step * A.float()), None)
-    out = update_state(shape, update, lambda: of_each_row(c, b, v))
+    out = recurrence(c, b, v, exp(step * A.float()))
     if D is not None:
         out = out + x * D.float()[:, None]
     return out.to(hidden_states.dtype).view(hidden_states.shape)
@@ -143,9 +151,7 @@ def _mamba_scan(
     step = _step(step, delta_bias, delta_softplus)
     v = (x * step)[..., None]
     decay = exp(step[..., None] * A.float())  # [T, C, N]
-    shape = StateShape((x.shape[1], b.shape[1], 1), torch.float32)
-    update = partial(linear_recurrence, c[:, None], b[:, None], v, decay, None)
-    out = update_state(shape, update, lambda: of_each_row(c[:, None], b[:, None], v))[..., 0]
+    out = recurrence(c[:, None], b[:, None], v, decay)[..., 0]
     if D is not None:
         out = out + x * D.float()
     if z is not None:

@@ -8,8 +8,8 @@ keeps its forward, and can't replay routing.
 
 from __future__ import annotations
 
+import copy
 import ctypes
-import functools
 import inspect
 import itertools
 import sys
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from verbatim import kernels
+from verbatim.kernels.functions import SUFFIX, addresses, run, struct_of
 from verbatim.model import products
 from verbatim.model.context import active_context
-from verbatim.model.elementwise import SUFFIX, declared
 from verbatim.model.fingerprint import Place
 from verbatim.model.products import Matrix
 
@@ -33,6 +33,7 @@ AS_IS, SOFTMAX, SIGMOID = range(3)
 _ROWS = 64  # per experiment
 _GROUPS = ("num_group", "n_group")
 _SCALES = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
+_HELD = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -84,11 +85,8 @@ class RouterParts:
     takes_correction: bool
     returns: tuple[str, ...]
 
-    def places(self) -> list[Place]:
-        """Return the references of its tensors."""
-        return [p for p in (self.weight, self.bias, self.correction) if p is not None]
 
-
+@struct_of("router")
 class RouterStruct(ctypes.Structure):
     """`Router` of kernels/experts.h."""
 
@@ -146,27 +144,10 @@ def choose(
     logits = logits.clone(memory_format=torch.contiguous_format)  # the kernel writes to it
     weights = torch.empty(rows, k, dtype=torch.float32)  # the default dtype may differ
     experts = torch.empty(rows, k, dtype=torch.int32)
-    _kernel(kernels.library(), dtype)(
-        ctypes.addressof(struct),
-        logits.data_ptr(),
-        rows,
-        None,
-        None if forced is None else forced.data_ptr(),
-        k,
-        experts.data_ptr(),
-        weights.data_ptr(),
-        torch.get_num_threads(),
-    )
+    inputs, outputs = addresses(logits, forced), addresses(experts, weights)
+    at = ctypes.addressof(struct)
+    run("vb_choose", dtype, at, inputs[0], rows, None, inputs[1], k, *outputs)
     return weights.to(dtype) if form.rounded else weights, experts.long()
-
-
-@functools.cache
-def _kernel(library: ctypes.CDLL | None, dtype: torch.dtype) -> Callable[..., None]:
-    assert library is not None
-    library.vb_router_size.restype = _LONG
-    assert library.vb_router_size() == ctypes.sizeof(RouterStruct)
-    arguments = [*[_POINTER] * 2, _LONG, *[_POINTER] * 2, _LONG, *[_POINTER] * 2, _INT]
-    return declared(library, "vb_choose", dtype, arguments)
 
 
 def _choose_in_torch(
@@ -311,11 +292,10 @@ _SPECIAL: dict[str, Callable[[Any], Callable[..., Any]]] = {
 
 def router_parts(module: nn.Module) -> RouterParts | None:
     """Return the form of a router and its tensors, or None for an unknown form."""
-    fields = module.__dict__
+    fields, forward = module.__dict__, type(module).forward
     if type(fields.get("top_k")) is not int or "forward" in fields or isinstance(module, nn.Linear):
         return None
-    children = [m for m in module._modules.values() if m is not None]
-    linears = [m for m in children if type(m) is nn.Linear]
+    linears = [m for m in module.children() if type(m) is nn.Linear]
     holder = module if module._parameters.get("weight") is not None else None
     if holder is None and len(linears) == 1:
         holder = linears[0]
@@ -329,92 +309,61 @@ def router_parts(module: nn.Module) -> RouterParts | None:
         for name in CORRECTIONS
         if tensors.get(name) is not None
     ]
-    bias = holder._parameters.get("bias")
-    takes = [
-        p
-        for p in inspect.signature(type(module).forward).parameters.values()
-        if p.default is p.empty
-    ]
-    if len(corrections) > 1 or not 2 <= len(takes) <= 3:
+    arguments = inspect.signature(forward).parameters.values()
+    takes = sum(p.default is p.empty for p in arguments)
+    if len(corrections) > 1 or not 2 <= takes <= 3:
         return None
-    numbers = tuple(
-        (name, value)
+    numbers = {
+        name: value
         for name, value in sorted(fields.items())
         if name != "training" and type(value) in (int, float, bool, str)
-    )
-    case = _RouterCase(
-        type(module),
-        type(module).forward,
-        numbers,
-        tuple(t.dtype for t in (*module.parameters(), *module.buffers())),
-        tuple(weight.shape),
-        len(takes) == 3,
-        bias is not None,
-        bool(corrections),
-    )
-    found = _form_of(case, module)
-    if found is None or (found[0].wide and bias is not None):
+    }
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    layout = tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors)
+    case = type(module), forward, tuple(numbers.items()), layout
+    if case not in _forms:
+        # Torch function modes must not see the experiment.
+        with torch._C.DisableTorchFunction(), torch.no_grad(), torch.inference_mode(False):
+            try:
+                _forms[case] = _find_form(module, numbers, weight.shape, takes == 3)
+            except Exception:  # an unrelated module with such names
+                _forms[case] = None
+    found, has_bias = _forms[case], holder._parameters.get("bias") is not None
+    if found is None or (found[0].wide and has_bias):
         return None
     form, returns = found
     return RouterParts(
         module,
         form,
         (holder._parameters, "weight"),
-        None if bias is None else (holder._parameters, "bias"),
+        (holder._parameters, "bias") if has_bias else None,
         corrections[0] if corrections else None,
-        case.takes_correction,
+        takes == 3,
         returns,
     )
 
 
-@dataclass(frozen=True)
-class _RouterCase:
-    """The properties that determine a router's form."""
-
-    cls: type[nn.Module]
-    forward: Any
-    numbers: tuple[tuple[str, Any], ...]
-    dtypes: tuple[torch.dtype, ...]
-    shape: tuple[int, ...]
-    takes_correction: bool
-    has_bias: bool
-    has_correction: bool
-
-
 _Found = tuple[RouterForm, tuple[str, ...]]  # the form, and the outputs of its forward
-_forms: dict[_RouterCase, _Found | None] = {}
+# By what determines it: class, forward, numbers, and the layout of the tensors.
+_forms: dict[tuple[Any, ...], _Found | None] = {}
 
 
-def _form_of(case: _RouterCase, module: nn.Module) -> _Found | None:
-    if case not in _forms:
-        # Torch function modes must not see the experiment.
-        with torch._C.DisableTorchFunction(), torch.no_grad(), torch.inference_mode(False):
-            try:
-                _forms[case] = _find_form(case, module)
-            except Exception:  # an unrelated module with such names
-                _forms[case] = None
-    return _forms[case]
-
-
-def _find_form(case: _RouterCase, module: nn.Module) -> _Found | None:
-    experts, depth = case.shape
-    twin, tensors = _random_twin(module, torch.float32)
+def _find_form(
+    module: nn.Module, numbers: dict[str, Any], shape: tuple[int, ...], takes_correction: bool
+) -> _Found | None:
+    experts, depth = shape
     noise = torch.Generator().manual_seed(1)
     x = torch.randn(_ROWS, depth, generator=noise, dtype=torch.float32)
-    extra = (
-        torch.randn(experts, generator=noise, dtype=torch.float32) * 0.2
-        if case.takes_correction
-        else None
-    )
-    expected = _run_original(case, twin, x, extra)
-    logits = x @ tensors["weight"].t()
-    if case.has_bias:
-        logits += tensors["bias"]
+    extra = None
+    if takes_correction:
+        extra = torch.randn(experts, generator=noise, dtype=torch.float32) * 0.2
+    expected, tensors = _run_twin(module, torch.float32, x, extra)
+    logits = nn.functional.linear(x, tensors["weight"], tensors.get("bias"))
     correction = tensors.get("correction", extra)
-    for form in _candidates(dict(case.numbers)):
+    for form in _candidates(numbers):
         actual = _choose_in_torch(logits, form, correction, None, torch.float32)
         if _agree(actual, (expected["weights"], expected["experts"])):
-            return _with_roundings(case, module, x, form, extra), tuple(expected)
+            return _with_roundings(module, x, form, extra), tuple(expected)
     return None
 
 
@@ -455,12 +404,11 @@ def _agree(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bo
 
 
 def _with_roundings(
-    case: _RouterCase, module: nn.Module, x: Tensor, form: RouterForm, extra: Tensor | None
+    module: nn.Module, x: Tensor, form: RouterForm, extra: Tensor | None
 ) -> RouterForm:
     """Return the form with `wide` and `rounded`, from a forward with bfloat16 activations."""
-    twin, tensors = _random_twin(module, None)
     try:
-        made = _run_original(case, twin, x.bfloat16(), extra)
+        made, tensors = _run_twin(module, None, x.bfloat16(), extra)
     except RuntimeError:  # float32 weights and activations
         return form
     form = replace(form, rounded=made["weights"].dtype is torch.bfloat16)
@@ -473,54 +421,47 @@ def _with_roundings(
     return replace(form, wide=_agree(actual, (made["weights"], made["experts"])))
 
 
-def _run_original(
-    case: _RouterCase, twin: nn.Module, x: Tensor, extra: Tensor | None
-) -> dict[str, Tensor]:
-    """Run a router's own forward; return its outputs by name, in order."""
-    arguments = () if extra is None else (extra,)
-    try:
-        made = case.forward(twin, x, *arguments)
-    except ValueError:  # it unpacks three dimensions
-        made = case.forward(twin, x[None], *arguments)
-    found: dict[str, Tensor] = {}
-    for tensor in made:
-        if tensor.is_floating_point():
-            part = "logits" if tensor.shape[-1] == case.shape[0] else "weights"
-        else:
-            part = "experts"
-        found[part] = tensor.flatten(0, -2)
-    if len(found) != len(made) or not {"weights", "experts"} <= set(found):
-        raise ValueError(f"it returns {[*found]}")
-    return found
+def _run_twin(
+    module: nn.Module, dtype: torch.dtype | None, x: Tensor, extra: Tensor | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Run a router's own forward with random tensors; return its outputs in order, and the tensors, by name.
 
-
-def _random_twin(
-    module: nn.Module, dtype: torch.dtype | None
-) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Return a copy of a module with random tensors, and its relevant tensors by name."""
+    Args:
+        dtype: of the random tensors; None: that of the router's.
+    """
     noise = torch.Generator().manual_seed(0)
+    shared: dict[int, Any] = {}  # what the copy has in place of an object, by its id
+    tensors: dict[str, Tensor] = {}
+    for part in module.modules():
+        shared |= {id(v): v for k, v in part.__dict__.items() if k not in _HELD}
+        shared |= {
+            id(hooks): type(hooks)() for hooks in (part._forward_hooks, part._forward_pre_hooks)
+        }
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is None:
+                continue
+            shared[id(tensor)] = tensor
+            if tensor.is_floating_point():
+                spread = (
+                    2.0 / tensor.shape[-1] ** 0.5 if tensor.ndim == 2 and len(tensor) > 1 else 0.2
+                )
+                made = torch.randn(tensor.shape, generator=noise, dtype=torch.float32) * spread
+                made = made.to(dtype or tensor.dtype)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                shared[id(tensor)] = nn.Parameter(made, False) if is_parameter else made
+                name = "correction" if name in CORRECTIONS else name
+                tensors[name] = made.reshape(-1) if name == "correction" else made
+    twin, arguments = copy.deepcopy(module, shared), () if extra is None else (extra,)
+    try:
+        outputs = type(module).forward(twin, x, *arguments)
+    except ValueError:  # it unpacks three dimensions
+        outputs = type(module).forward(twin, x[None], *arguments)
     found: dict[str, Tensor] = {}
-
-    def random(name: str, tensor: Tensor | None) -> Tensor | None:
-        if tensor is None or not tensor.is_floating_point():
-            return tensor
-        spread = 2.0 / tensor.shape[-1] ** 0.5 if tensor.ndim == 2 and len(tensor) > 1 else 0.2
-        made = torch.randn(tensor.shape, generator=noise, dtype=torch.float32) * spread
-        made = made.to(dtype or tensor.dtype)
-        part = "correction" if name in CORRECTIONS else name
-        found[part] = made.reshape(-1) if part == "correction" else made
-        return nn.Parameter(made, False) if isinstance(tensor, nn.Parameter) else made
-
-    def of(part: nn.Module) -> nn.Module:
-        twin = object.__new__(type(part))
-        twin.__dict__.update(part.__dict__)
-        for tensors in ("_parameters", "_buffers"):
-            held = {name: random(name, t) for name, t in getattr(part, tensors).items()}
-            twin.__dict__[tensors] = held
-        children = part._modules.items()
-        twin.__dict__["_modules"] = {n: None if c is None else of(c) for n, c in children}
-        twin.__dict__["_forward_hooks"] = type(part._forward_hooks)()
-        twin.__dict__["_forward_pre_hooks"] = type(part._forward_pre_hooks)()
-        return twin
-
-    return of(module), found
+    for tensor in outputs:
+        name = "experts"
+        if tensor.is_floating_point():
+            name = "logits" if tensor.shape[-1] == len(tensors["weight"]) else "weights"
+        found[name] = tensor.flatten(0, -2)
+    if len(found) != len(outputs) or not {"weights", "experts"} <= set(found):
+        raise ValueError(f"it returns {[*found]}")
+    return found, tensors

@@ -105,7 +105,7 @@ class RankExperts(ExpertShare):
 
 
 def splits_exactly(weight: Tensor, bounds: Sequence[int]) -> bool:
-    """Return whether torch computes the same bits for each share of the columns of `weight` `[N, K]`."""
+    """Return whether torch computes shares of the columns of `weight` `[N, K]` bit-identically."""
     noise = torch.Generator().manual_seed(0)
     x = torch.randn(_ASKED_ROWS, weight.shape[1], generator=noise).to(weight.dtype)
     whole = products.linear(x, weight)

@@ -24,7 +24,7 @@ from verbatim.model import masks
 from verbatim.model.context import Update, activate
 from verbatim.model.hidden import head_inputs, head_of, why_no_hidden
 from verbatim.model.invariant import Recorder
-from verbatim.model.patching import configs_of, patched, replaced_forwards
+from verbatim.model.patching import Forwards, configs_of, patched, replaced_forwards
 from verbatim.model.positions import counts_by_padding, patch_positions
 from verbatim.model.recurrent import patch
 from verbatim.model.routing import (
@@ -247,7 +247,12 @@ def _dtype_of(inner: nn.Module) -> torch.dtype:
 
 
 def inspect_forward(
-    module: nn.Module, inner: Any, context: InspectionContext, *, positions: bool
+    module: nn.Module,
+    inner: Any,
+    context: InspectionContext,
+    *,
+    positions: bool,
+    forwards: Forwards | None = None,
 ) -> tuple[Tensor, list[Any]]:
     """Run the forward of an inspection: a few tokens without a cache, with masks that describe themselves.
 
@@ -255,6 +260,7 @@ def inspect_forward(
         inner: the transformers model in `module`.
         context: active meanwhile.
         positions: hand over `position_ids`.
+        forwards: patched into its layers; None: those of every known layer.
 
     Returns:
         The logits `[2, 4, V]`, and what the model's head was called with.
@@ -272,8 +278,10 @@ def inspect_forward(
     if "logits_to_keep" in inspect.signature(inner.forward).parameters:
         inputs["logits_to_keep"] = torch.arange(len(_IDS[0]), device=device)
     try:
+        if forwards is None:
+            forwards = replaced_forwards(module)
         with (
-            patched(module, replaced_forwards(module), configs, hooks=False),
+            patched(module, forwards, configs, hooks=False),
             activate(context),
             head_inputs(head_of(inner), [context]) as (seen,),
         ):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from verbatim import kernels
+from verbatim.kernels.functions import addresses, run
 from verbatim.kernels.options import NormKind
 from verbatim.kv.recurrence import tree_sum
 from verbatim.model import elementwise, products
@@ -50,16 +51,8 @@ def collapse(
         after, between = mixes.new_empty(rows, count), mixes.new_empty(rows, count, count)
         out, streams = streams.new_empty(rows, width), streams.contiguous()
         inputs = [x.detach().float().contiguous() for x in (mixes, scale, base)]
-        dtype, library = streams.dtype, kernels.library()
-        elementwise.kernel(library, "vb_collapse_streams", "PPPPPPPLLLLFI", dtype)(
-            *(x.data_ptr() for x in (*inputs, streams, after, between, out)),
-            rows,
-            count,
-            width,
-            iterations,
-            eps,
-            torch.get_num_threads(),
-        )
+        outputs, shape = (streams, after, between, out), (rows, count, width, iterations)
+        run("vb_collapse_streams", streams.dtype, *addresses(*inputs, *outputs), *shape, eps)
         return after, between, out
     sizes = [count, count, count * count]
     parts = zip(mixes.split(sizes, -1), scale.unbind(), base.split(sizes), strict=True)
@@ -89,14 +82,7 @@ def expand(
     if backend == "auto" and elementwise.served(streams) and count <= _MOST:
         out = streams.new_empty(rows, count, width)
         inputs = [x.contiguous() for x in (streams, made, after, between)]
-        dtype, library = streams.dtype, kernels.library()
-        elementwise.kernel(library, "vb_expand_streams", "PPPPPLLLI", dtype)(
-            *(x.data_ptr() for x in (*inputs, out)),
-            rows,
-            count,
-            width,
-            torch.get_num_threads(),
-        )
+        run("vb_expand_streams", streams.dtype, *addresses(*inputs, out), rows, count, width)
         return out
     after, between = after.to(streams.dtype), between.to(streams.dtype)
     mixed = between[:, 0, :, None].float() * streams[:, 0, None].float()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from verbatim.kernels.functions import struct_of
 from verbatim.kernels.options import NormKind
 from verbatim.model.norms import Norm
 from verbatim.model.packed import PackedLinear
@@ -39,6 +39,7 @@ ROLES = (
 )
 
 
+@struct_of("layer")
 class LayerStruct(ctypes.Structure):
     """`Layer` of kernels/layer.cpp."""
 
@@ -64,14 +65,6 @@ class LayerStruct(ctypes.Structure):
         ("gated", _INT),
         ("index", _INT),
     ]
-
-
-def check_sizes(library: ctypes.CDLL, structs: Mapping[str, type[ctypes.Structure]]) -> None:
-    """Check that structs are as large as the kernels', by the names of these."""
-    for name, struct in structs.items():
-        size = getattr(library, f"vb_{name}_size")
-        size.restype = _LONG
-        assert size() == ctypes.sizeof(struct)
 
 
 def address_of(tensor: Any, dtype: torch.dtype) -> int:
@@ -137,9 +130,8 @@ def norm_of(norm: Norm | None, dtype: torch.dtype, width: int, head_dim: int | N
     """Return a norm of `width`, or of `head_dim` for each head."""
     if norm is None:
         return NormStruct(None, width, 0.0, NormKind.NONE)
-    kind, name, eps = norm.parts
-    weight = None if name is None else norm.module._parameters[name]
+    weight = norm.weight
     own = (head_dim or width) if weight is None else weight.shape[0]
     if own not in (width, head_dim):
         raise NotFusable(f"a norm of it is {own} wide")
-    return NormStruct(address_of(weight, dtype), own, norm.module.__dict__[eps], kind)
+    return NormStruct(address_of(weight, dtype), own, norm.eps, norm.kind)

@@ -9,17 +9,14 @@ elsewhere, keyword arguments that mean something, a scale taken over all rows.
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from verbatim.errors import UnsupportedModel
 from verbatim.kv.store import KVStore
-from verbatim.model.context import activate
 from verbatim.model.differential import differential_check, largest_error, tolerance
-from verbatim.model.flat import FlatContext, logits_of, noise_store, span_batch
-from verbatim.model.invariant import InvariantMode
+from verbatim.model.flat import FlatContext, noise_store, span_batch, trial_logits
 from verbatim.model.patching import Forwards, configs_of, patched, quiet, replaced_forwards
 from verbatim.model.refusals import reason_to_refuse
 from verbatim.model.spec import ModelSpec, inner_model, inspect_once
@@ -77,12 +74,7 @@ def try_out(module: nn.Module, forwards: Forwards, spec: ModelSpec) -> None:
         """Return the logits of each sequence, in one flat forward."""
         ids = torch.cat([whole[s][slice(*at)] for s, at in spans.items()])
         context = FlatContext(spec.slots, span_batch(spans, ids), store)
-        with (
-            patched(module, forwards, configs_of(module), hooks=False),
-            activate(context),
-            InvariantMode() if spec.needs_override else nullcontext(),
-        ):
-            logits = logits_of(module, spec, context.batch)
+        logits = trial_logits(module, spec, forwards, configs_of(module), context)
         lengths = [stop - start for start, stop in spans.values()]
         return dict(zip(spans, logits.split(lengths), strict=True))
 

@@ -42,7 +42,7 @@ def refuse_unused(source: object, module: Any, wrapper: Any, names: Iterable[Any
     unused = sorted(n for n in map(str, names) if not any(p.search(n) for p in known))
     if unused:
         raise ModelError(
-            f"{source}: {len(unused)} tensors are not used by the model of config.json, such as {unused[0]}; "
+            f"{source}: {len(unused)} tensors are not used by the model of its config, such as {unused[0]}; "
             "if that is right, pass unused_weights='ignore'"
         )
 

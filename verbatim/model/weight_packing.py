@@ -39,16 +39,19 @@ class Encoding(IntEnum):
     Q6_K = 11
     Q3_K = 12
     Q2_K = 13
+    # float32 * FP8 (E4M3) of 16 elements * FP4 (E2M1), in blocks as well.
+    NVFP4 = 14
 
 
-BLOCK = 256  # elements of a block of GGUF's types
-# Bytes of a block, and which of them are float16 numbers.
+BLOCK = 256  # elements of a block
+# Bytes of a block.
 BLOCKS = {
-    Encoding.Q2_K: (84, slice(80, 84)),
-    Encoding.Q3_K: (110, slice(108, 110)),
-    Encoding.Q4_K: (144, slice(0, 4)),
-    Encoding.Q5_K: (176, slice(0, 4)),
-    Encoding.Q6_K: (210, slice(208, 210)),
+    Encoding.Q2_K: 84,
+    Encoding.Q3_K: 110,
+    Encoding.Q4_K: 144,
+    Encoding.Q5_K: 176,
+    Encoding.Q6_K: 210,
+    Encoding.NVFP4: 148,
 }
 _TWO_BYTES = (Encoding.MXFP4, Encoding.HALF)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -67,6 +70,7 @@ TABLES = {
     Encoding.FP4: torch.tensor((*_FP4, *(-x for x in _FP4))),
     Encoding.MXFP4: torch.tensor((*_E2M1, *(-x for x in _E2M1))),
 }
+E2M1 = TABLES[Encoding.MXFP4]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +151,7 @@ class WeightPacking:
     def vector_bytes(self) -> int:
         """Bytes per vector of K elements."""
         if self.encoding in BLOCKS:
-            return self.depth // BLOCK * BLOCKS[self.encoding][0]
+            return self.depth // BLOCK * BLOCKS[self.encoding]
         groups = -(-self.depth // self.quantization.group_size)
         return (self.depth * self.quantization.bits + 7) // 8 + groups * self.head_bytes
 

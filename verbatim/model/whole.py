@@ -5,14 +5,13 @@ multiply them by their head, and do nothing else. Most of what transformers does
 for masks and caches that a flat forward does not have: at one row that takes as long as several layers.
 
 The parts are found by their names. Whether there is nothing else is tried: the model's own forward runs
-once with spies in its layers' places, and what it hands to each of them, and makes of the last one's rows,
+once with probes in its layers' places, and what it hands to each of them, and makes of the last one's rows,
 must be what the lines here make, bit for bit.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
@@ -20,39 +19,27 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from verbatim import kernels
 from verbatim.batch import Batch
+from verbatim.kernels.functions import kernel, struct_of
 from verbatim.model.angles import Angles
-from verbatim.model.differential import differential_check, noise
-from verbatim.model.elementwise import kernel
-from verbatim.model.fingerprint import Fingerprint, Place, numbers_of, places_of
+from verbatim.model.differential import differential_check
+from verbatim.model.fingerprint import Fingerprint, numbers_of, tensors_of
 from verbatim.model.flat import FlatContext
 from verbatim.model.hidden import head_of
 from verbatim.model.invariant import forward_for
 from verbatim.model.layer import FusedLayer
-from verbatim.model.norms import Norm, norm_parts
+from verbatim.model.layer_trial import LayerCall
+from verbatim.model.norms import find_norm
 from verbatim.model.packed import PackedLinear
 from verbatim.model.products import Matrix
 from verbatim.model.spec import ModelSpec, inner_model
-from verbatim.model.structs import NormStruct, NotFusable, check_sizes, matrix_of, norm_of
+from verbatim.model.structs import NormStruct, NotFusable, matrix_of, norm_of
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
 # Multiplications of one call of the kernels, for which Ctrl-C waits: a second on two cores. Where there are
 # more, the layers take long, and a call each costs nothing.
 _MOST_WORK = 1 << 39
 _NORM_NAMES = ("norm", "final_layernorm", "ln_f", "embedding_norm")
-
-# A forward with these callables in the layers' places: its batch, and its logits.
-Forward = Callable[[list[Callable[..., Any]]], tuple[Batch, Tensor]]
-
-
-class Note(NamedTuple):
-    """One recorded call of a layer."""
-
-    layer: FusedLayer
-    hidden: Tensor
-    arguments: dict[str, Any]
-    made: Tensor
 
 
 class Output(NamedTuple):
@@ -73,6 +60,7 @@ class ModelPart(Protocol):
         ...
 
 
+@struct_of("model")
 class _Model(ctypes.Structure):
     """`Model` of kernels/layer.cpp."""
 
@@ -82,13 +70,6 @@ class _Model(ctypes.Structure):
         ("norm", NormStruct),
         ("head", Matrix),
     )
-
-
-@functools.cache
-def _function(library: ctypes.CDLL | None) -> Callable[..., None]:
-    assert library is not None
-    check_sizes(library, {"model": _Model})
-    return kernel(library, "vb_model", "PPPPPPLIPPPPLPPI")
 
 
 class WholeModel:
@@ -147,11 +128,11 @@ class WholeModel:
         for module in owned if part is not None else (inner, *owned):
             if module is not None and "forward" in module.__dict__:
                 raise NotFusable("the forward of a part of it was replaced by its owner")
-        parts = norm_parts(norm)
-        if parts is None:
+        last = find_norm(norm)
+        if last is None:
             raise NotFusable(f"{type(norm).__name__} is no RMS norm of a known family")
         self.dtype = layers[0].dtype
-        self._layers, self._head, self._norm = layers, head, Norm(norm, parts)
+        self._layers, self._head, self._norm = layers, head, last
         self._ends = ends
         self._num_states = [layer.parts.num_states for layer in layers]
         if part is not None and not part.is_first:
@@ -164,26 +145,25 @@ class WholeModel:
         self._structs = (_POINTER * len(layers))(*(layer.address for layer in layers))
         # The embedding and the angles say themselves what they do at the moment.
         classes = [type(m) for m in (inner, body, norm, head, rotary) if m is not None]
-        places: list[Place] = places_of(head) if ends else []
-        if ends and parts.weight is not None:
-            places.append((norm._parameters, parts.weight))
+        places = tensors_of([head, norm]) if ends else []
         self.fingerprint = Fingerprint(places, numbers_of([inner, body, norm]), classes)
         numbers = sum(p.numel() for p in inner.parameters() if p.ndim < 3)
         numbers += sum(layer.parts.mixture.numbers for layer in layers if layer.parts.mixture)
         packed = [m for m in inner.modules() if isinstance(m, PackedLinear)]
         numbers += sum(m.in_features * m.out_features for m in packed)
         self._most_rows = max(1, _MOST_WORK // max(1, numbers))
-        self._struct = _Model()
+        self._struct, function = _Model(), kernel("vb_model")
+        assert function is not None
+        self._function = function
         self._prepare()
+        self.fingerprint.record_layouts()
 
     def _prepare(self) -> None:
         struct, layers = self._struct, self._structs
-        self.fingerprint.forget_layouts()  # until all of it is checked
         struct.layers, struct.count = ctypes.addressof(layers), len(layers)
         if self._ends:
             struct.head = matrix_of(self._head, self.dtype)
             struct.norm = norm_of(self._norm, self.dtype, struct.head.depth, None)
-        self.fingerprint.record_layouts()
 
     def fits(self) -> bool:
         """Return whether nothing around the layers changed but perhaps the values of weights."""
@@ -224,7 +204,7 @@ class WholeModel:
         count = len(batch.logit_rows) if self._ends else 0
         seen = hidden.new_empty(count, hidden.shape[-1])
         logits = hidden.new_empty(count, self._struct.head.cols)
-        _function(kernels.library())(
+        self._function(
             ctypes.addressof(self._struct),
             direct.address,
             direct.all_stores(self._num_states),
@@ -239,37 +219,37 @@ class WholeModel:
             count,
             seen.data_ptr(),
             logits.data_ptr(),
-            torch.get_num_threads(),
         )
         if not self._ends:  # the rows leave, in the place of logits
             return Output(hidden[0][batch.logit_rows], seen)
         return Output(logits, seen)
 
-    def check(self, forward: Forward) -> None:
+    def check(self, calls: list[LayerCall], batch: Batch, logits: Tensor) -> None:
         """Compare with what the model's own forward does around its layers.
+
+        Args:
+            calls: of probes in the layers' places, in a forward of `batch` that gave `logits`.
 
         Raises:
             NotFusable: it does something else.
         """
-        notes: list[Note] = []
-        batch, logits = forward([_spy(layer, notes) for layer in self._layers])
-        if [note.layer for note in notes] != self._layers:
+        if [call.probe.fused for call in calls] != self._layers:
             raise NotFusable("its layers do not run one behind the other")
-        made = [self._embed(batch.token_ids[None]), *(note.made for note in notes)]
+        made = [self._embed(batch.token_ids[None]), *(call.made for call in calls)]
         angles = None if self._angles is None else self._angles.of(made[0], batch.positions)
-        turning = [note for note in notes if note.layer.turns]
+        turning = [call for call, layer in zip(calls, self._layers, strict=True) if layer.turns]
         others = "its layers have angles of their own"
         if turning and angles is None:
             raise NotFusable(others)
         given = [
-            x.flatten(0, -2) for note in turning for x in note.arguments["position_embeddings"]
+            x.flatten(0, -2) for call in turning for x in call.arguments["position_embeddings"]
         ]
         last, behind = made[-1][0], "something happens to the rows behind its last layer"
         if self._ends:
             norm, head = _forward_of(self._norm.module), _forward_of(self._head)
             last = head(norm(last[batch.logit_rows]))
             behind = "its logits are not what its head makes of its last norm"
-        before = [note.hidden for note in notes]
+        before = [call.hidden for call in calls]
         cases = (
             (made[:-1], before, "something happens to the rows before a layer"),
             ([*(angles or ())] * len(turning), given, others),
@@ -278,15 +258,6 @@ class WholeModel:
         found = differential_check(itemgetter(0), itemgetter(1), cases)
         if found is not None:
             raise NotFusable(found.case[2])
-
-
-def _spy(layer: FusedLayer, notes: list[Note]) -> Callable[..., Tensor]:
-    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        made = noise(tuple(hidden_states.shape), hidden_states.dtype, seed=len(notes) + 1)
-        notes.append(Note(layer, hidden_states.clone(), kwargs, made))
-        return made.clone()
-
-    return forward
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:

@@ -1,60 +1,177 @@
-"""The runner for modules that are called as `model(tokens, kv_caches=[...])`.
+"""Modules that are called as `model(tokens, kv_caches=[...])`, as KempnerForge's are.
 
-Their K and V are in the engine's own blocks, so prefix reuse, eviction, forks and beams work as for any
-model. A module whose steps are all known to be batch-invariant (`model/rowwise.py`), and the same in every
-forward, runs sequences of equal length together, in any chunks. Others run one token of
-one sequence at a time, on one thread: slow, but with the same logits in every schedule.
+Where a module is KempnerForge's own, its parameters are run by the equivalent transformers architecture
+(`model/kempner/live.py`). Any other runs by its own forward, one token of one sequence at a time, on one
+thread: slow, but with the same logits in every schedule. Its K and V are in the engine's own blocks, so
+prefix reuse, eviction, forks and beams work as for any model.
 """
 
 from __future__ import annotations
 
+import inspect
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-from verbatim.errors import ModelChanged, NotSupported
+from verbatim.errors import ModelChanged, NotSupported, UnsupportedModel
 from verbatim.kv.quantized import Packing
-from verbatim.kv.store import bytes_per_token
-from verbatim.model.patching import exclusive, threads
-from verbatim.model.rowwise import NotRowwise
+from verbatim.kv.store import KVStore, LayerShape, bytes_per_token
+from verbatim.model.differential import largest_error, tolerance
+from verbatim.model.kempner.live import LiveDecoder, skeleton_of
+from verbatim.model.loader import LoadedModel
+from verbatim.model.patching import exclusive, patched, threads
 from verbatim.model.tree import Tree
 from verbatim.options import dtype_name, on_cpu
 from verbatim.placement.external import ExternalRunner, Piece
-from verbatim.placement.kv_protocol import (
-    CacheShape,
-    Findings,
-    call_together,
-    run_alone,
-    speaks_kv_caches,
-    taken,
-    try_out,
-)
 from verbatim.placement.options import EngineOptions
+from verbatim.placement.resident import Resident, open_resident
 
-__all__ = ["KVCachesRunner", "open_kv_caches", "speaks_kv_caches"]
-
+_FIELDS = ("n_layers", "n_kv_heads", "head_dim", "max_seq_len")
 _ID_BYTES = 8  # of each token, kept beside its K and V
+_TRIAL_TOKENS = 5
+_ATTENTION = F.scaled_dot_product_attention  # torch's own, whatever is put in its place later
+
+
+def speaks_kv_caches(module: nn.Module) -> bool:
+    """Return whether `module` takes `kv_caches`, and its config has their shape."""
+    config: Any = getattr(module, "config", None)
+    if not all(hasattr(config, field) for field in _FIELDS):
+        return False
+    return "kv_caches" in inspect.signature(module.forward).parameters
+
+
+def open_kv_caches(
+    loaded: LoadedModel, options: EngineOptions, max_length: int | None, *, weak: bool
+) -> Resident | KVCachesRunner:
+    """Return a runner for a live module, held weakly if `weak`.
+
+    Args:
+        max_length: prompt and completion together, in tokens.
+
+    Raises:
+        UnsupportedModel: it violates the protocol, or its logits depend on later tokens or are random.
+        NotSupported: a `kv_dtype` that is not the module's own, where its own forward is run.
+        OutOfBlocks: the memory does not hold one block.
+    """
+    module = loaded.module
+    layers, dtype, _ = _shape_of(module)
+    with exclusive, threads(options.num_threads), on_cpu():
+        skeleton = skeleton_of(module)
+        if skeleton is not None:
+            decoder = LiveDecoder(module, skeleton, weak=weak, fused=options.fused)
+            runner = open_resident(decoder, loaded, options, max_length)
+            name = type(module).__name__
+            runner.placement = {"placement": "kv_caches", "architecture": name, "rows": "together"}
+            return runner
+        _check_kv_dtype(options.kv_dtype, dtype)
+        per_token = bytes_per_token(layers, dtype) + _ID_BYTES
+        num_blocks = options.num_blocks(per_token, max_length)
+        return KVCachesRunner(
+            module,
+            vocab_size=_try_out(module),
+            block_size=options.block_size,
+            num_blocks=num_blocks,
+            num_threads=options.num_threads,
+            weak=weak,
+        )
+
+
+def _check_kv_dtype(wanted: Any, own: torch.dtype) -> None:
+    if wanted is None or wanted == own:
+        return
+    name = wanted.name if isinstance(wanted, Packing) else dtype_name(wanted)
+    raise NotSupported(
+        f"kv_dtype={name!r}: this module attends by itself, to K and V in its own dtype; leave it at "
+        f"'auto', which is {dtype_name(own)}"
+    )
+
+
+def _shape_of(module: nn.Module) -> tuple[list[LayerShape], torch.dtype, int]:
+    """Return the shape of each layer's cache, their dtype, that of the first parameter, and `max_seq_len`.
+
+    Raises:
+        UnsupportedModel: a field of `module.config` is not a positive integer.
+    """
+    config: Any = module.config
+    for field in _FIELDS:
+        value = getattr(config, field)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UnsupportedModel(
+                f"{type(module).__name__}: config.{field}={value!r} must be 1 or more"
+            )
+    layers = [LayerShape(config.n_kv_heads, config.head_dim, config.head_dim)] * config.n_layers
+    floating = (p.dtype for p in module.parameters() if p.is_floating_point())
+    return layers, next(floating, torch.float32), config.max_seq_len
+
+
+class BlockCache:
+    """One layer's cache as a module sees it, backed by a `KVStore`.
+
+    Args:
+        layer: of the store.
+        slots: `[B, L]` int64, the slot of each position of each row.
+        seq_len: positions in use.
+    """
+
+    def __init__(self, store: KVStore, layer: int, slots: Tensor, seq_len: int) -> None:
+        self.seq_len = seq_len
+        self._store = store
+        self._layer = layer
+        self._slots = slots
+
+    def update(self, k_new: Tensor, v_new: Tensor) -> tuple[Tensor, Tensor]:
+        """Append `[B, Hkv, T, D]` each; return all K and V, `[B, Hkv, seq_len, D]` each.
+
+        Raises:
+            UnsupportedModel: shapes that contradict the module's config.
+        """
+        rows, length = self._slots.shape
+        head = self._store.layers[self._layer][0]
+        expected = (rows, head.shape[1], length - self.seq_len, head.shape[3])
+        if tuple(k_new.shape) != expected or tuple(v_new.shape) != expected:
+            raise UnsupportedModel(
+                f"layer {self._layer} puts K {list(k_new.shape)} and V {list(v_new.shape)} into "
+                f"its cache, whose next rows are {list(expected)}"
+            )
+        k, v = (x.detach().transpose(1, 2).flatten(0, 1) for x in (k_new, v_new))
+        slots = self._slots[:, self.seq_len :].flatten().contiguous()
+        self._store.write(self._layer, k, v, slots)
+        self.seq_len = length
+        return self.k, self.v
+
+    @property
+    def k(self) -> Tensor:
+        """Keys so far, `[B, Hkv, seq_len, D]`; a copy."""
+        return self._gather(0)
+
+    @property
+    def v(self) -> Tensor:
+        """Values so far, `[B, Hkv, seq_len, D]`; a copy."""
+        return self._gather(1)
+
+    def _gather(self, which: int) -> Tensor:
+        blocks = self._store.layers[self._layer][which]
+        slots, size = self._slots[:, : self.seq_len], self._store.block_size
+        return blocks[slots // size, :, slots % size].transpose(1, 2)
 
 
 class KVCachesRunner(ExternalRunner):
-    """Runs a `kv_caches` module on the engine's blocks.
-
-    Args:
-        found: by a trial.
-
-    Attributes:
-        rowwise_reason: why rows can't run together; None: they can.
-    """
+    """Runs the own forward of a `kv_caches` module on the engine's blocks, token by token."""
 
     placement = "kv_caches"
 
     def __init__(
         self,
         module: nn.Module,
-        shape: CacheShape,
-        found: Findings,
         *,
+        vocab_size: int,
         block_size: int,
         num_blocks: int,
         num_threads: int | None,
@@ -62,68 +179,42 @@ class KVCachesRunner(ExternalRunner):
     ) -> None:
         super().__init__(
             module,
-            vocab_size=found.vocab_size,
+            vocab_size=vocab_size,
             block_size=block_size,
             num_blocks=num_blocks,
             num_threads=num_threads,
             weak=weak,
         )
-        self.store = shape.store(num_blocks, block_size)
-        self.rowwise_reason = found.rowwise_reason
-        self._steps = found.steps
-        self._shape = shape
+        self._shape = layers, dtype, _ = _shape_of(module)
+        self.store = KVStore(layers, num_blocks, block_size, dtype, torch.device("cpu"))
         self._tree = Tree(module)
 
     def refresh(self) -> None:
-        """Inspect the module again if it was edited.
+        """Try the module out again if it was edited.
 
         Raises:
             ModelChanged: its layers, their K and V or its `max_seq_len` changed.
         """
         with exclusive, threads(self._num_threads), on_cpu():
             module = self.module
-            if CacheShape.of(module) != self._shape:
+            if _shape_of(module) != self._shape:
                 raise ModelChanged(
                     "the model's layers or its max_seq_len changed since it was opened; open it again"
                 )
             if not self._tree.unchanged():
-                now, found = Tree(module), try_out(module, self._shape)
-                self._check_width(found.vocab_size)
-                self._tree, self._steps = now, found.steps
-                self.rowwise_reason = found.rowwise_reason
+                now = Tree(module)
+                self._check_width(_try_out(module))
+                self._tree = now
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         self.store.copy_blocks(copies)
 
     def run(self, pieces: list[Piece]) -> list[Tensor]:
         self.refresh()
-        with taken(self.module, hooks=True):
-            if self.rowwise_reason is None:
-                try:
-                    return self._run_together(pieces)
-                except NotRowwise as step:  # its K and V are written again, with the same bits
-                    if not self._tree.has_hooks():  # a hook may be removed again
-                        self.rowwise_reason = str(step)
-            logits = [run_alone(self.module, self._shape, self.store, piece) for piece in pieces]
-            self._check_width(logits[0].shape[-1])
-            return logits
-
-    def _run_together(self, pieces: list[Piece]) -> list[Tensor]:
-        """Run sequences of equal length and start as one batch."""
-        alike: dict[tuple[int, int], list[int]] = {}
-        for i, piece in enumerate(pieces):
-            alike.setdefault((len(piece.ids), piece.start), []).append(i)
-        logits: dict[int, Tensor] = {}
-        watched = self._tree.has_hooks()
-        for (_, start), members in alike.items():
-            ids = torch.stack([pieces[i].ids[start:] for i in members])
-            slots = torch.stack([pieces[i].slots for i in members])
-            to = self.module, self._shape, self.store
-            rows, _ = call_together(*to, ids, slots, start, self._steps, watched=watched)
-            self._check_width(rows.shape[-1])
-            for i, row in zip(members, rows, strict=True):
-                logits[i] = row[pieces[i].wanted - start]
-        return [logits[i] for i in range(len(pieces))]
+        with _prepared(self.module, hooks=True):
+            logits = [_run_alone(self.module, self.store, piece) for piece in pieces]
+        self._check_width(logits[0].shape[-1])
+        return logits
 
     def _check_width(self, width: int) -> None:
         if width != self.vocab_size:
@@ -133,16 +224,15 @@ class KVCachesRunner(ExternalRunner):
             )
 
     def info(self) -> dict[str, Any]:
-        together = self.rowwise_reason is None
+        layers, dtype, _ = self._shape
         return {
             **super().info(),
-            "architecture": self._name,
-            "layers": self._shape.layers,
+            "layers": len(layers),
             "kv_bytes": self.store.nbytes,
             "kv_dtype": self.store.dtype_name,
-            "kv_bytes_per_token": bytes_per_token(self._shape.layer_shapes(), self._shape.dtype),
+            "kv_bytes_per_token": bytes_per_token(layers, dtype),
             "id_bytes": self._ids.nbytes,
-            "rows": "together" if together else f"one at a time: {self.rowwise_reason}",
+            "rows": "one at a time",
         }
 
     def sleep(self, weights: bool) -> None:
@@ -158,41 +248,114 @@ class KVCachesRunner(ExternalRunner):
         self.store.release()
 
 
-def open_kv_caches(
-    module: nn.Module, options: EngineOptions, max_length: int | None, *, weak: bool
-) -> KVCachesRunner:
-    """Return a runner for `module`, held weakly if `weak`.
+@contextmanager
+def _prepared(module: nn.Module, *, hooks: bool) -> Iterator[None]:
+    """Run the block with `module` in eval mode, eager and without gradients; restore it afterwards."""
+    with patched(module, [], [], hooks=hooks), torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _call(module: nn.Module, store: KVStore, ids: Tensor, slots: Tensor, start: int) -> Tensor:
+    """Run one forward of `module`; return its logits `[B, T, V]`.
 
     Args:
-        max_length: prompt and completion together, in tokens.
+        ids: `[B, T]`. slots: `[B, start + T]`.
 
     Raises:
-        UnsupportedModel: it violates the protocol, or its logits depend on later tokens or are random.
-        NotSupported: a `kv_dtype` that is not the module's own.
-        OutOfBlocks: the memory does not hold one block.
+        UnsupportedModel: it violates the protocol.
     """
-    shape = CacheShape.of(module)
-    _check_kv_dtype(options.kv_dtype, shape.dtype)
-    per_token = bytes_per_token(shape.layer_shapes(), shape.dtype) + _ID_BYTES
-    num_blocks = options.num_blocks(per_token, max_length)
-    with threads(options.num_threads), on_cpu():
-        found = try_out(module, shape)
-    return KVCachesRunner(
-        module,
-        shape,
-        found,
-        block_size=options.block_size,
-        num_blocks=num_blocks,
-        num_threads=options.num_threads,
-        weak=weak,
-    )
+    caches = [BlockCache(store, layer, slots, start) for layer in range(len(store.layers))]
+    logits = module(ids, kv_caches=caches)
+    if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != ids.shape:
+        found = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise UnsupportedModel(
+            f"it returns {found} for tokens {list(ids.shape)}; logits [B, T, V] are needed"
+        )
+    for layer, cache in enumerate(caches):
+        if cache.seq_len != slots.shape[1]:
+            raise UnsupportedModel(f"it leaves the cache of layer {layer} without its new rows")
+    return logits.detach()
 
 
-def _check_kv_dtype(wanted: Any, own: torch.dtype) -> None:
-    if wanted is None or wanted == own:
-        return
-    name = wanted.name if isinstance(wanted, Packing) else dtype_name(wanted)
-    raise NotSupported(
-        f"kv_dtype={name!r}: this module attends by itself, to K and V in its own dtype; leave it at "
-        f"'auto', which is {dtype_name(own)}"
-    )
+def _run_alone(module: nn.Module, store: KVStore, piece: Piece) -> Tensor:
+    """Run one sequence, one token at a time, on one thread; return logits `[len(wanted), V]`."""
+    ids, slots = piece.ids[None], piece.slots[None]
+    wanted = set(piece.wanted.tolist())
+    rows: list[Tensor] = []
+    with threads(1):
+        for p in range(piece.start, len(piece.ids)):
+            row = _call(module, store, ids[:, p : p + 1], slots[:, : p + 1], p)[0]
+            rows += [row] if p in wanted else [row[:0]]
+    return torch.cat(rows)
+
+
+def _try_out(module: nn.Module) -> int:
+    """Check a module on two short sequences that differ in their last token; return its vocabulary size.
+
+    Hooks are silenced, as no caller asked for these forwards, and torch's generators stay where they are. A
+    module whose logits depend on how many tokens run together is warned of.
+
+    Raises:
+        UnsupportedModel: its logits look ahead, are other ones each time, or are no `[B, T, V]`.
+    """
+    name, config = type(module).__name__, module.config
+    layers, dtype, max_seq_len = _shape_of(module)
+    size = getattr(config, "vocab_size", None)
+    size = size if isinstance(size, int) and size > 0 else 2  # ids 0 and 1 are there anyway
+    length = min(_TRIAL_TOKENS, max_seq_len)
+    at = torch.arange(length)
+    ids = torch.stack([at * 37, at * 37 + (at == length - 1)]) % size
+    slots = at + length * torch.tensor([[1], [2]])  # a block each; block 0 stays free
+    store = KVStore(layers, 3, length, dtype, torch.device("cpu"))
+
+    def token_by_token(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        pieces = [Piece(row, 0, own, at) for row, own in zip(ids, slots, strict=True)]
+        return torch.stack([_run_alone(module, store, piece) for piece in pieces])
+
+    try:
+        with _prepared(module, hooks=False), torch.random.fork_rng(devices=[]), _SingleQueries():
+            logits = token_by_token(0)
+            scale = float(logits.abs().max())
+            if not math.isfinite(scale):  # a matter of weights
+                return logits.shape[-1]
+            if not torch.equal(logits, token_by_token(1)):
+                raise UnsupportedModel(
+                    "in a trial the same tokens got other logits when run again; it may draw random numbers"
+                )
+            # One sequence after the other: some modules share something out among all rows.
+            rows = zip(ids.split(1), slots.split(1), strict=True)
+            whole = torch.cat([_call(module, store, *row, 0) for row in rows])
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{name}: {error}") from None
+    slack = tolerance(logits, scale)
+    if largest_error(whole[0, :-1], whole[1, :-1]) > slack:
+        raise UnsupportedModel(
+            f"{name}: in a trial the last token changed the logits before it; a causal model is needed"
+        )
+    if (off := largest_error(whole, logits)) > slack:
+        warnings.warn(
+            f"{name}: its logits in one piece are off by {off:.2g} (largest logit: {scale:.2g}) "
+            "from those token by token, which are the ones used here; what it makes of a token "
+            "depends on those beside it, as with a capacity of experts",
+            RuntimeWarning,
+            stacklevel=7,  # where the LLM is made
+        )
+    return logits.shape[-1]
+
+
+class _SingleQueries(TorchFunctionMode):
+    """Refuses a single query that is told to be causal: in torch it sees the first key alone."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _ATTENTION and (kwargs.get("is_causal") or any(x is True for x in args[5:6])):
+            query, key, *_ = args
+            if query.shape[-2] == 1 and key.shape[-2] > 1:
+                raise UnsupportedModel(
+                    f"it calls scaled_dot_product_attention with is_causal=True for one query and "
+                    f"{key.shape[-2]} keys, of which torch lets it see the first alone"
+                )
+        return func(*args, **kwargs)

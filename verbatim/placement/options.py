@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from verbatim.checks import integer, optional_integer, switch
 from verbatim.device import CPU, Device
 from verbatim.errors import InvalidRequest, OutOfBlocks
 from verbatim.kv.quantized import KVDtype, resolve_kv_dtype
@@ -14,7 +15,7 @@ from verbatim.model.early_exit import EarlyExit
 from verbatim.model.loader import LoadedModel
 from verbatim.model.mtp_source import Mtp
 from verbatim.model.quantization import Quantization, resolve_quantization
-from verbatim.options import budget, memory_bytes, positive, switch, thread_count
+from verbatim.options import budget, memory_bytes, thread_count
 from verbatim.protocols import Runner
 
 _MAX_BATCH_TOKENS = 2048
@@ -151,15 +152,15 @@ def engine_options(
     return EngineOptions(
         kv_dtype=None if kv_dtype == "auto" else resolve_kv_dtype(kv_dtype),
         kv_bytes=None if kv_memory is None else memory_bytes(kv_memory, device.total_memory),
-        block_size=positive("block_size", block_size),
+        block_size=integer("block_size", block_size),
         max_batch_tokens=(
             _MAX_BATCH_TOKENS
             if max_batch_tokens is None
-            else positive("max_batch_tokens", max_batch_tokens)
+            else integer("max_batch_tokens", max_batch_tokens)
         ),
-        max_sequences=positive("max_sequences", max_sequences),
-        max_waiting=None if max_waiting is None else positive("max_waiting", max_waiting),
-        max_length=None if max_length is None else positive("max_length", max_length),
+        max_sequences=integer("max_sequences", max_sequences),
+        max_waiting=optional_integer("max_waiting", max_waiting),
+        max_length=optional_integer("max_length", max_length),
         prefix_cache=switch("prefix_cache", prefix_cache),
         prefix_folder=_prefix_folder(prefix_folder, prefix_cache),
         prefix_folder_bytes=budget("prefix_folder_bytes", prefix_folder_bytes),

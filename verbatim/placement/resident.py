@@ -17,7 +17,7 @@ from verbatim.heap import give_back_freed
 from verbatim.kv.flat import BlockStore, read_rows, write_rows
 from verbatim.kv.quantized import resolve_kv_dtype
 from verbatim.kv.states import open_states
-from verbatim.kv.store import KVStore, bytes_per_token, cache_info, make_store
+from verbatim.kv.store import KVStore, bytes_per_token, cache_info
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.loader import Checkpoint, LoadedModel
@@ -32,7 +32,8 @@ from verbatim.placement.graphs import DecodeGraphs
 from verbatim.placement.options import EngineOptions
 from verbatim.protocols import Forward
 from verbatim.sampling.sampler import sample_rows
-from verbatim.weights.update import Cut, NewWeights, WeightWriter
+from verbatim.weights.lazy import Cut
+from verbatim.weights.update import NewWeights, WeightWriter
 
 
 class Resident:
@@ -192,7 +193,7 @@ class Resident:
     ) -> Callable[[], None]:
         if self.checkpoint is not None and self.checkpoint.dropped:
             raise VerbatimError("the weights are asleep; call wake() before they are updated")
-        new = NewWeights(self.original or self.decoder.held, tensors, check_finite=check_finite)
+        new = NewWeights(self.original or self.decoder.owner, tensors, check_finite=check_finite)
         writer = self.writer()
         writer.prepare(new.tensors)
 
@@ -206,7 +207,7 @@ class Resident:
 
     def writer(self, *, whole: bool = True) -> WeightWriter:
         """Return what writes new weights to the module, all of them or those that are here."""
-        return WeightWriter(self.decoder.held, self.cuts, whole=whole)
+        return WeightWriter(self.decoder.owner, self.cuts, whole=whole)
 
     def load_adapter(self, adapter: Adapter) -> None:
         self.decoder.load_adapter(adapter)
@@ -215,7 +216,7 @@ class Resident:
         self.decoder.unload_adapter(number)
 
     def stamp(self) -> object:
-        return writes_to(self.decoder.held)
+        return writes_to(self.decoder.owner)
 
     def sleep(self, weights: bool) -> None:
         if weights:
@@ -286,7 +287,7 @@ def _make_store(
     draft_layers.open_stores(blocks, options.block_size, dtype)
     device = options.device
     try:
-        store = make_store(spec.layers, blocks, options.block_size, dtype, device.torch)
+        store = KVStore(spec.layers, blocks, options.block_size, dtype, device.torch)
         store.states = open_states(spec.states, num_states, device.torch)
     except RuntimeError as error:  # of torch's allocators, also on a GPU
         nbytes = blocks * options.block_size * token_bytes

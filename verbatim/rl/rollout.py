@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from verbatim.core import Completion, FinishReason, Request, Result
+from verbatim.checks import integer, switch
+from verbatim.core import FinishReason, Request, Result
 from verbatim.engine.handle import EngineHandle
 from verbatim.engine.lockstep import run_together
 from verbatim.errors import InvalidRequest
 from verbatim.llm import LLM
-from verbatim.options import rank_of, switch
+from verbatim.options import rank_of
 from verbatim.params import SamplingParams
 from verbatim.prompts import as_prompts
-from verbatim.rl.layout import PADDING_SIDES, RolloutLayout
 from verbatim.tensors import check_padded, engine_of, rows_of
 
 
@@ -35,7 +37,7 @@ class Rollout:
         action_mask: `[B, G, N]` bool: True on the completion, including the token that ended it (end of
             sequence, stop, or length limit); False on padding.
         logprobs: `[B, G, N]` float32: log-probs of the raw model at temperature 1; 0.0 on padding. `score`
-            returns the same bits with the same weights.
+            returns bit-identical outputs with the same weights.
         sampled_logprobs: `[B, G, N]` float32: log-probs of the distribution that was sampled from.
         prompt_lengths: `[B]` int64.
         response_lengths: `[B, G]` int64.
@@ -157,16 +159,16 @@ def rollout(
         InvalidRequest, NotSupported: before any forward runs, on every rank.
         RequestFailed: no token can be drawn for a request, or another rank failed.
     """
-    shape: _OutputShape | None = None
+    lay_out: Callable[[list[Result]], Rollout] | None = None
 
     def begin() -> tuple[EngineHandle, list[Request]]:
-        nonlocal shape
+        nonlocal lay_out
         checked = _check_params(params, group_size, padding_side)
         llm = engine_of(model)
         pad = llm.pad_token_id if pad_token_id is None else _pad(pad_token_id)
         record = record_routing
         if record is None:
-            record = checked.record_routing or llm.can_record_routing
+            record = checked.record_routing or llm.shape_of("routing")[0] > 0
         checked = dataclasses.replace(
             checked,
             record_routing=switch("record_routing", record),
@@ -180,29 +182,19 @@ def rollout(
             )
             for b, row in enumerate(rows)
         ]
-        shape = _OutputShape(
-            group_size,
-            padding_side == "left",
-            pad,
-            {name: llm.shape_of(name) for name in checked.records},
-            checked.support,
+        lay_out = partial(
+            _tensors,
+            group_size=group_size,
+            left=padding_side == "left",
+            pad=pad,
+            records={name: llm.shape_of(name) for name in checked.records},
+            support=checked.support,
         )
         return llm.engine, requests
 
     results = run_together(begin, process_group)
-    assert shape is not None
-    return _tensors(results, shape)
-
-
-@dataclass(frozen=True, slots=True)
-class _OutputShape:
-    """The layout of the results."""
-
-    group_size: int
-    left: bool
-    pad: int
-    records: dict[str, tuple[int, int]]  # layers, k of what is recorded
-    support: bool
+    assert lay_out is not None
+    return lay_out(results)
 
 
 def _check_params(
@@ -218,9 +210,8 @@ def _check_params(
     ):
         if getattr(params, name) != off:
             raise InvalidRequest(f"params.{name}={getattr(params, name)}: {instead}")
-    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
-        raise InvalidRequest(f"group_size={group_size!r}: must be an integer, 1 or more")
-    if padding_side not in PADDING_SIDES:
+    group_size = integer("group_size", group_size)
+    if padding_side not in ("left", "right"):
         raise InvalidRequest(f"padding_side={padding_side!r}: must be 'left' or 'right'")
     return dataclasses.replace(params, n=group_size)
 
@@ -249,9 +240,7 @@ def _prompt_rows(prompts: Any, attention_mask: Tensor | None, *, may_be_empty: b
 def _first_seed(seed: Any) -> int:
     if seed is None:
         return int(torch.randint(2**53, ()))
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
-        raise InvalidRequest(f"seed={seed!r}: must be an integer from 0 to {2**64 - 1}, or None")
-    return seed
+    return integer("seed", seed, 0, 2**64 - 1, optional=True)
 
 
 def _mix_seed(seed: int, rank: int, prompt: int) -> int:
@@ -268,54 +257,77 @@ def _mix_seed(seed: int, rank: int, prompt: int) -> int:
     return state >> 11
 
 
-def _tensors(results: list[Result], shape: _OutputShape) -> Rollout:
-    """Lay out the rows, outside the caller's inference mode, so that a loss may use them."""
-    groups, pad = [result.outputs for result in results], shape.pad
-    rows = [[result.prompt_token_ids + c.token_ids for c in result.outputs] for result in results]
+def _tensors(
+    results: list[Result],
+    *,
+    group_size: int,
+    left: bool,
+    pad: int,
+    records: dict[str, tuple[int, int]],
+    support: bool,
+) -> Rollout:
+    """Lay out the rows, outside the caller's inference mode, so that a loss may use them.
+
+    Args:
+        records: layers and k of what is recorded.
+    """
+    groups = [result.outputs for result in results]
+    completions = [completion for group in groups for completion in group]
     with torch.inference_mode(False), torch.no_grad():
-        layout = RolloutLayout.of(
-            [len(result.prompt_token_ids) for result in results],
-            [[len(c.token_ids) for c in group] for group in groups],
-            shape.group_size,
-            left=shape.left,
-        )
+
+        def per_row(values: list[Any], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype).reshape(len(results), group_size)
+
+        prompts = torch.tensor([len(r.prompt_token_ids) for r in results], dtype=torch.int64)
+        lengths = per_row([len(c.token_ids) for c in completions], torch.int64)
+        longest_prompt, longest = (int(x.max()) if x.numel() else 0 for x in (prompts, lengths))
+        width = longest_prompt + longest
+        # The columns at which prompts and completions begin.
+        starts = (longest_prompt - prompts if left else torch.zeros_like(prompts))[:, None, None]
+        firsts = starts + prompts[:, None, None]
+        at, at_response = torch.arange(width), torch.arange(longest)
+        attention_mask = (at >= starts) & (at < firsts + lengths[..., None])
+        action_mask = at_response < lengths[..., None]
+        columns = (firsts + at_response).clamp(max=max(width - 1, 0)).expand_as(action_mask)
+
+        def of_tokens(name: str, padding: float, dtype: torch.dtype) -> Tensor:
+            values = [value for c in completions for value in getattr(c, name)]
+            return _filled(action_mask, torch.tensor(values, dtype=dtype), padding)
+
+        def recorded(name: str, dtype: torch.dtype) -> Tensor | None:
+            if name not in records:
+                return None
+            rows = [getattr(c, name) for c in completions]
+            sizes = per_row([0 if row is None else len(row) for row in rows], torch.int64)
+            empty = torch.empty(0, *records[name], dtype=dtype)
+            values = torch.cat([empty, *(row for row in rows if row is not None)]).to(dtype)
+            return _filled((at >= starts) & (at < starts + sizes[..., None]), values, -1)
+
+        ids = [i for r in results for c in r.outputs for i in r.prompt_token_ids + c.token_ids]
+        ended = [c.finish_reason is FinishReason.STOP for c in completions]
         return Rollout(
-            sequences=layout.sequences(rows, pad, torch.int64),
-            attention_mask=layout.attention_mask(),
-            action_mask=layout.action_mask(),
-            logprobs=_of_tokens(layout, groups, "logprobs"),
-            sampled_logprobs=_of_tokens(layout, groups, "sampled_logprobs"),
-            prompt_lengths=layout.prompt_lengths,
-            response_lengths=layout.response_lengths,
+            sequences=_filled(attention_mask, torch.tensor(ids, dtype=torch.int64), pad),
+            attention_mask=attention_mask.long(),
+            action_mask=action_mask,
+            logprobs=of_tokens("logprobs", 0.0, torch.float32),
+            sampled_logprobs=of_tokens("sampled_logprobs", 0.0, torch.float32),
+            prompt_lengths=prompts,
+            response_lengths=lengths,
             finish_reasons=[[c.finish_reason for c in group] for group in groups],
-            truncated=layout.per_row(
-                [[c.finish_reason is not FinishReason.STOP for c in g] for g in groups], torch.bool
-            ),
-            seeds=layout.per_row([[c.seed for c in group] for group in groups], torch.int64),
-            weight_versions=layout.responses(
-                [[c.weight_versions for c in group] for group in groups], -1, torch.int64
-            ),
-            routing=_records(layout, groups, shape, "routing", torch.int16),
-            indices=_records(layout, groups, shape, "indices", torch.int32),
-            log_masses=_of_tokens(layout, groups, "log_masses") if shape.support else None,
+            truncated=~per_row(ended, torch.bool),
+            seeds=per_row([c.seed for c in completions], torch.int64),
+            weight_versions=of_tokens("weight_versions", -1, torch.int64),
+            routing=recorded("routing", torch.int16),
+            indices=recorded("indices", torch.int32),
+            log_masses=of_tokens("log_masses", 0.0, torch.float32) if support else None,
             pad_token_id=pad,
             results=results,
-            columns=layout.columns(),
+            columns=columns.contiguous(),
         )
 
 
-def _records(
-    layout: RolloutLayout,
-    groups: list[list[Completion]],
-    shape: _OutputShape,
-    name: str,
-    dtype: torch.dtype,
-) -> Tensor | None:
-    if name not in shape.records:
-        return None
-    rows = [[getattr(c, name) for c in group] for group in groups]
-    return layout.records(rows, shape.records[name], dtype)
-
-
-def _of_tokens(layout: RolloutLayout, groups: list[list[Completion]], name: str) -> Tensor:
-    return layout.responses([[getattr(c, name) for c in g] for g in groups], 0.0, torch.float32)
+def _filled(mask: Tensor, values: Tensor, padding: float) -> Tensor:
+    """Return a tensor with `values`, one after the other, where `mask` is True."""
+    padded = torch.full((*mask.shape, *values.shape[1:]), padding, dtype=values.dtype)
+    padded[mask] = values
+    return padded

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import torch
 from torch import Tensor
 
+from verbatim import kernels
 from verbatim.batch import Draws, SampleRow, Support
-from verbatim.kernels import library
 from verbatim.params import SamplingParams
 from verbatim.sampling.processors import edit
 
@@ -37,7 +38,7 @@ class _Row(ctypes.Structure):
 
 def available() -> bool:
     """Return whether the kernel was built for this processor."""
-    return library() is not None
+    return kernels.library() is not None
 
 
 def supports(row: SampleRow) -> bool:
@@ -62,19 +63,14 @@ def sample_rows(
     width = max((spec.num_top for spec in specs), default=0)
     top_ids = torch.empty(num_rows, width, dtype=torch.int32)
     top_logprobs = torch.empty(num_rows, width, dtype=torch.float32)
-    kernels = library()
-    assert kernels is not None
-    kernels.vb_sample_rows(
-        ctypes.c_void_p(logits.data_ptr()),
-        ctypes.c_int(logits.dtype == torch.bfloat16),
-        ctypes.c_int64(logits.stride(0)),
-        ctypes.c_int64(num_rows),
-        ctypes.c_int64(vocab_size),
+    _library().vb_sample_rows(
+        logits.data_ptr(),
+        logits.dtype == torch.bfloat16,
+        logits.stride(0),
+        *(num_rows, vocab_size),
         specs,
-        ctypes.c_void_p(top_ids.data_ptr()),
-        ctypes.c_void_p(top_logprobs.data_ptr()),
-        ctypes.c_int64(width),
-        ctypes.c_int(max(1, min(num_threads, num_rows))),
+        *(top_ids.data_ptr(), top_logprobs.data_ptr(), width),
+        max(1, min(num_threads, num_rows)),
     )
     counts = [spec.found_top for spec in specs]
     return Draws(
@@ -109,15 +105,9 @@ def support(logits: Tensor, params: SamplingParams) -> Support:
     spec = _Row(top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
     ids = torch.empty(vocab_size + 32, dtype=torch.int32)  # the kernel writes beyond the last
     log_mass = ctypes.c_double()
-    kernels = library()
-    assert kernels is not None
-    kernels.vb_support.restype = ctypes.c_int64
-    count = kernels.vb_support(
-        ctypes.c_void_p(logits.contiguous().data_ptr()),
-        ctypes.c_int64(vocab_size),
-        ctypes.byref(spec),
-        ctypes.c_void_p(ids.data_ptr()),
-        ctypes.byref(log_mass),
+    logits = logits.contiguous()
+    count = _library().vb_support(
+        logits.data_ptr(), vocab_size, spec, ids.data_ptr(), ctypes.byref(log_mass)
     )
     return Support(None, 0.0) if count < 0 else Support(ids[:count].tolist(), log_mass.value)
 
@@ -125,13 +115,24 @@ def support(logits: Tensor, params: SamplingParams) -> Support:
 def gumbel_row(seed: int, sample_index: int, position: int, vocab_size: int) -> Tensor:
     """Return the kernel's noise of ids 0 to `vocab_size - 1`: [V] float32."""
     out = torch.empty(vocab_size, dtype=torch.float32)
-    kernels = library()
-    assert kernels is not None
-    kernels.vb_gumbel(
-        ctypes.c_uint64(seed),
-        ctypes.c_uint32(sample_index),
-        ctypes.c_uint32(position),
-        ctypes.c_int64(vocab_size),
-        ctypes.c_void_p(out.data_ptr()),
-    )
+    _library().vb_gumbel(seed, sample_index, position, vocab_size, out.data_ptr())
     return out
+
+
+def _library() -> ctypes.CDLL:
+    return _bound(kernels.library())
+
+
+@functools.cache  # keyed by library: a process may change VERBATIM_KERNELS
+def _bound(library: ctypes.CDLL | None) -> ctypes.CDLL:
+    """Declare the arguments of the kernels."""
+    assert library is not None
+    pointer, long, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    rows = ctypes.POINTER(_Row)
+    library.vb_sample_rows.argtypes = [
+        *(pointer, integer, long, long, long, rows, pointer, pointer, long, integer)
+    ]
+    library.vb_support.restype = long
+    library.vb_support.argtypes = [pointer, long, rows, pointer, ctypes.POINTER(ctypes.c_double)]
+    library.vb_gumbel.argtypes = [ctypes.c_uint64, *[ctypes.c_uint32] * 2, long, pointer]
+    return library

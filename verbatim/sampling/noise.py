@@ -50,25 +50,19 @@ def random_words(seed: int, sample_index: int, position: int, groups: Tensor) ->
     return philox((groups, zero + position, zero + sample_index, zero), (seed & _WORD, seed >> 32))
 
 
-def gumbel(seed: int, sample_index: int, position: int, token_ids: Tensor) -> Tensor:
-    """Return the noise of some token ids, float32 of their shape, on their device.
+def gumbel_row(seed: int, sample_index: int, position: int, vocab_size: int) -> Tensor:
+    """Return the noise of ids 0 to `vocab_size - 1`: [V] float32.
 
     Word `id % 4` of Philox with counter `(id // 4, position, sample_index, 0)` and the seed as key
     (low word first), as `-log(-log1p(-(bits + 1/2) / 2**32))` in float64, rounded once to float32.
     """
-    words = torch.stack(random_words(seed, sample_index, position, token_ids // 4))
-    return _transform(words.gather(0, (token_ids % 4).unsqueeze(0)).squeeze(0))
-
-
-def gumbel_row(seed: int, sample_index: int, position: int, vocab_size: int) -> Tensor:
-    """Return `gumbel` of ids 0 to `vocab_size - 1`, with one Philox call for every four: [V] float32."""
     groups = torch.arange((vocab_size + 3) // 4)
     words = random_words(seed, sample_index, position, groups)
     return _transform(torch.stack(words, dim=-1).flatten()[:vocab_size])
 
 
 def _transform(bits: Tensor) -> Tensor:
-    """Convert words to Gumbel variates, with the same bits on every path and every machine.
+    """Convert words to Gumbel variates, bit-identically on every path and every machine.
 
     Logarithms in float64 may differ in the last place between libraries, and between the vector
     body and the scalar tail of one. That matters only where a value lies next to the middle of two

@@ -9,7 +9,6 @@ from typing import Any
 from verbatim.core import Result
 from verbatim.errors import NotSupported
 from verbatim.sampling.json_schema import check_schema
-from verbatim.serve.channels import ChannelReader
 from verbatim.serve.formats import (
     CHANNEL,
     CONSTRAIN,
@@ -20,7 +19,7 @@ from verbatim.serve.formats import (
     reasoning_marks,
 )
 from verbatim.serve.marks import Dropped, Marks, text_without
-from verbatim.serve.reader import Reader
+from verbatim.serve.reader import ChannelReader, Reader
 from verbatim.serve.tools import ToolUse
 from verbatim.text.detokenizer import Detokenizer
 from verbatim.text.tokenizer import Tokenizer

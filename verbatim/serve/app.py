@@ -26,13 +26,11 @@ from verbatim.serve.errors import ClientGone, Json, Refusal, refusal_of
 from verbatim.serve.events import answered, streamed
 from verbatim.serve.fields import ChatCompletions, Completions
 from verbatim.serve.guard import Guard
-from verbatim.serve.messages import MessagesRequest
-from verbatim.serve.messages_fields import CountTokens, Messages
+from verbatim.serve.messages import CountTokens, Messages, MessagesRequest
 from verbatim.serve.metrics import Counted
-from verbatim.serve.native import Detokenize, Generate, Score, Tokenize
+from verbatim.serve.native import Detokenize, Generate, GenerateRequest, Score, Tokenize
 from verbatim.serve.places import places_of
-from verbatim.serve.responses import ResponsesRequest
-from verbatim.serve.responses_fields import Responses
+from verbatim.serve.responses import Responses, ResponsesRequest
 from verbatim.serve.service import Client, Service
 from verbatim.serve.settings import ServeSettings
 from verbatim.serve.training import training_routes
@@ -102,7 +100,7 @@ def _client(http: Request) -> Client:
 
 async def _answer(
     http: Request,
-    request: CompletionRequest | ChatRequest | ResponsesRequest | MessagesRequest,
+    request: CompletionRequest | ChatRequest | ResponsesRequest | MessagesRequest | GenerateRequest,
     stream: bool | None,
     *,
     done: bool = True,
@@ -146,11 +144,7 @@ def _openai(app: FastAPI, service: Service) -> None:
 def _ours(app: FastAPI, service: Service) -> None:
     @app.post("/v1/generate", responses=_ERRORS, tags=["Verbatim"])
     async def generate(http: Request, body: Generate) -> Response:
-        if body.stream:
-            return await streamed(
-                http, native.generate_events(service, body, _client(http)), done=False
-            )
-        return await answered(http, native.generate(service, body, _client(http)))
+        return await _answer(http, GenerateRequest(service, body), body.stream, done=False)
 
     @app.post("/v1/logprobs", responses=_ERRORS, tags=["Verbatim"])
     async def logprobs(http: Request, body: Score) -> Response:

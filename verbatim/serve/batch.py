@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
@@ -29,10 +27,9 @@ from verbatim.serve.bodies import refusal_of_body
 from verbatim.serve.chat import ChatRequest
 from verbatim.serve.completions import CompletionRequest
 from verbatim.serve.errors import Refusal, refusal_of
-from verbatim.serve.fields import ChatCompletions, Completions
-from verbatim.serve.records import Records, check_source
-from verbatim.serve.responses import ResponsesRequest
-from verbatim.serve.responses_fields import Responses
+from verbatim.serve.fields import ChatCompletions, Completions, Strict
+from verbatim.serve.records import Records
+from verbatim.serve.responses import Responses, ResponsesRequest
 from verbatim.serve.service import Client, Service
 from verbatim.serve.settings import ServeSettings
 
@@ -43,18 +40,17 @@ _ENDPOINTS: dict[str, tuple[type[BaseModel], Callable[[Service, Any], Any]]] = {
     "/v1/chat/completions": (ChatCompletions, ChatRequest),
     "/v1/responses": (Responses, ResponsesRequest),
 }
-_FIELDS = ("custom_id", "method", "url", "body")
+_CODES = {"method": "invalid_method", "url": "invalid_url"}
 _SKIPS = 1024  # skipped lines between two rounds of the event loop
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
+class _Line(Strict):
     """A line with a valid request."""
 
     custom_id: str
-    url: str
+    method: Literal["POST"]
+    url: Literal["/v1/completions", "/v1/chat/completions", "/v1/responses"]
     body: dict[str, Any]
-    nbytes: int
 
 
 class _Fault(Exception):
@@ -66,7 +62,7 @@ class _Fault(Exception):
 
 
 class BatchRun:
-    """Answers the lines of `source` that have no answer in `records` yet.
+    """Answers the requests that have no answer in `records` yet.
 
     An invalid or refused line gets an error record, and the run continues.
     Every answer equals that of `verbatim serve`, with the tokens of a request run alone.
@@ -76,21 +72,19 @@ class BatchRun:
         in_flight: maximum requests read and not yet answered; None: twice `max_sequences`.
 
     Attributes:
-        num_bytes: size of the source.
+        num_bytes: size of the request file.
         bytes_done: size of the lines answered now or before.
         num_skipped: lines answered by earlier runs.
         num_done: lines answered by this run.
 
     Raises:
-        InvalidRequest: `in_flight` out of range, or a source that is not a regular file.
+        InvalidRequest: `in_flight` out of range.
         NotSupported: an engine driven by all ranks together.
-        VerbatimError: the source can't be read.
     """
 
     def __init__(
         self,
         llm: LLM,
-        source: str | os.PathLike[str],
         records: Records,
         *,
         name: str | None = None,
@@ -110,11 +104,8 @@ class BatchRun:
             negative_priorities=True,
         )
         self.service = Service(llm, settings)
-        self.source = check_source(source)
-        if records.path.samefile(self.source):
-            raise InvalidRequest(f"{source}: answers can't be written to the request file")
         self.records = records
-        self.num_bytes = self.source.stat().st_size
+        self.num_bytes = records.source.stat().st_size
         self.bytes_done = self._bytes_skipped = 0
         self.num_skipped = self.num_done = 0
         self._begin = time.perf_counter()
@@ -151,23 +142,23 @@ class BatchRun:
         """
         gate = asyncio.Semaphore(self.in_flight)
 
-        async def answer(line: _Line) -> None:
+        async def answer(line: _Line, nbytes: int) -> None:
             try:
                 status, body = await self._answer(line)
                 self.records.answer(line.custom_id, status, body)
-                self._count_done(line.nbytes, on_record)
+                self._count_done(nbytes, on_record)
             finally:
                 gate.release()
 
         try:
-            with open(self.source, "rb") as file:
+            with open(self.records.source, "rb") as file:
                 async with asyncio.TaskGroup() as group:
                     lines = enumerate(lines_of(file, MAX_LINE_BYTES), start=1)
                     for number, (text, nbytes) in lines:
                         if number % _SKIPS == 0:
                             await asyncio.sleep(0)
                         try:
-                            line = self._line(number, text, nbytes)
+                            line = self._line(number, text)
                         except _Fault as fault:
                             if number in self.records.answered_lines:
                                 self._skip(text, nbytes)
@@ -180,11 +171,11 @@ class BatchRun:
                                 self._skip(text, nbytes)
                                 continue
                             await gate.acquire()
-                            group.create_task(answer(line))
+                            group.create_task(answer(line, nbytes))
         except BaseExceptionGroup as failed:
             error = _first(failed)
             if isinstance(error, OSError) and not isinstance(error, VerbatimError):
-                error = VerbatimError(f"can't read {self.source}: {error.strerror}")
+                error = VerbatimError(f"can't read {self.records.source}: {error.strerror}")
             raise error from None
 
     def _skip(self, text: bytes | None, nbytes: int) -> None:
@@ -198,7 +189,7 @@ class BatchRun:
         self.num_done += 1
         on_record()
 
-    def _line(self, number: int, text: bytes | None, nbytes: int) -> _Line | None:
+    def _line(self, number: int, text: bytes | None) -> _Line | None:
         """Parse a line; return None if it is empty or has a record already.
 
         Raises:
@@ -216,7 +207,8 @@ class BatchRun:
             why = str(error) if isinstance(error, json.JSONDecodeError) else "it can't be read"
             raise _Fault("invalid_line", f"not JSON: {why}") from None
         if not isinstance(fields, dict):
-            raise _Fault("invalid_line", f"must be a JSON object, with {', '.join(_FIELDS)}")
+            names = ", ".join(_Line.model_fields)
+            raise _Fault("invalid_line", f"must be a JSON object, with {names}")
         custom_id = fields.get("custom_id")
         if not isinstance(custom_id, str) or not custom_id:
             raise _Fault("invalid_line", f"custom_id={custom_id!r:.80}: must be a string")
@@ -226,50 +218,30 @@ class BatchRun:
         self._seen.add(custom_id)
         if custom_id in self.records.done:
             return None
-        return self._checked(fields, custom_id, nbytes)
-
-    def _checked(self, fields: dict[str, Any], custom_id: str, nbytes: int) -> _Line:
-        unknown = next((name for name in fields if name not in _FIELDS), None)
-        if unknown is not None:
-            message = f"{unknown!r:.80}: unsupported field; allowed are {', '.join(_FIELDS)}"
-            raise _Fault("invalid_request", message, custom_id)
-        method, url, body = (fields.get(name) for name in _FIELDS[1:])
-        if method != "POST":
-            raise _Fault("invalid_method", f"method={method!r:.80}: must be 'POST'", custom_id)
-        if not isinstance(url, str) or url not in _ENDPOINTS:
-            allowed = ", ".join(_ENDPOINTS)
-            raise _Fault("invalid_url", f"url={url!r:.80}: must be one of {allowed}", custom_id)
-        if not isinstance(body, dict):
-            raise _Fault("invalid_request", "body must be a JSON object", custom_id)
-        return _Line(custom_id, url, body, nbytes)
+        try:
+            return _Line.model_validate(fields | {"custom_id": custom_id})
+        except ValidationError as error:
+            refusal = refusal_of_body(error.errors(), _Line)
+            code = _CODES.get(refusal.param or "", "invalid_request")
+            raise _Fault(code, refusal.message, custom_id) from None
 
     async def _answer(self, line: _Line) -> tuple[int, dict[str, Any]]:
         """Return the status and the body of a response."""
         model, handler = _ENDPOINTS[line.url]
         try:
-            try:
-                fields = {"model": self.service.name} | line.body
-                body: Any = model.model_validate(fields)
-            except ValidationError as error:
-                raise refusal_of_body(error.errors(), model) from None
+            body: Any = model.model_validate({"model": self.service.name} | line.body)
             if body.stream:
                 raise Refusal(400, "stream: not supported in a batch", param="stream")
             return 200, await handler(self.service, body).answer(Client())
         except (EngineClosed, StageFailed, TierFailed):
             raise  # affects all requests
-        except Exception as error:
-            refusal = _refusal(error)
-            return refusal.status_code, refusal.body()
-
-
-_EXPECTED = (Refusal, InvalidRequest, NotSupported, QueueFull, OutOfBlocks)
-
-
-def _refusal(error: Exception) -> Refusal:
-    """Return the server's error response, but with the message of unexpected errors, too."""
-    if isinstance(error, _EXPECTED):
-        return refusal_of(error)
-    return Refusal(500, f"{type(error).__name__}: {error}")
+        except ValidationError as error:
+            refusal = refusal_of_body(error.errors(), model)
+        except (Refusal, InvalidRequest, NotSupported, QueueFull, OutOfBlocks) as error:
+            refusal = refusal_of(error)
+        except Exception as error:  # unlike the server's answer, with its message
+            refusal = Refusal(500, f"{type(error).__name__}: {error}")
+        return refusal.status_code, refusal.body()
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from verbatim.core import Completion, Delta, FinishReason, Request, Result
+from verbatim.core import Completion, Delta, Request, Result
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.params import STRUCTURES
 from verbatim.sampling.json_schema import closed
@@ -16,10 +16,10 @@ from verbatim.serve.answers import Answers
 from verbatim.serve.arguments import ANY_OBJECT
 from verbatim.serve.completions import (
     ApiRequest,
-    finish_reason,
+    Body,
+    ending,
     ids_of,
     prompt_of,
-    stop_reason,
     usage,
 )
 from verbatim.serve.errors import LazyList
@@ -41,8 +41,8 @@ from verbatim.serve.tools import ToolUse, call_of
 from verbatim.text.chat import render_chat
 
 
-class Conversation:
-    """A conversation and the parameters of its next turn; shared by chats, responses and messages.
+class ConversationRequest(ApiRequest[Body]):
+    """A request for the next turn of a conversation: a chat, a response or a message.
 
     Args:
         messages: in the format of chat templates, with contents as text.
@@ -55,6 +55,7 @@ class Conversation:
         thinking: turns reasoning on or off, if the template can.
 
     Attributes:
+        params: sampling parameters of the turn.
         num_reasoning_tokens: of the answer, once it is counted.
         request: of a stream that has begun.
         readers: of the completions of a stream that have begun.
@@ -66,6 +67,7 @@ class Conversation:
     def __init__(
         self,
         service: Service,
+        body: Body,
         messages: Iterable[dict[str, Any]],
         fields: dict[str, Any],
         functions: Sequence[Function] = (),
@@ -76,7 +78,7 @@ class Conversation:
         effort: str | None = None,
         thinking: bool | None = None,
     ) -> None:
-        self.service = service
+        super().__init__(service, body)
         self._messages = [*messages]
         self._variables = dict(template_kwargs or {})
         if wrong := sorted(self._variables.keys() & _NOT_FOR_CLIENTS):
@@ -105,7 +107,7 @@ class Conversation:
         if self.answers.shows_special:
             fields["skip_special_tokens"] = False  # the reader drops the others
         self._structure = structures[0] if len(structures) == 1 else None
-        self.params = service.chat_defaults.replace(**fields)
+        self.params = service.chat_defaults.replace(**fields, adapter=self.adapter)
         self.num_reasoning_tokens = 0
         self.request: Request
         self.readers: dict[int, Reader] = {}
@@ -152,6 +154,10 @@ class Conversation:
                         self.readers[delta.index] = self.answers.reader()
                     reader, ended = self.readers[delta.index], delta.finish_reason is not None
                     yield delta, reader.push(delta.text, last=ended)
+
+    def parts_of(self, output: Completion) -> list[Part]:
+        """Return the text, the reasoning and the calls of a whole completion."""
+        return self.answers.reader().push(output.text, last=True)
 
     async def count_reasoning(self, result: Result) -> None:
         """Count the tokens of reasoning, for the usage."""
@@ -215,21 +221,23 @@ def _thinking_switch(template: str) -> str | None:
     return next((name for name in names if re.search(rf"\b{name}\b", template)), None)
 
 
-class ChatRequest(ApiRequest[ChatCompletions]):
+class ChatRequest(ConversationRequest[ChatCompletions]):
     """A validated chat completion request.
 
     Raises:
         Refusal, InvalidRequest, NotSupported: an invalid or unsupported request.
     """
 
+    prefix = "chatcmpl-"
+
     def __init__(self, service: Service, body: ChatCompletions) -> None:
-        super().__init__(service, body, "chatcmpl")
         service.check_logprobs(body.top_logprobs, body.prompt_logprobs, body.stream)
         choice = body.tool_choice
-        self.conversation = Conversation(
+        super().__init__(
             service,
+            body,
             map(message_of, body.messages),
-            _fields(body) | {"adapter": self.adapter},
+            _fields(body),
             [tool.function for tool in body.tools or ()],
             choice.function if isinstance(choice, NamedTool) else choice,
             body.parallel_tool_calls,
@@ -239,7 +247,7 @@ class ChatRequest(ApiRequest[ChatCompletions]):
 
     async def answer(self, client: Client) -> dict[str, Any]:
         """Return the whole response."""
-        result = await self.conversation.result(client)
+        result = await self.result(client)
         choices = LazyList(lambda: map(self._choice, result.outputs), large=True)
         answer = self.envelope("chat.completion", choices) | {"usage": self._usage(result)}
         return answer | prompt_of(result, self.body, self.service)
@@ -247,7 +255,6 @@ class ChatRequest(ApiRequest[ChatCompletions]):
     async def events(self, client: Client) -> AsyncGenerator[Event, None]:
         """Stream the response."""
         result: Result | None = None
-        conversation = self.conversation
         begun: set[int] = set()
 
         def event(index: int, delta: dict[str, Any], **rest: Any) -> Event:
@@ -257,31 +264,26 @@ class ChatRequest(ApiRequest[ChatCompletions]):
                 "logprobs": None,
                 "finish_reason": None,
             } | rest
-            piece = self.envelope("chat.completion.chunk", [choice])
+            piece = self.chunk("chat.completion.chunk", [choice])
             if self.body.return_token_ids and "role" in delta:
-                piece["prompt_token_ids"] = conversation.request.prompt_ids
-            return piece | {"usage": None} if self.with_usage else piece
+                piece["prompt_token_ids"] = self.request.prompt_ids
+            return piece
 
-        async with aclosing(conversation.stream(client)) as stream:
+        async with aclosing(self.stream(client)) as stream:
             async for delta, parts in stream:
                 index, result = delta.index, delta.result or result
-                reader = conversation.readers[index]
+                reader = self.readers[index]
                 if index not in begun:
                     begun.add(index)
                     yield event(index, {"role": "assistant", "content": ""})
                 for piece in self._pieces(delta, parts, reader):
                     yield event(index, **piece)
                 if delta.finish_reason is not None:
-                    yield event(
-                        index,
-                        {},
-                        finish_reason=self._finish(delta.finish_reason, reader),
-                        stop_reason=stop_reason(delta.stop_reason),
-                        seed=conversation.request.seed,
-                    )
+                    called = reader.num_calls > 0
+                    yield event(index, {}, **ending(delta, self.request.seed, called=called))
         if self.with_usage and result is not None:
-            await conversation.count_reasoning(result)
-            yield self.envelope("chat.completion.chunk", []) | {"usage": self._usage(result)}
+            await self.count_reasoning(result)
+            yield self.chunk("chat.completion.chunk", [], self._usage(result))
 
     def _pieces(self, delta: Delta, parts: list[Part], reader: Reader) -> list[dict[str, Any]]:
         """Return the pieces of a delta: its reasoning, its text with log-probs, then its calls."""
@@ -301,10 +303,9 @@ class ChatRequest(ApiRequest[ChatCompletions]):
         return pieces
 
     def _choice(self, output: Completion) -> dict[str, Any]:
-        reader = self.conversation.answers.reader()
-        text, reasoning, calls = split_parts(reader.push(output.text, last=True))
+        text, reasoning, calls = split_parts(self.parts_of(output))
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if self.conversation.answers.reasons:
+        if self.answers.reasons:
             message["reasoning_content"] = reasoning or None
         if calls:
             message["tool_calls"] = [call.wire() for call in calls]
@@ -313,31 +314,18 @@ class ChatRequest(ApiRequest[ChatCompletions]):
             "index": output.index,
             "message": message,
             "logprobs": self._logprobs(output),
-            "finish_reason": self._finish(output.finish_reason, reader),
-            "stop_reason": stop_reason(output.stop_reason),
-            "seed": output.seed,
+            **ending(output, output.seed, called=bool(calls)),
             **ids_of(output, self.body),
         }
 
     def _usage(self, result: Result) -> dict[str, Any]:
-        details = {"reasoning_tokens": self.conversation.num_reasoning_tokens}
+        details = {"reasoning_tokens": self.num_reasoning_tokens}
         return usage([result]) | {"completion_tokens_details": details}
-
-    def _finish(self, reason: FinishReason, reader: Reader) -> str | None:
-        if reader.num_calls and reason is FinishReason.STOP:
-            return "tool_calls"
-        return finish_reason(reason)
 
     def _logprobs(self, piece: Completion | Delta) -> dict[str, Any] | None:
         if not self.body.logprobs:
             return None
-        entries = self.texts.of_chat(
-            piece.token_ids,
-            self.service.logprobs_of(piece),
-            piece.top_logprobs,
-            self.body.top_logprobs or 0,
-        )
-        return {"content": entries, "refusal": None}
+        return {"content": self.token_logprobs(piece), "refusal": None}
 
 
 def _fields(body: ChatCompletions) -> dict[str, Any]:

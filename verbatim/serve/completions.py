@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
@@ -13,49 +14,81 @@ from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams
 from verbatim.serve.errors import LazyList, Refusal
 from verbatim.serve.events import Event
-from verbatim.serve.fields import ChatCompletions, Completions, ForTrainers
+from verbatim.serve.fields import Completions, ForTrainers, Sampling
 from verbatim.serve.service import Client, Service
 
+log = logging.getLogger("verbatim.serve")
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-Body = TypeVar("Body", Completions, ChatCompletions)
+Body = TypeVar("Body", bound=Sampling)
 
 
 class ApiRequest(Generic[Body]):
-    """The model, id, stream options and envelope of a request for completions or for a chat.
+    """A validated request of an endpoint: its model, its id, and what its answers share with others.
+
+    Attributes:
+        adapter: the adapter that the request names as its model.
+        model: the name of its model.
+        texts: the texts of tokens in log-probs.
 
     Raises:
         Refusal: an unknown model, or stream options without a stream.
     """
 
-    def __init__(self, service: Service, body: Body, prefix: str) -> None:
+    prefix = ""  # of ids
+
+    def __init__(self, service: Service, body: Body) -> None:
         self.adapter = service.check_model(body.model)
-        if body.stream_options is not None and not body.stream:
+        self._stream_options = getattr(body, "stream_options", None)
+        if self._stream_options is not None and not body.stream:
             raise Refusal(400, "stream_options requires stream=true", param="stream_options")
         self.service = service
         self.body: Body = body
-        self.id = f"{prefix}-{uuid4().hex}"
+        self.model = body.model or service.name
+        self.id = f"{self.prefix}{uuid4().hex}"
         self.created = int(time.time())
-        service.note_user(self.id, body.user)
-        self.texts = service.id_texts if body.return_tokens_as_token_ids else service.texts
+        user = self._user()
+        if user is not None:
+            log.info("%s is for user %.200r", self.id, user)
+        by_id = getattr(body, "return_tokens_as_token_ids", False)
+        self.texts = service.id_texts if by_id else service.texts
+
+    def _user(self) -> str | None:
+        """Return the user whom the client names."""
+        return self.body.user
 
     @property
     def with_usage(self) -> bool:
         """True if the stream ends with the usage."""
-        options = self.body.stream_options
-        return options is not None and bool(options.include_usage)
+        return self._stream_options is not None and bool(self._stream_options.include_usage)
 
     def envelope(self, kind: str, choices: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """Return an answer, or a chunk of a stream, with these choices."""
+        """Return an answer with these choices."""
         return {
             "id": self.id,
             "object": kind,
             "created": self.created,
-            "model": self.body.model or self.service.name,
+            "model": self.model,
             "system_fingerprint": self.service.fingerprint,
             "choices": choices,
         }
+
+    def chunk(
+        self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return a chunk of a stream; if that ends with the usage, every chunk has the field."""
+        piece = self.envelope(kind, choices)
+        return piece | {"usage": usage} if self.with_usage else piece
+
+    def token_logprobs(self, piece: Completion | Delta) -> LazyList:
+        """Return log-probs in the format of chats."""
+        return self.texts.of_chat(
+            piece.token_ids,
+            self.service.logprobs_of(piece),
+            piece.top_logprobs,
+            getattr(self.body, "top_logprobs", None) or 0,
+        )
 
 
 class CompletionRequest(ApiRequest[Completions]):
@@ -65,8 +98,10 @@ class CompletionRequest(ApiRequest[Completions]):
         Refusal, InvalidRequest: an invalid request.
     """
 
+    prefix = "cmpl-"
+
     def __init__(self, service: Service, body: Completions) -> None:
-        super().__init__(service, body, "cmpl")
+        super().__init__(service, body)
         self.prompts = _prompts(body.prompt)
         self.params = _params(body).replace(adapter=self.adapter)
         service.check_logprobs(body.logprobs, body.prompt_logprobs, body.stream)
@@ -99,10 +134,9 @@ class CompletionRequest(ApiRequest[Completions]):
                     index = number * self.params.n + delta.index
                     choice = self._piece(index, requests[number], delta, offsets)
                     if choice is not None:
-                        event = self.envelope("text_completion", [choice])
-                        yield event | {"usage": None} if self.with_usage else event
+                        yield self.chunk("text_completion", [choice])
         if self.with_usage:
-            yield self.envelope("text_completion", []) | {"usage": usage(results)}
+            yield self.chunk("text_completion", [], usage(results))
 
     def _choice(
         self, index: int, request: Request, result: Result, output: Completion
@@ -110,9 +144,7 @@ class CompletionRequest(ApiRequest[Completions]):
         return {
             "index": index,
             **self._content(request, output, self.body.echo, 0)[0],
-            "finish_reason": finish_reason(output.finish_reason),
-            "stop_reason": stop_reason(output.stop_reason),
-            "seed": output.seed,
+            **ending(output, output.seed),
             **prompt_of(result, self.body, self.service),
             **ids_of(output, self.body),
         }
@@ -129,9 +161,9 @@ class CompletionRequest(ApiRequest[Completions]):
         ended = delta.finish_reason is not None
         if not (content["text"] or ended or tokens) and self.body.logprobs is None:
             return None
-        choice = {"index": index, **content, "finish_reason": finish_reason(delta.finish_reason)}
+        choice = {"index": index, **content, "finish_reason": None}
         if ended:
-            choice |= {"stop_reason": stop_reason(delta.stop_reason), "seed": request.seed}
+            choice |= ending(delta, request.seed)
         if self.body.return_token_ids and is_first:
             choice["prompt_token_ids"] = request.prompt_ids
         return choice | ids_of(delta, self.body)
@@ -234,13 +266,16 @@ def usage(results: list[Result]) -> dict[str, Any]:
     }
 
 
-def finish_reason(reason: FinishReason | None) -> str | None:
-    """Return OpenAI's finish reason; a timeout becomes "length"."""
-    if reason is None:
-        return None
-    return "stop" if reason is FinishReason.STOP else "length"
+def ending(piece: Completion | Delta, seed: int, *, called: bool = False) -> dict[str, Any]:
+    """Return how a completion ended; a timeout is "length".
 
-
-def stop_reason(reason: Any) -> Any:
-    """Return the stop id, ids or string, an extension of OpenAI's fields."""
-    return list(reason) if isinstance(reason, tuple) else reason
+    The stop id, ids or string and the seed are extensions of OpenAI's fields.
+    """
+    reason, stop = "length", piece.stop_reason
+    if piece.finish_reason is FinishReason.STOP:
+        reason = "tool_calls" if called else "stop"
+    return {
+        "finish_reason": reason,
+        "stop_reason": list(stop) if isinstance(stop, tuple) else stop,
+        "seed": seed,
+    }

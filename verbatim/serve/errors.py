@@ -192,12 +192,10 @@ def refusal_of(error: BaseException) -> Refusal:
         return Refusal(400, str(error), code="context_length_exceeded")
     if isinstance(error, InvalidRequest | NotSupported):
         return Refusal(400, str(error), param=_param(str(error)))
-    if isinstance(error, QueueFull):
+    if isinstance(error, QueueFull | OutOfBlocks):
         return too_many(str(error))
     if isinstance(error, EngineClosed):
         return Refusal(503, "the engine is closed")
-    if isinstance(error, OutOfBlocks):
-        return too_many(str(error))
     if isinstance(error, StageFailed):  # the next request tries to replace the stage
         retry = {"Retry-After": str(RETRY_AFTER_S)}
         return Refusal(503, str(error), headers=retry)

@@ -132,34 +132,26 @@ class Guard:
 
         async def bounded() -> Message:
             nonlocal left, deadline
-            if deadline is None:  # the body is complete: only a disconnect can follow
-                return await receive()
             try:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                deadline = None
                 raise Refusal(
                     408,
                     f"the body took longer than {self._settings.body_timeout_s:g} s to arrive",
                     headers={"Connection": "close"},
                 ) from None
-            if message["type"] == "http.request":
-                left -= len(message.get("body", b""))
-                if left < 0:
-                    deadline = None
-                    raise self._too_long()
-                num_bytes = self._settings.max_body_bytes - left
-                if num_bytes > _LARGE_BYTES:
-                    self._large_bytes += num_bytes - state.get("large_bytes", 0)
-                    state["large_bytes"] = num_bytes
-                    if self._large_bytes > _BODIES * self._settings.max_body_bytes:
-                        deadline = None
-                        raise too_many("the large bodies in progress have as many bytes as allowed")
-                if not message.get("more_body", False):
-                    deadline = None
-            else:
-                deadline = None
+            left -= len(message.get("body", b""))
+            if left < 0:
+                raise self._too_long()
+            num_bytes = self._settings.max_body_bytes - left
+            if num_bytes > _LARGE_BYTES:
+                self._large_bytes += num_bytes - state.get("large_bytes", 0)
+                state["large_bytes"] = num_bytes
+                if self._large_bytes > _BODIES * self._settings.max_body_bytes:
+                    raise too_many("the large bodies in progress have as many bytes as allowed")
+            if not message.get("more_body", False):
+                deadline = None  # the body is complete: only a disconnect can follow
             return message
 
         return bounded

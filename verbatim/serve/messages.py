@@ -6,75 +6,201 @@ import json
 import re
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any
-from uuid import uuid4
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from verbatim.core import Completion, FinishReason, Result
 from verbatim.errors import InvalidRequest
 from verbatim.sampling.json_schema import closed
-from verbatim.serve.chat import Conversation, text_of
+from verbatim.serve.chat import ConversationRequest, text_of
 from verbatim.serve.events import Event
-from verbatim.serve.fields import NamedFunction
-from verbatim.serve.messages_fields import (
-    AnswerBlock,
-    CountTokens,
-    Messages,
-    ThinkingBlock,
-    ToolChoice,
-    ToolResultBlock,
-    ToolUseBlock,
-    UserTurn,
+from verbatim.serve.fields import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    AtMost,
+    CacheControl,
+    Effort,
+    Function,
+    NamedFunction,
+    Sampling,
+    Strict,
+    Switch,
+    TextPart,
+    Variables,
 )
 from verbatim.serve.reader import Part, Reasoning
 from verbatim.serve.service import Client, Service
 from verbatim.serve.tools import ParsedCall, call_of
 
+# ---- the body
 
-class MessagesRequest:
+
+class TextBlock(TextPart):
+    """A text part of a message."""
+
+    citations: list[Any] | None = Field(default=None, max_length=0)
+
+
+class ThinkingBlock(Strict):
+    """Reasoning of an earlier answer; the signature is ignored."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class ToolUseBlock(Strict):
+    """A tool call of an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: Variables | None = Field(None, description="Has no effect.")
+    cache_control: CacheControl = None
+
+
+Texts = str | Annotated[list[TextBlock], AtMost(MAX_MESSAGES)]
+
+
+class ToolResultBlock(Strict):
+    """The result of a tool call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Texts | None = None
+    is_error: Switch = Field(None, description="Has no effect: the content says it.")
+    cache_control: CacheControl = None
+
+
+UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
+AnswerBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
+
+
+class UserTurn(Strict):
+    """A message of the user, or results of tools."""
+
+    role: Literal["user"]
+    content: str | Annotated[list[UserBlock], AtMost(MAX_MESSAGES)]
+
+
+class AssistantTurn(Strict):
+    """An earlier answer."""
+
+    role: Literal["assistant"]
+    content: str | Annotated[list[AnswerBlock], AtMost(MAX_MESSAGES)]
+
+
+Turn = Annotated[UserTurn | AssistantTurn, Field(discriminator="role")]
+
+
+class InputTool(Function):
+    """A tool that the model may use."""
+
+    type: Literal["custom"] | None = None
+    parameters: dict[str, Any] = Field(alias="input_schema")
+    cache_control: CacheControl = None
+
+
+class ToolChoice(Strict):
+    """The tools that the model may or must use."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: Switch = None
+
+
+class Thinking(Strict):
+    """The switch of reasoning, for chat templates that have one."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = Field(None, ge=1, description="Has no effect.")
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputSchema(Strict):
+    """A JSON schema of the answer."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    """The format of the answer and the effort of its reasoning."""
+
+    format: OutputSchema | None = None
+    effort: Effort | None = None
+
+
+class CountTokens(Sampling):
+    """A conversation, the tokens of which are counted."""
+
+    messages: Annotated[list[Turn], AtMost(MAX_MESSAGES)] = Field(
+        min_length=1, examples=[[{"role": "user", "content": "Tell me a story."}]]
+    )
+    system: Texts | None = None
+    tools: Annotated[list[InputTool], AtMost(MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    n: Literal[1] | None = None
+
+
+class Messages(CountTokens):
+    """A request for a message."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: Annotated[list[str], AtMost(64)] | None = None
+
+
+# ---- the answer
+
+
+class MessagesRequest(ConversationRequest[CountTokens]):
     """A validated request for a message, or for the number of its tokens.
 
     Raises:
         Refusal, InvalidRequest, NotSupported: an invalid or unsupported request.
     """
 
+    prefix = "msg_"
+
     def __init__(self, service: Service, body: CountTokens) -> None:
-        adapter = service.check_model(body.model)
-        self.service = service
-        self.model = body.model or service.name
-        self.id = f"msg_{uuid4().hex}"
-        service.note_user(self.id, body.user or (body.metadata or {}).get("user_id"))
-        self.conversation = Conversation(
+        super().__init__(
             service,
+            body,
             _messages(body),
-            _fields(body) | {"adapter": adapter},
+            _fields(body),
             body.tools or (),
             *_choice(body.tool_choice),
             effort=None if body.output_config is None else body.output_config.effort,
             thinking=None if body.thinking is None else body.thinking.type != "disabled",
         )
 
+    def _user(self) -> str | None:
+        return self.body.user or (self.body.metadata or {}).get("user_id")
+
     async def count(self) -> dict[str, Any]:
         """Return the number of the prompt's tokens."""
         with self.service.reserve():
-            return {"input_tokens": len(await self.conversation.prompt())}
+            return {"input_tokens": len(await self.prompt())}
 
     async def answer(self, client: Client) -> dict[str, Any]:
         """Return the whole message."""
-        result = await self.conversation.result(client)
-        output = result.outputs[0]
-        parts = self.conversation.answers.reader().push(output.text, last=True)
-        return self._message([_block(part) for part in parts], result)
+        result = await self.result(client)
+        return self._message([_block(part) for part in self.parts_of(result.outputs[0])], result)
 
     async def events(self, client: Client) -> AsyncGenerator[Event, None]:
         """Stream the message as named events."""
         result: Result | None = None
         index, kind, called = -1, None, False
         begun = False
-        async with aclosing(self.conversation.stream(client)) as stream:
+        async with aclosing(self.stream(client)) as stream:
             async for delta, parts in stream:
                 if not begun:
                     begun = True
-                    num_input = self.conversation.request.num_input_tokens
+                    num_input = self.request.num_input_tokens
                     usage = {"input_tokens": num_input, "output_tokens": 0}
                     yield _event(
                         "message_start", message=self._message([], None) | {"usage": usage}
@@ -92,7 +218,7 @@ class MessagesRequest:
         if index >= 0:
             yield _event("content_block_stop", index=index)
         assert result is not None
-        await self.conversation.count_reasoning(result)
+        await self.count_reasoning(result)
         whole = self._message([], result, called)
         ended = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
         yield _event("message_delta", delta=ended, usage=whole["usage"])
@@ -121,7 +247,7 @@ class MessagesRequest:
 
     def _usage(self, result: Result) -> dict[str, Any]:
         cached = result.num_cached_tokens
-        thinking = self.conversation.num_reasoning_tokens
+        thinking = self.num_reasoning_tokens
         return {
             "input_tokens": len(result.prompt_token_ids) - cached,
             "cache_creation": None,

@@ -82,55 +82,56 @@ class Detokenize(Strict):
     skip_special_tokens: bool = False
 
 
-def _params(service: Service, body: Generate) -> SamplingParams:
-    adapter = service.check_model(body.model)
-    for name in body.params:
-        if name not in PARAMS:
-            why = "can't be sent" if name == "logits_processors" else "is unknown"
-            meant = did_you_mean(name, PARAMS) or f"; allowed are {', '.join(PARAMS)}"
-            raise InvalidRequest(f"params.{name} {why}{meant}")
-    fields: dict[str, Any] = {"adapter": adapter} | body.params
-    bias = fields.get("logit_bias")
-    if isinstance(bias, dict):
-        fields["logit_bias"] = by_token_id(bias, "params.logit_bias")
-    return SamplingParams(**fields)
+class GenerateRequest:
+    """A validated generation request.
+
+    Raises:
+        Refusal, InvalidRequest: an unknown model, or an invalid parameter.
+    """
+
+    def __init__(self, service: Service, body: Generate) -> None:
+        self.service, self.body = service, body
+        fields: dict[str, Any] = {"adapter": service.check_model(body.model)} | body.params
+        for name in body.params:
+            if name not in PARAMS:
+                why = "can't be sent" if name == "logits_processors" else "is unknown"
+                meant = did_you_mean(name, PARAMS) or f"; allowed are {', '.join(PARAMS)}"
+                raise InvalidRequest(f"params.{name} {why}{meant}")
+        bias = fields.get("logit_bias")
+        if isinstance(bias, dict):
+            fields["logit_bias"] = by_token_id(bias, "params.logit_bias")
+        self.params = SamplingParams(**fields)
+
+    async def answer(self, client: Client) -> dict[str, Any]:
+        """Generate, and return the `Result` as JSON."""
+        prompts, service = [self.body.prompt], self.service
+        with service.reserve() as reservation:
+            requests = await service.admit(reservation, prompts, self.params, client)
+            (result,) = await service.results(requests)
+        return self._to_dict(result, set())
+
+    async def events(self, client: Client) -> AsyncGenerator[Event, None]:
+        """Generate, and yield `Delta`s as JSON; the last one has the result."""
+        prompts, service, known = [self.body.prompt], self.service, set[int]()
+        with service.reserve() as reservation:
+            requests = await service.admit(reservation, prompts, self.params, client)
+            async with aclosing(service.deltas(requests)) as deltas:
+                async for _, delta in deltas:
+                    yield self._to_dict(delta, known)
+
+    def _to_dict(self, value: Result | Delta, known: set[int]) -> dict[str, Any]:
+        """Return a value as JSON; with `return_tokens`, with the texts of its ids that are not in `known`."""
+        fields = {name: getattr(value, name) for name in _FIELDS[type(value)]}
+        fields |= {"model": self.service.name, "numerics_key": self.service.fingerprint}
+        if self.body.return_tokens:
+            new = sorted(_ids_of(value) - known)
+            known.update(new)
+            fields["tokens"] = {i: self.service.texts.text(i) for i in new}
+        return fields
 
 
-async def generate(service: Service, body: Generate, client: Client) -> dict[str, Any]:
-    """Generate, and return the `Result` as JSON."""
-    params = _params(service, body)
-    with service.reserve() as reservation:
-        requests = await service.admit(reservation, [body.prompt], params, client)
-        (result,) = await service.results(requests)
-    answer = _to_dict(service, result)
-    if body.return_tokens:
-        answer["tokens"] = _new_texts(service, result, set())
-    return answer
-
-
-async def generate_events(
-    service: Service, body: Generate, client: Client
-) -> AsyncGenerator[Event, None]:
-    """Generate, and yield `Delta`s as JSON; the last one has the result."""
-    params = _params(service, body)
-    known: set[int] = set()
-    with service.reserve() as reservation:
-        requests = await service.admit(reservation, [body.prompt], params, client)
-        async with aclosing(service.deltas(requests)) as deltas:
-            async for _, delta in deltas:
-                answer = _to_dict(service, delta)
-                if body.return_tokens:
-                    answer["tokens"] = _new_texts(service, delta, known)
-                yield answer
-
-
-def _to_dict(service: Service, value: Result | Delta) -> dict[str, Any]:
-    fields = {name: getattr(value, name) for name in _FIELDS[type(value)]}
-    return fields | {"model": service.name, "numerics_key": service.fingerprint}
-
-
-def _new_texts(service: Service, value: Result | Delta, known: set[int]) -> dict[int, str]:
-    """Return the text of each id in `value` that is not in `known`, and add these ids to `known`."""
+def _ids_of(value: Result | Delta) -> set[int]:
+    """Return all ids in a value."""
     ids: set[int] = set()
     result = value if isinstance(value, Result) else value.result
     for part in [value] if isinstance(value, Delta) else value.outputs:
@@ -139,9 +140,7 @@ def _new_texts(service: Service, value: Result | Delta, known: set[int]) -> dict
     if result is not None:
         ids.update(result.prompt_token_ids)
         ids.update(i for best in result.prompt_top_logprobs or () for i, _ in best or ())
-    new = sorted(ids - known)
-    known.update(new)
-    return {i: service.texts.text(i) for i in new}
+    return ids
 
 
 async def score(service: Service, body: Score, client: Client) -> dict[str, Any]:

@@ -1,10 +1,12 @@
-"""`Reader`: splits output into reasoning, text and calls while it arrives."""
+"""`Reader`: splits output into reasoning, text and calls while it arrives; `ChannelReader`: gpt-oss'."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from verbatim.serve.formats import CHANNEL, CONSTRAIN, HARMONY, MESSAGE, START
 from verbatim.serve.marks import Dropped, overlap
 from verbatim.serve.tools import ParsedCall, ToolUse
 
@@ -86,10 +88,8 @@ class Reader:
             if self._use is None:
                 self._skip_lines()
                 parts.append(self._take(len(self._held)))
-            elif self._use.format.repeats:
-                parts += self._repeated(self._use, last)
             else:
-                parts += self._final(self._use, last)
+                parts += self._calls(self._use, last)
         return parts
 
     def _reasoning(self, begin: str, end: str, last: bool) -> list[Part]:
@@ -112,51 +112,34 @@ class Reader:
         cut = self._held[: len(self._held) - keep]
         return [Reasoning(self._take(len(cut if last else cut.rstrip("\n"))))]
 
-    def _final(self, use: ToolUse, last: bool) -> list[Part]:
-        """Return the text before calls that end the output, and at its end the calls."""
-        self._skip_lines()
-        mark = use.format.mark
-        if use.format.bare:
-            start = 0 if not self._begun and self._held.startswith(mark) else -1
-            keep = 0
-        else:
-            start = self._held.find(mark)
-            keep = overlap(self._held, mark)
-        if start < 0:
-            self._begun = self._begun or self._held != ""
-            cut = len(self._held) - (0 if last else keep)
-            return [self._take(cut if last else len(self._held[:cut].rstrip("\n")))]
-        before = self._held[:start].rstrip("\n")
-        if not last:
-            return [self._take(len(before))]
-        calls = use.calls(self._held[start:])
-        if calls is None:
-            return [self._take(len(self._held))]
-        self._take(len(self._held))
-        return [before, *calls]
-
-    def _repeated(self, use: ToolUse, last: bool) -> list[Part]:
-        """Return text and calls, which may follow each other."""
+    def _calls(self, use: ToolUse, last: bool) -> list[Part]:
+        """Return text and calls, which end the output or follow each other."""
         parts: list[Part] = []
-        mark, end_mark = use.format.mark, use.format.end
+        form = use.format
         while True:
             self._skip_lines()
-            start = self._held.find(mark)
+            start = self._held.find(form.mark)
+            if form.bare and (self._begun or start > 0):
+                start = -1
             if start < 0:
                 # Line ends before a call also belong to the format.
-                keep = 0 if last else overlap(self._held, mark)
+                keep = 0 if last or form.bare else overlap(self._held, form.mark)
                 cut = len(self._held) - keep
+                self._begun = self._begun or self._held != ""
                 parts.append(self._take(cut if last else len(self._held[:cut].rstrip("\n"))))
                 return parts
-            # An argument may contain the end mark, so the calls are read up to where they end.
             found = None
-            if self._held.find(end_mark, start) >= 0:
+            # An argument may contain the end mark, so the calls are read up to where they end.
+            if last or (form.repeats and self._held.find(form.end, start) >= 0):
                 found = use.calls_at(self._held, start)
+            if found is not None and not form.repeats and found[1] < len(self._held):
+                found = None
             if found is None and not last:
                 parts.append(self._take(len(self._held[:start].rstrip("\n"))))
                 return parts
             if found is None:
-                parts.append(self._take(start + len(mark)))
+                self._begun = True
+                parts.append(self._take(start + len(form.mark)))
                 continue
             calls, end = found
             parts += [self._held[:start].rstrip("\n"), *calls]
@@ -171,3 +154,73 @@ class Reader:
     def _take(self, length: int) -> str:
         taken, self._held = self._held[:length], self._held[length:]
         return taken
+
+
+_ENDS = [mark for mark in HARMONY if mark not in (MESSAGE, CONSTRAIN)]
+_ANY_END = re.compile("|".join(map(re.escape, _ENDS)))
+_HEADER = re.compile(r"(?:<\|start\|>|<\|channel\|>| to=)")
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.\-]+)")
+
+
+class ChannelReader(Reader):
+    """A reader of gpt-oss' messages, each with a header that names its channel.
+
+    The channel `analysis` is reasoning, `final` is text, and a message of `commentary` is a call if it is
+    addressed to a function, or else text before calls. Text without a header is the answer.
+    """
+
+    def __init__(self, use: ToolUse | None, *, dropped: Dropped | None = None) -> None:
+        super().__init__(use, dropped=dropped)
+        self._header: str | None = None  # of the message that is read
+
+    @property
+    def may_reason(self) -> bool:
+        return True
+
+    def _parts(self, last: bool) -> list[Part]:
+        parts: list[Part] = []
+        while self._held:
+            if self._header is None and not self._read_header(last):
+                break
+            header = self._header or ""
+            reasons = f"{CHANNEL}analysis" in header and " to=" not in header
+            calls = _RECIPIENT.search(header) if self._use is not None else None
+            end = _ANY_END.search(self._held)
+            if end is not None:
+                body = self._take(end.start())
+            elif calls is not None and not last:
+                break
+            else:
+                body = self._take(len(self._held) - (0 if last else overlap(self._held, *_ENDS)))
+            if calls is not None:
+                parts.append(self._call(calls[1], header, body))
+            else:
+                parts.append(Reasoning(body) if reasons else body)
+            if end is not None:
+                self._header = None
+                if end[0] not in (START, CHANNEL):
+                    self._take(len(end[0]))
+            if reasons:
+                self.num_reasoning = self._num_pushed - len(self._held)
+            if end is None:
+                break
+        return parts
+
+    def _read_header(self, last: bool) -> bool:
+        """Take the header of a message; return False if more text is needed."""
+        if _HEADER.match(self._held):
+            header, mark, rest = self._held.partition(MESSAGE)
+            if not mark and not last:
+                return False
+            self._header, self._held = header, rest
+            return True
+        if not last and any(mark.startswith(self._held) for mark in (START, CHANNEL, " to=")):
+            return False
+        self._header = ""
+        return True
+
+    def _call(self, name: str, header: str, body: str) -> Part:
+        """Return a call, or its text if it is incomplete."""
+        assert self._use is not None
+        calls = self._use.calls(self._use.format.head.replace("NAME", name) + body.strip())
+        return header + MESSAGE + body if calls is None else calls[0]

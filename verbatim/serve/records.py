@@ -8,7 +8,6 @@ import os
 import stat
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from uuid import uuid4
 
@@ -28,6 +27,7 @@ class Records:
 
     Attributes:
         path: of the file, created if missing.
+        source: of the request file.
         done: custom_ids of all answered lines.
         answered_lines: numbers of answered lines without a unique custom_id.
         num_records: lines in the file.
@@ -35,12 +35,13 @@ class Records:
         begun_with: model name and numerics key of the first answer, or None.
 
     Raises:
-        InvalidRequest: not an answer file, or not a regular file.
-        VerbatimError: it can't be opened, or another run writes to it.
+        InvalidRequest: not an answer file, or one of the two is not a regular file.
+        VerbatimError: one can't be opened, or another run writes to the answers.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str], source: str | os.PathLike[str]) -> None:
+        self.path, self.source = Path(path), Path(source)
+        self._check_source()
         self.done: set[str] = set()
         self.answered_lines: set[int] = set()
         self.num_records = self.num_errors = 0
@@ -55,6 +56,16 @@ class Records:
         except BaseException:
             os.close(self._fd)
             raise
+
+    def _check_source(self) -> None:
+        try:
+            with open(self.source, "rb", opener=without_waiting) as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise InvalidRequest(f"{self.source} must be a regular file")
+        except OSError as error:
+            raise VerbatimError(f"can't read {self.source}: {error.strerror}") from None
+        if self.path.exists() and self.path.samefile(self.source):
+            raise InvalidRequest(f"{self.source}: answers can't be written to the request file")
 
     def _begin(self) -> None:
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
@@ -159,27 +170,5 @@ class Records:
     def __enter__(self) -> Records:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def check_source(source: str | os.PathLike[str]) -> Path:
-    """Return the path of a request file, checked.
-
-    Raises:
-        InvalidRequest: not a regular file.
-        VerbatimError: it can't be read.
-    """
-    path = Path(source)
-    try:
-        with open(path, "rb", opener=without_waiting) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise InvalidRequest(f"{path} must be a regular file")
-    except OSError as error:
-        raise VerbatimError(f"can't read {path}: {error.strerror}") from None
-    return path

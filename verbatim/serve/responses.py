@@ -3,27 +3,183 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
-from typing import Any
+from typing import Annotated, Any, Literal
 from uuid import uuid4
+
+from pydantic import Discriminator, Field, Tag
 
 from verbatim.core import Completion, Delta, FinishReason, Result
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.sampling.json_schema import closed
-from verbatim.serve.chat import Conversation, parsed, structure_of, text_of
+from verbatim.serve.chat import ConversationRequest, parsed, structure_of, text_of
 from verbatim.serve.events import Event
-from verbatim.serve.fields import PlainFormat
-from verbatim.serve.reader import Reasoning
-from verbatim.serve.responses_fields import (
-    CallItem,
-    InputMessage,
-    OutputItem,
-    ReasoningItem,
-    Responses,
+from verbatim.serve.fields import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    MAX_TOP,
+    AtMost,
+    Effort,
+    Function,
+    JsonSchema,
+    NamedFunction,
+    PlainFormat,
+    Sampling,
+    Strict,
+    Switch,
 )
+from verbatim.serve.reader import Part, Reasoning
 from verbatim.serve.service import Client, Service
 from verbatim.serve.tools import ParsedCall, call_of
+
+# ---- the body
+
+
+class InputText(Strict):
+    """A text part of a message."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[Any] | None = Field(None, max_length=0)
+    # Copied from an earlier answer; ignored.
+    logprobs: Annotated[list[Any], AtMost(1 << 16)] | None = None
+
+
+class _Item(Strict):
+    """Base of the input items. `id` and `status`, copied from an earlier answer, are ignored."""
+
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class InputMessage(_Item):
+    """A message; one of the assistant may be an unchanged item of an earlier answer."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    phase: Literal["commentary", "final_answer"] | None = None  # has no effect
+    content: str | Annotated[list[InputText], AtMost(MAX_MESSAGES)]
+
+
+class ReasoningText(Strict):
+    """A text of reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(_Item):
+    """Reasoning of an earlier answer."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[Any], AtMost(MAX_MESSAGES)] | None = Field(None, max_length=0)
+    content: Annotated[list[ReasoningText], AtMost(MAX_MESSAGES)] | None = None
+    encrypted_content: None = None
+
+
+class ReasoningOptions(Strict):
+    """The effort of the reasoning."""
+
+    effort: Effort | None = Field(None, description="Passed to the chat template.")
+    summary: Literal["auto", "concise", "detailed"] | None = Field(
+        None, description="Has no effect: the reasoning itself is in the answer."
+    )
+    generate_summary: None = None
+
+
+class CallItem(_Item):
+    """A function call of the model."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class OutputItem(_Item):
+    """The result of a function call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str
+
+
+class FunctionTool(Function):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+
+
+class NamedFunctionTool(NamedFunction):
+    """The tool that the model must use."""
+
+    type: Literal["function"]
+
+
+class SchemaText(JsonSchema):
+    """A JSON document that conforms to a schema."""
+
+    type: Literal["json_schema"]
+
+
+class Text(Strict):
+    """The format of the answer's text."""
+
+    format: Annotated[PlainFormat | SchemaText, Field(discriminator="type")] | None = None
+
+
+def _kind(item: Any) -> str:
+    """Return an item's type; "message" is the default."""
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return kind if isinstance(kind, str) else "message"
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[OutputItem, Tag("function_call_output")],
+    Discriminator(
+        _kind,
+        custom_error_type="unknown_item",
+        custom_error_message="the type must be message, reasoning, function_call or function_call_output",
+    ),
+]
+
+
+# Reasoning is in the answer as it is, so there is nothing to encrypt.
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+
+
+class Responses(Sampling):
+    """A request for a response, which is not stored."""
+
+    input: str | Annotated[list[Item], AtMost(MAX_MESSAGES)] = Field(
+        min_length=1, examples=["Tell me a story."]
+    )
+    instructions: str | None = Field(None, description="System message before all others.")
+    max_output_tokens: int | None = Field(None, ge=1)
+    text: Text | None = None
+    tools: Annotated[list[FunctionTool], AtMost(MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    parallel_tool_calls: Switch = None
+    include: Annotated[list[Included], AtMost(8)] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+    reasoning: ReasoningOptions | None = None
+    background: Literal[False] | None = None
+    max_tool_calls: int | None = Field(
+        None, ge=1, description="Has no effect: it counts the calls of built-in tools."
+    )
+    truncation: Literal["disabled"] | None = None
+    n: Literal[1] | None = None
+
+    def has_logprobs(self) -> bool:
+        """Return whether the texts of the answer have log-probs."""
+        return "message.output_text.logprobs" in (self.include or ())
+
+
+# ---- the answer
 
 # The fields of a response that are those of its request.
 _REPEATED = (
@@ -32,34 +188,29 @@ _REPEATED = (
 )
 
 
-class ResponsesRequest:
+class ResponsesRequest(ConversationRequest[Responses]):
     """A validated responses request.
 
     Raises:
         Refusal, InvalidRequest, NotSupported: an invalid or unsupported request.
     """
 
+    prefix = "resp_"
+
     def __init__(self, service: Service, body: Responses) -> None:
-        adapter = service.check_model(body.model)
-        self.service = service
-        self.body = body
-        self.id = f"resp_{uuid4().hex}"
-        self.created = int(time.time())
-        service.note_user(self.id, body.user)
-        self.logprobs = body.has_logprobs()
         service.check_logprobs(body.top_logprobs)
-        self.conversation = Conversation(
+        super().__init__(
             service,
+            body,
             _messages(body),
-            _fields(body) | {"adapter": adapter},
+            _fields(body),
             body.tools or (),
             body.tool_choice,
             body.parallel_tool_calls,
             effort=None if body.reasoning is None else body.reasoning.effort,
         )
-        answers = self.conversation.answers
-        if self.logprobs and (answers.use is not None or answers.reasons):
-            what = "reasoning" if answers.use is None else "tools"
+        if body.has_logprobs() and (self.answers.use is not None or self.answers.reasons):
+            what = "reasoning" if self.answers.use is None else "tools"
             raise NotSupported(
                 f"include=['message.output_text.logprobs'] with {what}: some tokens belong to no text; "
                 f"/v1/chat/completions has logprobs with {what}"
@@ -67,72 +218,40 @@ class ResponsesRequest:
 
     async def answer(self, client: Client) -> dict[str, Any]:
         """Return the whole response."""
-        result = await self.conversation.result(client)
+        result = await self.result(client)
         output = result.outputs[0]
-        parts = self.conversation.answers.reader().push(output.text, last=True)
-        logprobs = self._logprobs(output)
-        items = []
-        for part in parts or [""]:  # an empty answer has one item
-            if isinstance(part, ParsedCall):
-                items.append(_call_item(part))
-            elif isinstance(part, Reasoning):
-                items.append(_reasoning_item(f"rs_{uuid4().hex}", part.text))
-            else:
-                items.append(_message_item(f"msg_{uuid4().hex}", part, logprobs))
-                logprobs = []
-        return self._response(items, result)
+        parts = self.parts_of(output) or [""]  # an empty answer has one item
+        # With log-probs there is one part, a text.
+        return self._response([_item(part, self._logprobs(output)) for part in parts], result)
 
     async def events(self, client: Client) -> AsyncGenerator[Event, None]:
         """Stream the response as named, numbered events."""
-        number = -1
-
-        def event(kind: str, **rest: Any) -> Event:
-            nonlocal number
-            number += 1
-            return kind, {"type": kind, **rest, "sequence_number": number}
-
-        message = _TextItem(event)
-        items: list[dict[str, Any]] = []
-        result: Result | None = None
-        async with aclosing(self.conversation.stream(client)) as stream:
+        items, result = _Items(), None
+        async with aclosing(self.stream(client)) as stream:
             async for delta, parts in stream:
-                if number < 0:
-                    yield event("response.created", response=self._response([], None))
-                    yield event("response.in_progress", response=self._response([], None))
+                if items.num_events == 0:
+                    yield items.event("response.created", response=self._response([], None))
+                    yield items.event("response.in_progress", response=self._response([], None))
                 result = delta.result or result
-                message.logprobs += self._logprobs(delta)
+                items.logprobs += self._logprobs(delta)
                 for part in parts:
-                    if isinstance(part, ParsedCall):
-                        pieces = message.end(items)
-                        pieces += _call_events(event, part, len(items))
-                        items.append(_call_item(part))
-                    else:
-                        pieces = message.push(part, items)
-                    for piece in pieces:
-                        yield piece
-        if not items and message.open is None:  # an empty answer has one item
-            for piece in message.push("", items):
-                yield piece
-        for piece in message.end(items):
-            yield piece
+                    for event in items.push(part):
+                        yield event
+        for event in [] if items.done or items.is_open else items.push(""):
+            yield event  # an empty answer has one item
+        for event in items.end():
+            yield event
         assert result is not None
-        await self.conversation.count_reasoning(result)
-        whole = self._response(items, result)
+        await self.count_reasoning(result)
+        whole = self._response(items.done, result)
         kind = "incomplete" if whole["status"] == "incomplete" else "completed"
-        yield event(f"response.{kind}", response=whole)
+        yield items.event(f"response.{kind}", response=whole)
 
     def _logprobs(self, piece: Completion | Delta) -> Iterable[dict[str, Any]]:
-        if not self.logprobs:
-            return []
-        return self.service.texts.of_chat(
-            piece.token_ids,
-            self.service.logprobs_of(piece),
-            piece.top_logprobs,
-            self.body.top_logprobs or 0,
-        )
+        return self.token_logprobs(piece) if self.body.has_logprobs() else []
 
     def _response(self, items: list[dict[str, Any]], result: Result | None) -> dict[str, Any]:
-        body, params = self.body, self.conversation.params
+        body, params = self.body, self.params
         output = None if result is None else result.outputs[0]
         cut = output is not None and output.finish_reason is not FinishReason.STOP
         status = "in_progress" if output is None else "incomplete" if cut else "completed"
@@ -148,7 +267,7 @@ class ResponsesRequest:
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "frequency_penalty": params.frequency_penalty,
             "metadata": body.metadata or {},
-            "model": self.body.model or self.service.name,
+            "model": self.model,
             "output": items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "presence_penalty": params.presence_penalty,
@@ -181,129 +300,123 @@ class ResponsesRequest:
                 "cache_write_tokens": 0,
             },
             "output_tokens": num_new,
-            "output_tokens_details": {"reasoning_tokens": self.conversation.num_reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
             "total_tokens": num_prompt + num_new,
         }
 
 
-class _TextItem:
-    """The message or reasoning item of a stream, open while it gets text.
+class _Items:
+    """The output items of a stream, and their events.
 
     Attributes:
+        done: the items that have ended.
         logprobs: of tokens without text so far; sent with the next text.
     """
 
-    def __init__(self, event: Any) -> None:
-        self._event = event
-        self.open: type[str] | type[Reasoning] | None = None
+    def __init__(self) -> None:
+        self.done: list[dict[str, Any]] = []
         self.logprobs: list[dict[str, Any]] = []
+        self.num_events = 0
+        self._open: dict[str, Any] | None = None  # the message or the reasoning that gets text
 
-    def push(self, part: str | Reasoning, items: list[dict[str, Any]]) -> list[Event]:
-        events: list[Event] = []
-        if self.open is not type(part):
-            events += self.end(items)
-            events += self._begin(part, len(items))
-        text = part if isinstance(part, str) else part.text
-        self._text += text
-        extra = {}
+    @property
+    def is_open(self) -> bool:
+        return self._open is not None
+
+    def event(self, kind: str, **fields: Any) -> Event:
+        """Return the next event."""
+        self.num_events += 1
+        return kind, {"type": kind, **fields, "sequence_number": self.num_events - 1}
+
+    def push(self, part: Part) -> Iterator[Event]:
+        """Yield the events of a part."""
+        item = _item(part)
+        if self._open is None or self._open["type"] != item["type"]:
+            yield from self.end()
+            yield from self._begin(item)
+        at = {"item_id": item["id"], "output_index": len(self.done)}
+        if isinstance(part, ParsedCall):
+            kind, arguments = "response.function_call_arguments", part.arguments
+            yield self.event(f"{kind}.delta", **at, delta=arguments)
+            yield self.event(f"{kind}.done", **at, name=part.name, arguments=arguments)
+            yield self._end(item)
+            return
+        assert self._open is not None
+        at, (content,) = (
+            at | {"item_id": self._open["id"], "content_index": 0},
+            self._open["content"],
+        )
+        text, extra = part if isinstance(part, str) else part.text, dict[str, Any]()
+        content["text"] += text
         if isinstance(part, str):
             extra["logprobs"], self.logprobs = self.logprobs, []
-            self._all += extra["logprobs"]
+            content["logprobs"] += extra["logprobs"]
         if text:
-            kind = f"response.{self._kind}.delta"
-            events.append(self._event(kind, **self._at, content_index=0, delta=text, **extra))
-        return events
+            yield self.event(f"response.{content['type']}.delta", **at, delta=text, **extra)
 
-    def _begin(self, part: str | Reasoning, index: int) -> list[Event]:
-        self.open, self._text, self._all = type(part), "", list[dict[str, Any]]()
-        self._kind = "output_text" if isinstance(part, str) else "reasoning_text"
-        item = self._item("msg" if isinstance(part, str) else "rs")
-        self._at: dict[str, Any] = {"item_id": item["id"], "output_index": index}
+    def _begin(self, item: dict[str, Any]) -> Iterator[Event]:
+        """Open an item, which has no text yet."""
+        index, begun = len(self.done), item | {"status": "in_progress"}
+        if item["type"] == "function_call":
+            begun["arguments"] = ""
+            yield self.event("response.output_item.added", output_index=index, item=begun)
+            return
+        item["content"][0]["text"] = ""
+        self._open = item
+        at = {"item_id": item["id"], "output_index": index, "content_index": 0}
+        begun["content"] = []
+        yield self.event("response.output_item.added", output_index=index, item=begun)
+        part = dict(item["content"][0])
+        yield self.event("response.content_part.added", **at, part=part)
+
+    def end(self) -> Iterator[Event]:
+        """Close the message or the reasoning that is open."""
+        if self._open is None:
+            return
+        item, self._open = self._open, None
         (content,) = item["content"]
-        item |= {"content": [], "status": "in_progress"}
-        return [
-            self._event("response.output_item.added", output_index=index, item=item),
-            self._event("response.content_part.added", **self._at, content_index=0, part=content),
-        ]
-
-    def _item(self, prefix: str = "", item_id: str = "") -> dict[str, Any]:
-        item_id = item_id or f"{prefix}_{uuid4().hex}"
-        if self.open is str:
-            return _message_item(item_id, self._text, self._all)
-        return _reasoning_item(item_id, self._text)
-
-    def end(self, items: list[dict[str, Any]]) -> list[Event]:
-        """Close the item if it is open, and append it to `items`."""
-        if self.open is None:
-            return []
-        at = self._at | {"content_index": 0}
-        extra = {}
-        if self.open is str:
-            self._all += self.logprobs
+        at = {"item_id": item["id"], "output_index": len(self.done), "content_index": 0}
+        text = {"text": content["text"]}
+        if "logprobs" in content:
+            content["logprobs"] += self.logprobs
             self.logprobs = []
-            extra["logprobs"] = self._all
-        item = self._item(item_id=self._at["item_id"])
-        items.append(item)
-        self.open = None
-        return [
-            self._event(f"response.{self._kind}.done", **at, text=self._text, **extra),
-            self._event("response.content_part.done", **at, part=item["content"][0]),
-            self._event(
-                "response.output_item.done", output_index=self._at["output_index"], item=item
-            ),
-        ]
+            text["logprobs"] = content["logprobs"]
+        yield self.event(f"response.{content['type']}.done", **at, **text)
+        yield self.event("response.content_part.done", **at, part=content)
+        yield self._end(item)
+
+    def _end(self, item: dict[str, Any]) -> Event:
+        self.done.append(item)
+        return self.event("response.output_item.done", output_index=len(self.done) - 1, item=item)
 
 
-def _call_events(event: Any, call: ParsedCall, index: int) -> list[Event]:
-    item = _call_item(call)
-    at = {"item_id": item["id"], "output_index": index}
-    begun = item | {"arguments": "", "status": "in_progress"}
-    return [
-        event("response.output_item.added", output_index=index, item=begun),
-        event("response.function_call_arguments.delta", **at, delta=call.arguments),
-        event(
-            "response.function_call_arguments.done",
-            **at,
-            name=call.name,
-            arguments=call.arguments,
-        ),
-        event("response.output_item.done", output_index=index, item=item),
-    ]
-
-
-def _part(text: str, logprobs: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-
-def _message_item(item_id: str, text: str, logprobs: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def _item(part: Part, logprobs: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
+    """Return the output item of a part."""
+    if isinstance(part, ParsedCall):
+        return {
+            "id": f"fc_{part.id.removeprefix('call_')}",
+            "type": "function_call",
+            "status": "completed",
+            "call_id": part.id,
+            "name": part.name,
+            "arguments": part.arguments,
+        }
+    if isinstance(part, Reasoning):
+        return {
+            "id": f"rs_{uuid4().hex}",
+            "type": "reasoning",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": part.text}],
+            "encrypted_content": None,
+            "status": "completed",
+        }
+    text = {"type": "output_text", "text": part, "annotations": [], "logprobs": logprobs or []}
     return {
-        "id": item_id,
+        "id": f"msg_{uuid4().hex}",
         "type": "message",
         "role": "assistant",
         "status": "completed",
-        "content": [_part(text, logprobs)],
-    }
-
-
-def _reasoning_item(item_id: str, text: str) -> dict[str, Any]:
-    return {
-        "id": item_id,
-        "type": "reasoning",
-        "summary": [],
-        "content": [{"type": "reasoning_text", "text": text}],
-        "encrypted_content": None,
-        "status": "completed",
-    }
-
-
-def _call_item(call: ParsedCall) -> dict[str, Any]:
-    return {
-        "id": f"fc_{call.id.removeprefix('call_')}",
-        "type": "function_call",
-        "status": "completed",
-        "call_id": call.id,
-        "name": call.name,
-        "arguments": call.arguments,
+        "content": [text],
     }
 
 

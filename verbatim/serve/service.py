@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -29,7 +28,7 @@ from verbatim.serve.tokens import TokenTexts
 
 T = TypeVar("T")
 log = logging.getLogger("verbatim.serve")
-_INFO_S = 5.0  # maximum age of `info`; a cluster's stages may move
+_INFO_S = 5.0  # maximum age of `info`: a cluster's stages may move
 _COMPILERS = 2  # structures that are compiled at once
 _READERS = 2  # large inputs that are tokenized at once
 _LARGE_CHARS = 1 << 16
@@ -58,6 +57,26 @@ class Reservation:
     num_choices: int = 0
 
 
+class _Shared:
+    """A function that runs in a thread; callers share a result that is under way, or at most `age_s` old."""
+
+    def __init__(self, function: Callable[[], dict[str, Any]], age_s: float = -1.0) -> None:
+        self._function, self._age_s = function, age_s
+        self._task: asyncio.Task[dict[str, Any]] | None = None
+        self._begin = 0.0
+
+    async def __call__(self) -> dict[str, Any]:
+        now, task = time.monotonic(), self._task
+        if task is not None and task.done():
+            failed = task.cancelled() or task.exception() is not None
+            if failed or now > self._begin + self._age_s:
+                task = None
+        if task is None:
+            self._begin = now
+            task = self._task = asyncio.create_task(asyncio.to_thread(self._function))
+        return await asyncio.shield(task)
+
+
 class Service:
     """One engine, shared by many clients.
 
@@ -67,6 +86,8 @@ class Service:
         chat_defaults: sampling parameters of chats that set none.
         texts, id_texts: the texts of single tokens; their ids in place of these.
         marks: the tokens that have names in grammars.
+        stats, info: the engine's statistics and information.
+        under_way: number of generations in progress.
         draining: whether new generations are rejected.
         on_close: called when the server ends.
 
@@ -87,12 +108,11 @@ class Service:
         self.metrics = ServerMetrics()
         self.draining = self._trims = False
         self.on_close: Callable[[], None] = lambda: None
-        self._under_way = self._bytes_under_way = 0
+        self.under_way = self._bytes_under_way = 0
         self._choices: Counter[Client] = Counter()  # in progress
         self._hidden_size = int(getattr(llm.engine.config, "hidden_size", 0) or 0)
-        self._stats: asyncio.Task[dict[str, Any]] | None = None
-        self._info: asyncio.Task[dict[str, Any]] | None = None
-        self._info_at = -math.inf
+        self.stats = _Shared(lambda: llm.stats())  # between two steps
+        self.info = _Shared(lambda: llm.info(), _INFO_S)
         self._compilers = ThreadPoolExecutor(_COMPILERS, "verbatim-structures")
         self._readers = ThreadPoolExecutor(_READERS, "verbatim-large-inputs")
 
@@ -105,24 +125,6 @@ class Service:
     def _trim(self) -> None:
         self._trims = False
         asyncio.get_running_loop().run_in_executor(None, trim_heap)
-
-    async def stats(self) -> dict[str, Any]:
-        """Return the engine's statistics between two steps. Concurrent callers share one answer."""
-        if self._stats is None or self._stats.done():
-            self._stats = asyncio.create_task(asyncio.to_thread(self.llm.stats))
-        return await asyncio.shield(self._stats)
-
-    async def info(self) -> dict[str, Any]:
-        """Return the engine's info, at most `_INFO_S` old. Concurrent callers share one answer."""
-        now, info = time.monotonic(), self._info
-        if info is not None and info.done():
-            failed = info.cancelled() or info.exception() is not None
-            if failed or now > self._info_at + _INFO_S:
-                info = None
-        if info is None:
-            self._info_at = now
-            info = self._info = asyncio.create_task(asyncio.to_thread(self.llm.info))
-        return await asyncio.shield(info)
 
     def check_model(self, name: str | None) -> str | None:
         """Return the adapter that a request names as its model, None for the model itself; refuse others."""
@@ -170,12 +172,6 @@ class Service:
             return piece.logprobs
         return piece.sampled_logprobs
 
-    @staticmethod
-    def note_user(answer_id: str, user: str | None) -> None:
-        """Log the user whom a client names."""
-        if user is not None:
-            log.info("%s is for user %.200r", answer_id, user)
-
     @contextmanager
     def reserve(self) -> Iterator[Reservation]:
         """Return one of the `max_requests` generations in progress.
@@ -185,26 +181,21 @@ class Service:
         """
         if self.draining:
             raise Refusal(503, "the server is shutting down", headers={"Retry-After": "5"})
-        if self._under_way >= self.settings.max_requests:
+        if self.under_way >= self.settings.max_requests:
             self.metrics.turned_away.inc()
             raise too_many(
-                f"{self._under_way} requests are in progress or queued, which is the limit"
+                f"{self.under_way} requests are in progress or queued, which is the limit"
             )
-        self._under_way += 1
+        self.under_way += 1
         reservation = Reservation()
         try:
             yield reservation
         finally:
-            self._under_way -= 1
+            self.under_way -= 1
             self._bytes_under_way -= reservation.nbytes
             self._choices[reservation.client] -= reservation.num_choices
             if not self._choices[reservation.client]:
                 del self._choices[reservation.client]
-
-    @property
-    def under_way(self) -> int:
-        """Number of generations in progress."""
-        return self._under_way
 
     async def admit(
         self,
@@ -321,12 +312,9 @@ class Service:
         stream: Any = self.llm.engine.astream(requests)  # a generator, which can be closed
         async with aclosing(stream) as pieces:
             async for number, delta in pieces:
-                self._note(delta)
+                if delta.result is not None:
+                    self.metrics.note([delta.result])
                 yield number, delta
-
-    def _note(self, delta: Delta) -> None:
-        if delta.result is not None:
-            self.metrics.note([delta.result])
 
 
 def _chat_defaults(llm: LLM) -> SamplingParams:

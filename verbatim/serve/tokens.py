@@ -32,10 +32,6 @@ class TokenTexts:
         """Return the text of an id; "bytes:" and hexadecimal bytes for a part of a character."""
         return self._of(token_id)[0]
 
-    def octets(self, token_id: int) -> list[int]:
-        """Return the UTF-8 bytes of an id, which may be part of a character."""
-        return list(self._of(token_id)[1])
-
     def prompt_logprobs(self, result: Result) -> LazyList | None:
         """Return the log-probs of a prompt in vLLM's format; None if they were not requested.
 
@@ -147,11 +143,8 @@ class TokenTexts:
         )
 
     def _entry(self, token_id: int, p: float) -> dict[str, Any]:
-        return {
-            "token": self.text(token_id),
-            "logprob": _number(p),
-            "bytes": self.octets(token_id),
-        }
+        text, raw = self._of(token_id)  # the bytes may be part of a character
+        return {"token": text, "logprob": _number(p), "bytes": list(raw)}
 
 
 def _number(p: float) -> float:

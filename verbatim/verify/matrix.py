@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
+from verbatim.checks import integer
 from verbatim.errors import InvalidRequest
 from verbatim.model.patching import threads
-from verbatim.options import positive
 from verbatim.placement.distributed.choice import Cluster
-from verbatim.verify.compare import Comparison
 from verbatim.verify.report import DIFFERS, EQUAL, FAILED, NOT_RUN, REFERENCE, Report, Row
 from verbatim.verify.requests import make_requests
-from verbatim.verify.schedules import NAMES, SCHEDULES, Schedule
-from verbatim.verify.trial import NotRun, Subject, Trial
+from verbatim.verify.schedules import NAMES, SCHEDULES, NotRun, Schedule, Subject, Trial
 
 DEFAULT_TOKENS = 16
 OPTIONS = (
@@ -65,7 +62,7 @@ def verify(
     if unknown is not None:
         raise InvalidRequest(f"only={unknown!r}: must be one of {', '.join(NAMES)}")
     if num_threads is not None:
-        positive("num_threads", num_threads)
+        integer("num_threads", num_threads)
     chosen = [schedule for schedule in SCHEDULES if only is None or schedule.name in only]
     subject = Subject(model, options, cluster or Cluster(stages=2))
     rows = []
@@ -85,51 +82,33 @@ def verify(
 
 
 def _reference(subject: Subject) -> Row:
-    begin, trial = time.perf_counter(), Trial(subject, "alone")
-    with trial.plain() as llm:
-        subject.expected = trial.alone(llm)
+    trial = Trial(subject, "alone", "one after the other")
+    with trial.opened() as llm:
+        subject.expected = trial.alone(llm, trial.numbers)
     subject.most_alone = trial.most
     tokens = sum(len(output.token_ids) for result in subject.expected for output in result.outputs)
-    figures = {**_figures(trial, begin), "num_tokens": tokens}
-    return Row("alone", "one after the other", REFERENCE, **figures)
+    return trial.row(REFERENCE, num_tokens=tokens)
 
 
 def _row(subject: Subject, schedule: Schedule) -> Row:
     """Run one schedule and compare."""
-    begin, trial = time.perf_counter(), Trial(subject, schedule.name)
-
-    def row(status: str, **rest: Any) -> Row:
-        return Row(schedule.name, schedule.what, status, **{**_figures(trial, begin), **rest})
-
+    trial = Trial(subject, schedule.name, schedule.what)
     try:
         schedule.run(trial)
     except NotRun as why:
-        return row(NOT_RUN, note=str(why))
+        return trial.row(NOT_RUN, note=str(why))
     except Exception as error:  # the other rows are run after any error
         subject.close()
-        return row(FAILED, note=f"{type(error).__name__}: {' '.join(str(error).split())}")
-    found = Comparison()
-    for run in trial.runs:
-        for number, before, now in zip(run.numbers, run.expected, run.found, strict=True):
-            found.add(number, before, now, run.label)
+        return trial.row(FAILED, note=f"{type(error).__name__}: {' '.join(str(error).split())}")
+    found = trial.comparison
     differing = sorted(found.ids_differ | found.logprobs_differ)
-    return row(
+    return trial.row(
         EQUAL if found.equal else DIFFERS,
         ids_equal=not found.ids_differ,
         logprobs_equal=not found.logprobs_differ,
-        first_difference=None if found.first is None else str(found.first),
+        first_difference=found.first,
         largest_difference=found.largest,
         differing=tuple(subject.requests[i].kind for i in differing),
         num_tokens=found.num_tokens,
         num_logprobs=found.num_logprobs,
     )
-
-
-def _figures(trial: Trial, begin: float) -> dict[str, Any]:
-    return {
-        "note": "; ".join(trial.notes),
-        "forwards": trial.forwards,
-        "rows_per_forward": trial.rows / max(1, trial.forwards),
-        "sequences_at_once": trial.most,
-        "seconds": time.perf_counter() - begin,
-    }

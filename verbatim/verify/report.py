@@ -1,10 +1,14 @@
-"""`Report` and `Row`: the results of `verify`."""
+"""`Report` and `Row`, the results of `verify`, and the comparison of results, bit for bit."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from verbatim.core import Result, TopLogprobs
 from verbatim.plain import to_plain
 
 REFERENCE, EQUAL, DIFFERS, FAILED, NOT_RUN = "reference", "equal", "differs", "failed", "not run"
@@ -84,12 +88,100 @@ class Report:
             return f"nothing was compared{rest}"
         if self.ok:
             return (
-                f"the same bits in {'the schedule' if run == 1 else f'all {run} schedules'}{rest}"
+                f"bit-identical in {'the schedule' if run == 1 else f'all {run} schedules'}{rest}"
             )
         bad = ", ".join(row.name for row in self.of(DIFFERS, FAILED))
-        return f"{equal} of {run} schedules gave the same bits; different or failed: {bad}{rest}"
+        return f"{equal} of {run} schedules are bit-identical; different or failed: {bad}{rest}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values, for JSON."""
         plain: dict[str, Any] = to_plain(self)
         return {"ok": self.ok, "verdict": self.verdict()} | plain
+
+
+@dataclass(slots=True)
+class Comparison:
+    """The differences between many pairs of results.
+
+    Attributes:
+        num_tokens: completion tokens compared.
+        num_logprobs: log-probs compared.
+        ids_differ, logprobs_differ: requests whose tokens, texts or ends differ; and whose log-probs do.
+        first: description of the first difference; of a token, if there is one.
+        largest: largest difference between two log-probs of the same token after the same tokens.
+    """
+
+    num_tokens: int = 0
+    num_logprobs: int = 0
+    ids_differ: set[int] = field(default_factory=set)
+    logprobs_differ: set[int] = field(default_factory=set)
+    first: str | None = None
+    largest: float = 0.0
+
+    @property
+    def equal(self) -> bool:
+        return not self.ids_differ and not self.logprobs_differ
+
+    def add(self, number: int, expected: Result, found: Result, run: str = "") -> None:
+        """Compare one request's results; `run` is the label of the schedule's run, if there are several."""
+        before, now = _values(expected), _values(found)
+        self.num_tokens += sum(len(output.token_ids) for output in expected.outputs)
+        for what in before | now:
+            old, new = before.get(what), now.get(what)
+            has_logprobs = isinstance(old, dict) or isinstance(new, dict)
+            if self._equal_logprobs(old or {}, new or {}) if has_logprobs else old == new:
+                continue
+            if self.first is None or not (has_logprobs or self.ids_differ):
+                shown = [
+                    {ids[-1:]: p for ids, p in value.items()} if isinstance(value, dict) else value
+                    for value in (new, old)
+                ]
+                where = f"{run}, request {number}" if run else f"request {number}"
+                self.first = f"{where}, {what}: {shown[0]!r}, not {shown[1]!r}"
+            (self.logprobs_differ if has_logprobs else self.ids_differ).add(number)
+
+    def _equal_logprobs(self, expected: _Logprobs, found: _Logprobs) -> bool:
+        self.num_logprobs += len(expected)
+        gaps = [
+            abs(expected[ids] - found[ids])
+            for ids in expected.keys() & found.keys()
+            if _bits(expected[ids]) != _bits(found[ids])
+        ]
+        self.largest = max(self.largest, *(math.inf if math.isnan(gap) else gap for gap in gaps), 0)
+        return not gaps and [*expected] == [*found]
+
+
+_Logprobs = dict[tuple[int, ...], float]  # by the tokens up to and including that of the log-prob
+
+
+def _values(result: Result) -> dict[str, Any]:
+    """Return everything in a result by its name; the log-probs of one position together."""
+    values: dict[str, Any] = {"the prompt": result.prompt_token_ids}
+
+    def add_rows(
+        label: str, rows: Sequence[float | TopLogprobs | None] | None, ids: list[int]
+    ) -> None:
+        for at, row in enumerate(rows or ()):
+            before = tuple(ids[:at])
+            if isinstance(row, float):
+                values[f"{label} {at}"] = {(*before, *ids[at : at + 1]): row}
+            else:
+                values[f"{label} {at}"] = {(*before, i): p for i, p in row or ()}
+
+    add_rows("prompt log-prob", result.prompt_logprobs, result.prompt_token_ids)
+    add_rows("top of the prompt", result.prompt_top_logprobs, result.prompt_token_ids)
+    for output in result.outputs:
+        name, ids = f"completion {output.index}, " if output.index else "", output.token_ids
+        values |= {f"{name}token {at}": token_id for at, token_id in enumerate(ids)}
+        values[f"{name}number of tokens"] = len(ids)
+        for attribute in ("finish_reason", "stop_reason", "text", "seed", "sample_index"):
+            values[name + attribute.replace("_", " ")] = getattr(output, attribute)
+        for attribute in ("logprobs", "sampled_logprobs", "top_logprobs"):
+            label = f"{name}{attribute.removesuffix('s').replace('_', ' ')}"
+            add_rows(label, getattr(output, attribute), ids)
+        values[f"{name}score"] = {} if output.score is None else {tuple(ids): output.score}
+    return values
+
+
+def _bits(value: float) -> bytes:
+    return struct.pack("<d", value)

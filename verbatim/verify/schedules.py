@@ -3,19 +3,193 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
-from verbatim.core import Sequence
+from verbatim.batch import Batch
+from verbatim.core import Delta, Result, Sequence
+from verbatim.errors import VerbatimError
+from verbatim.llm import LLM
 from verbatim.model.patching import threads
+from verbatim.params import SamplingParams
+from verbatim.placement.distributed.choice import Cluster
 from verbatim.placement.offload.choice import Offload
-from verbatim.verify.trial import NotRun, Subject, Trial
+from verbatim.verify.report import Comparison, Row
+from verbatim.verify.requests import TestRequest
 
 _CHUNK_ROWS, _CHUNK_BLOCK = 7, 5  # neither divides the other, nor the lengths of prompts
 _EVICTION_BLOCK = 8
 _DRAFT_TOKENS = 4
+
+
+class NotRun(Exception):
+    """Raised, with the reason, if a schedule is impossible here or did not take effect."""
+
+
+@dataclass(slots=True)
+class Subject:
+    """The model under test and its reference results.
+
+    Attributes:
+        model: as in `LLM`.
+        options: options of `LLM` for all schedules.
+        cluster: placement of the row "two-stages".
+        requests: the requests of every schedule.
+        expected: their results when run alone.
+        most_alone: maximum of sequences per forward when each request runs alone.
+        info: `LLM.info` of the resident engine.
+    """
+
+    model: Any
+    options: dict[str, Any]
+    cluster: Cluster
+    requests: list[TestRequest] = field(default_factory=list)
+    expected: list[Result] = field(default_factory=list)
+    most_alone: int = 0
+    info: dict[str, Any] = field(default_factory=dict)
+    _plain: LLM | None = None
+
+    def plain(self) -> LLM:
+        """Return the resident engine, opened on first use."""
+        if self._plain is None:
+            self._plain = LLM(self.model, **self.options)
+            self.info = self._plain.info()
+        return self._plain
+
+    def close(self) -> None:
+        """Close the resident engine, to free its memory."""
+        if self._plain is not None:
+            self._plain.close()
+            self._plain = None
+
+
+class Trial:
+    """A schedule's runs, notes and counters.
+
+    Attributes:
+        comparison: of its results with the expected ones.
+        notes: evidence that the schedule took effect.
+        forwards, rows: forwards of its engines, and rows in them.
+        most: maximum of sequences per forward.
+    """
+
+    def __init__(self, subject: Subject, name: str, what: str) -> None:
+        self.subject = subject
+        self.name, self.what = name, what
+        self.comparison = Comparison()
+        self.notes: list[str] = []
+        self.forwards = self.rows = self.most = 0
+        self._run = 0
+        self._begin = time.perf_counter()
+
+    def row(self, status: str, **rest: Any) -> Row:
+        """Return the row of this schedule, with its notes and counters."""
+        figures: dict[str, Any] = {
+            "note": "; ".join(self.notes),
+            "forwards": self.forwards,
+            "rows_per_forward": self.rows / max(1, self.forwards),
+            "sequences_at_once": self.most,
+            "seconds": time.perf_counter() - self._begin,
+        }
+        return Row(self.name, self.what, status, **(figures | rest))
+
+    @contextmanager
+    def opened(self, **changes: Any) -> Iterator[LLM]:
+        """Open an engine with these options; without any, use the resident one, which schedules share.
+
+        Raises:
+            NotRun: it can't be opened.
+        """
+        llm = self.subject.plain()  # a schedule may need its `info`
+        if changes:
+            self.subject.close()
+            try:
+                llm = LLM(self.subject.model, **(self.subject.options | changes))
+            except VerbatimError as error:
+                raise NotRun(" ".join(str(error).split())) from None
+        runner: Any = llm.engine.runner
+        forward = runner.forward
+
+        def counted(batch: Batch) -> Any:
+            self.forwards += 1
+            self.rows += batch.num_tokens
+            self.most = max(self.most, batch.num_sequences)
+            return forward(batch)
+
+        runner.forward = counted
+        try:
+            yield llm
+        finally:
+            del runner.forward
+            if changes:
+                llm.close()
+
+    def _params(self, number: int) -> SamplingParams:
+        """Return the parameters of one request, with a separate prefix cache for each run."""
+        params = self.subject.requests[number].params
+        salt = f"verify/{self.name}/{self._run}"
+        return params.replace(cache_salt=salt, draft=params.num_beams == 1)  # beams draw nothing
+
+    def alone(self, llm: LLM, numbers: SequenceOf[int]) -> list[Result]:
+        """Run requests one after the other."""
+        return [self.together(llm, [i])[0] for i in numbers]
+
+    def together(self, llm: LLM, numbers: SequenceOf[int]) -> list[Result]:
+        """Run requests as one batch."""
+        self._run += 1
+        prompts = [self.subject.requests[i].prompt for i in numbers]
+        return llm.generate(prompts, [self._params(i) for i in numbers])
+
+    async def streamed(self, llm: LLM, number: int) -> Result:
+        """Run one request and join its streamed deltas."""
+        stream = llm.astream(self.subject.requests[number].prompt, self._params(number))
+        return _joined([delta async for delta in stream])
+
+    @property
+    def numbers(self) -> list[int]:
+        """The indices of all requests."""
+        return list(range(len(self.subject.requests)))
+
+    def add(
+        self,
+        found: list[Result],
+        numbers: SequenceOf[int] | None = None,
+        *,
+        label: str = "",
+        expected: list[Result] | None = None,
+    ) -> None:
+        """Compare the results of requests, by default with those of the requests run alone."""
+        for at, number in enumerate(self.numbers if numbers is None else numbers):
+            before = self.subject.expected[number] if expected is None else expected[at]
+            self.comparison.add(number, before, found[at], label)
+
+    def check_batched(self) -> None:
+        """Raise NotRun if the engine ran the requests one by one."""
+        if self.most <= self.subject.most_alone:
+            raise NotRun(f"no forward had more than {self.most} sequences, as in the reference")
+
+
+def _joined(deltas: list[Delta]) -> Result:
+    result = deltas[-1].result
+    assert result is not None
+    outputs = []
+    for output in result.outputs:
+        parts = [delta for delta in deltas if delta.index == output.index]
+        joined: dict[str, Any] = {
+            name: [entry for part in parts for entry in getattr(part, name) or ()]
+            for name in ("token_ids", "logprobs", "sampled_logprobs", "top_logprobs")
+            if getattr(output, name) is not None
+        }
+        text = "".join(part.text for part in parts)
+        outputs.append(dataclasses.replace(output, text=text, **joined))
+    return dataclasses.replace(result, outputs=outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,43 +202,43 @@ class Schedule:
 
 
 def _again(trial: Trial) -> None:
-    subset = list(range(1, len(trial.subject.requests), 3))  # alone is slow
-    with trial.plain() as llm:
-        trial.add(trial.alone(llm, subset), numbers=subset)
+    subset = trial.numbers[1::3]  # alone is slow
+    with trial.opened() as llm:
+        trial.add(trial.alone(llm, subset), subset)
     trial.notes.append(f"{len(subset)} of the requests")
 
 
 def _batched(trial: Trial) -> None:
-    with trial.plain() as llm:
-        trial.add(trial.together(llm))
+    with trial.opened() as llm:
+        trial.add(trial.together(llm, trial.numbers))
     trial.check_batched()
 
 
 def _reordered(trial: Trial) -> None:
-    order = list(range(len(trial.subject.requests)))
+    order = trial.numbers
     random.Random(len(order)).shuffle(order)
-    with trial.plain() as llm:
-        trial.add(trial.together(llm, order), numbers=order)
+    with trial.opened() as llm:
+        trial.add(trial.together(llm, order), order)
     trial.check_batched()
 
 
 def _prefix_hit(trial: Trial) -> None:
     # Each prompt twice: the second waits for the first one's blocks, also with a live module.
-    twice = [i for number in range(len(trial.subject.requests)) for i in (number, number)]
-    with trial.plain() as llm:
+    twice = sorted(2 * trial.numbers)
+    with trial.opened() as llm:
         found = trial.together(llm, twice)
     cached = sum(result.num_cached_tokens for result in found)
     if not cached:
         raise NotRun("no prompt is long enough to fill a KV block")
-    trial.add(found, numbers=twice)
+    trial.add(found, twice)
     trial.notes.append(f"{cached} prompt tokens cached")
 
 
 def _streamed(trial: Trial) -> None:
-    with trial.plain() as llm:
+    with trial.opened() as llm:
 
         async def all_at_once() -> None:
-            streams = (trial.streamed(llm, i) for i in range(len(trial.subject.requests)))
+            streams = (trial.streamed(llm, i) for i in trial.numbers)
             trial.add(list(await asyncio.gather(*streams)))
 
         asyncio.run(all_at_once())
@@ -77,17 +251,17 @@ def _threads(trial: Trial) -> None:
     now = torch.get_num_threads()
     counts = [count for count in (1, 3, os.cpu_count() or 1) if count != now]
     counts = list(dict.fromkeys(counts))[:2]
-    with trial.plain() as llm:
+    with trial.opened() as llm:
         for count in counts:
             with threads(count):
-                found = trial.together(llm)
+                found = trial.together(llm, trial.numbers)
             trial.add(found, label=f"{count} thread{'' if count == 1 else 's'}")
     trial.notes.append(f"{' and '.join(map(str, counts))}, not {now}")
 
 
 def _chunked(trial: Trial) -> None:
     with trial.opened(max_batch_tokens=_CHUNK_ROWS, block_size=_CHUNK_BLOCK) as llm:
-        trial.add(trial.together(llm))
+        trial.add(trial.together(llm, trial.numbers))
     longest = max(len(request.prompt) for request in trial.subject.requests)
     if longest <= _CHUNK_ROWS:
         raise NotRun(f"no prompt is longer than {_CHUNK_ROWS} tokens")
@@ -102,7 +276,7 @@ def _evicted(trial: Trial) -> None:
     blocks = -(-longest * 3 // (2 * _EVICTION_BLOCK)) + 3
     nbytes = subject.info["kv_bytes_per_token"] * _EVICTION_BLOCK * blocks
     with trial.opened(kv_memory=nbytes, block_size=_EVICTION_BLOCK) as llm:
-        trial.add(trial.together(llm))
+        trial.add(trial.together(llm, trial.numbers))
         evictions = llm.stats()["preemptions"]
     if not evictions:
         raise NotRun("no request lost its keys and values")
@@ -112,7 +286,7 @@ def _evicted(trial: Trial) -> None:
 def _drafted(trial: Trial) -> None:
     for label, proposer in (("ngram", "ngram"), ("oracle", _Oracle(trial.subject))):
         with trial.opened(draft=proposer, num_draft_tokens=_DRAFT_TOKENS) as llm:
-            trial.add(trial.together(llm), label=label)
+            trial.add(trial.together(llm, trial.numbers), label=label)
             figures = llm.stats()["draft"]
         trial.notes.append(f"{label}: {figures['drafted']} drafted, {figures['accepted']} accepted")
     if not 0 < figures["accepted"] < figures["drafted"]:
@@ -147,23 +321,23 @@ def _unfused(trial: Trial) -> None:
     if not layers:
         raise NotRun("no layer is fused here")
     with trial.opened(fused=False) as llm:
-        trial.add(trial.together(llm))
+        trial.add(trial.together(llm, trial.numbers))
     trial.notes.append(f"{layers} layers, module by module")
 
 
 def _int8_kv(trial: Trial) -> None:
     if trial.subject.options.get("kv_dtype") in ("int8", "int4"):
         raise NotRun("all rows have a quantized KV cache")
-    subset = list(range(0, len(trial.subject.requests), 2))
+    subset = trial.numbers[::2]
     with trial.opened(kv_dtype="int8") as llm:
         alone = trial.alone(llm, subset)
-        trial.add(trial.together(llm, subset), numbers=subset, expected=alone)
+        trial.add(trial.together(llm, subset), subset, expected=alone)
     trial.notes.append("in a batch, against themselves alone")
 
 
 def _offloaded(trial: Trial) -> None:
     with trial.opened(placement=Offload(weights=(0, 50, 50), policy=None)) as llm:
-        trial.add(trial.together(llm))
+        trial.add(trial.together(llm, trial.numbers))
     trial.notes.append("half of the weights on the disk")
 
 
@@ -172,7 +346,7 @@ def _two_stages(trial: Trial) -> None:
     if options.get("fused") is False:
         raise NotRun("stages decide themselves about fused layers")
     with trial.opened(placement=trial.subject.cluster) as llm:
-        trial.add(trial.together(llm))
+        trial.add(trial.together(llm, trial.numbers))
         stages = llm.info()["stages"]
     layers = (f"{first} to {end - 1}" for first, end in (stage["layers"] for stage in stages))
     trial.notes.append(f"layers {' and '.join(layers)}")

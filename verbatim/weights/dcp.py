@@ -1,172 +1,229 @@
-"""A DCP checkpoint as lazy weights: how each weight is computed from its files.
+"""Opening of a DCP checkpoint: its tensors become lazy weights by the names of a transformers model.
 
-torch.save stores the raw numbers of a chunk, so a chunk can be read like a tensor of a safetensors file. A
-tensor that was sharded by rows is a concatenation of chunks. Other chunks, and several tensors of one
-parameter (experts), are copied to their places.
+torch.save stores the raw numbers of a chunk, so a chunk is read like a tensor of a safetensors file, and a
+sharded tensor is a concatenation of chunks. A DCP folder has no config, so `config=` is required:
+KempnerForge's TOML or a transformers config.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Mapping
+from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from verbatim.errors import NotSupported
-from verbatim.model.dcp.filling import Destination, unequal
-from verbatim.model.dcp.folder import DcpCheckpoint, TensorLayout
-from verbatim.model.packed import placeholder
-from verbatim.weights.lazy import Computed, Held, LazyWeight, Stamp, Stored, materialize, stamp_of
+from verbatim.errors import InvalidRequest, ModelError, NotSupported
+from verbatim.model.dcp.checkpoint import DcpCheckpoint, Numbers
+from verbatim.model.kempner import layout
+from verbatim.model.kempner.config import KempnerConfig
+from verbatim.model.kempner.config import ModelConfig as KempnerModel
+from verbatim.model.loader import (
+    HUB_ID,
+    LoadedModel,
+    ModelSource,
+    empty_module,
+    read_config,
+    resolve_dtype,
+)
+from verbatim.model.unused import refuse_unused
+from verbatim.weights.lazy import Stamp, Stored, materialize, sources, stamp_of, traced
 from verbatim.weights.packed_cache import read_stored
+from verbatim.weights.skeleton import load_traced
 
-_aten = torch.ops.aten
+ALLOWED = (
+    "a KempnerForge TOML (a path that ends in .toml), a transformers config, or the folder, "
+    "config.json or hub id of one"
+)
 
 
-def leave_there(
-    checkpoint: DcpCheckpoint, module: nn.Module, pieces: list[tuple[str, Destination]]
-) -> Mapping[nn.Parameter, LazyWeight]:
-    """Replace the weights of a module by placeholders, and return their lazy weights; read the buffers.
+def load_dcp(
+    folder: Path, source: ModelSource, tokenizer: Any, *, with_config: bool
+) -> LoadedModel:
+    """Open a DCP checkpoint with lazy weights.
+
+    With `dtype="auto"` it is the dtype of most stored weights (float16: bfloat16).
+
+    Args:
+        folder: the result of `find_dcp`.
+        source: with the config of the checkpoint's model, and its revision, if it is a hub id.
+        tokenizer: a transformers tokenizer; None takes that of KempnerForge's TOML, if any; False: none.
+        with_config: return the config as plain data, too, for another process.
 
     Raises:
-        ModelError: a tensor is damaged, or the copies of a tied tensor differ.
-        NotSupported: two parameters share memory without being tied.
+        InvalidRequest: a missing or invalid config.
+        ModelError: the checkpoint is damaged, or does not fit the config.
+        UnsupportedModel: an unsupported architecture.
+        NotSupported: a quantized config; `with_config`, a config of a foreign class.
     """
-    owners: dict[int, nn.Parameter] = {}
-    for key, p in module.named_parameters():
-        if p.numel() and owners.setdefault(p.untyped_storage().data_ptr(), p) is not p:
-            raise NotSupported(
-                f"{key} shares its memory with another parameter, and they are not one, so a "
-                "torch.distributed.checkpoint can't be read into them; tie them"
-            )
-    parts: dict[nn.Parameter, list[_Part]] = {p: [] for p in owners.values()}
+    trust_remote_code = source.trust_remote_code
+    where = {"trust_remote_code": trust_remote_code, "revision": source.revision}
+    config, kempner, generation = _config_of(folder, source.config, where)
+    if getattr(config, "quantization_config", None) is not None:
+        raise NotSupported("a config with a quantization_config: quantized DCP is not read")
+    if kempner is not None and tokenizer is None and kempner.tokenizer_path:
+        from verbatim.text.tokenizer import Tokenizer
+
+        path = kempner.tokenizer_path
+        tokenizer = Tokenizer.open(path, trust_remote_code=trust_remote_code).hf
+    checkpoint = DcpCheckpoint(folder)
+    empty = empty_module(folder, config, trust_remote_code)
+    module, lazy_weights, unused = _open(checkpoint, empty, kempner, source.dtype)
+    if source.unused_weights == "error":
+        refuse_unused(folder, module, config, unused)
+    if generation is not None:
+        module.generation_config = generation
+    if kempner is not None and tokenizer:
+        module.generation_config.eos_token_id = tokenizer.eos_token_id
+    return LoadedModel(
+        module,
+        tokenizer or None,
+        module.generation_config,
+        str(folder),
+        lazy_weights=lazy_weights,
+        folder=folder,
+        config=_as_dict(config, kempner) if with_config else None,
+    )
+
+
+def _open(
+    checkpoint: DcpCheckpoint, empty: Any, kempner: KempnerConfig | None, dtype: str | torch.dtype
+) -> tuple[Any, dict[Any, Any], list[str]]:
+    """Return the module, its lazy weights, and the names of tensors that it does not use."""
+    keys = [layout.FIRST] if kempner is not None else list(empty.state_dict())
+    names = checkpoint.names(keys)
+    resolved = resolve_dtype(dtype, SimpleNamespace(dtype=_dtype_of(checkpoint, names.values())))
     stamps: dict[Path, Stamp] = {}
-    twice: list[tuple[str, nn.Parameter, LazyWeight]] = []
-    for name, piece in pieces:
-        owner = owners.get(piece.into.untyped_storage().data_ptr())
-        if owner is None:
-            stored = checkpoint.read(name).to(piece.into.dtype)
-            if piece.spare and not torch.equal(stored, piece.into):
-                raise unequal(checkpoint, name)
-            piece.into.copy_(stored)
-            continue
-        found = _parts(checkpoint, name, piece, stamps)
-        if piece.spare:
-            twice.append((name, owner, _joined(owner, found)))
-        else:
-            parts[owner] += found
-    lazy_weights = {
-        # Held: parameters that the checkpoint lacks.
-        p: _joined(p, own) if (own := parts.get(p)) else Held(p.data.clone())
-        for p in module.parameters()
-    }
-    for parameter in lazy_weights:
-        parameter.requires_grad_(False)
-        parameter.data = placeholder(parameter)
-    for name, parameter, lazy in twice:
-        if not torch.equal(
-            materialize(lazy, read_stored), materialize(lazy_weights[parameter], read_stored)
-        ):
-            raise unequal(checkpoint, name)
-    return lazy_weights
 
+    def read(numbers: Numbers) -> Tensor:
+        path = numbers.path
+        if path not in stamps:
+            with path.open("rb") as file:
+                stamps[path] = stamp_of(file.fileno())
+        place = numbers.name, path, numbers.offset, numbers.nbytes
+        return traced(Stored(*place, numbers.dtype, numbers.shape, stamps[path]))
 
-class _Part:
-    """A box of a tensor, and its location in a parameter."""
-
-    def __init__(self, into: Tensor, lazy: LazyWeight, dtype: torch.dtype) -> None:
-        self.size, self.stride = tuple(into.shape), tuple(into.stride())
-        self.offset = into.storage_offset()
-        self.lazy, self.dtype = lazy, dtype
-
-
-def _parts(
-    checkpoint: DcpCheckpoint, name: str, piece: Destination, stamps: dict[Path, Stamp]
-) -> list[_Part]:
-    """Return the chunks of a tensor with their locations."""
-    dtype, into = checkpoint.dtype(name), piece.into
-    if piece.arrange is not None:  # of the whole tensor
-        into = torch.empty(into.shape, dtype=dtype, device="meta")
-    found = [
-        _Part(into[chunk.box], _lazy_weight(name, chunk, dtype, stamps), dtype)
-        for chunk in checkpoint.chunks(name)
-    ]
-    if piece.arrange is None:
-        return found
-    return [_Part(piece.into, Computed(piece.arrange, (_joined(into, found),), {}, None), dtype)]
-
-
-def _lazy_weight(
-    name: str, chunk: TensorLayout, dtype: torch.dtype, stamps: dict[Path, Stamp]
-) -> LazyWeight:
-    """Return the lazy weight of a chunk."""
-    numbers = chunk.numbers
-    if chunk.path not in stamps:
-        with chunk.path.open("rb") as file:
-            stamps[chunk.path] = stamp_of(file.fileno())
-    in_order = numbers.strides == _strides(chunk.sizes)
-    stored = Stored(
-        f"{name}{list(chunk.offsets)}",
-        chunk.path,
-        numbers.offset,
-        numbers.count * dtype.itemsize,
-        dtype,
-        chunk.sizes if in_order else (numbers.count,),
-        stamps[chunk.path],
+    tensors = {short: checkpoint.tensor(name, read) for short, name in names.items()}
+    if kempner is None:
+        _drop_copies(checkpoint, empty, tensors, resolved)
+        return load_traced(checkpoint.folder, empty, resolved, tensors, checkpoint.nbytes)
+    found = layout.renamed(checkpoint.folder, empty, kempner.model, tensors)
+    _drop_copies(checkpoint, empty, found, resolved)
+    module, lazy_weights, _ = load_traced(
+        checkpoint.folder,
+        empty,
+        resolved,
+        found,
+        checkpoint.nbytes,
+        adjust=lambda module: layout.adjust(module, kempner.model, tensors),
     )
-    if in_order:
-        return stored
-    laid = Computed(_aten.as_strided.default, (stored, chunk.sizes, numbers.strides), {}, None)
-    # Contiguous, as in memory: other strides would select other matrix products.
-    return Computed(_aten.clone.default, (laid,), {"memory_format": torch.contiguous_format}, None)
+    return module, lazy_weights, [names[short] for short in tensors]
 
 
-def _joined(like: Tensor, parts: list[_Part]) -> LazyWeight:
-    """Return the lazy weight of a tensor that is covered by parts."""
-    shape, base = tuple(like.shape), like.storage_offset()
-    parts = sorted(parts, key=lambda part: part.offset)
-    first, *others = parts
-    rows = [(part.size[0] if part.size else 1) for part in parts]
-    row = like[0].numel() if like.ndim else 1
-    starts = [base + sum(rows[:i]) * row for i in range(len(rows))]
-    in_rows = all(
-        part.size[1:] == shape[1:]
-        and part.stride == _strides(shape)
-        and part.offset == start
-        and part.dtype == first.dtype
-        for part, start in zip(parts, starts, strict=True)
-    )
-    if not in_rows:
-        places = tuple((part.size, part.stride, part.offset - base) for part in parts)
-        made = tuple(part.lazy for part in parts)
-        return Computed(_put_together, (shape, like.stride(), like.dtype, places, made), {}, None)
-    lazy = first.lazy
-    if others:
-        lazy = Computed(_aten.cat.default, ([part.lazy for part in parts],), {}, None)
-    if first.dtype != like.dtype:
-        lazy = Computed(_aten._to_copy.default, (lazy,), {"dtype": like.dtype}, None)
-    return lazy
+def _dtype_of(checkpoint: DcpCheckpoint, names: Iterable[str]) -> torch.dtype:
+    """Return the floating dtype of most of the stored weights; float32 if there is none."""
+    amount: dict[torch.dtype, int] = {}
+    for name in names:
+        if (dtype := checkpoint.dtype(name)).is_floating_point:
+            amount[dtype] = amount.get(dtype, 0) + prod(checkpoint.size(name))
+    return max(amount, key=lambda dtype: amount[dtype], default=torch.float32)
 
 
-def _put_together(
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-    places: tuple[Any, ...],
-    parts: tuple[Tensor, ...],
-) -> Tensor:
-    """Return a tensor assembled from parts, each given as (size, strides, first number)."""
-    made = torch.empty_strided(shape, strides, dtype=dtype)
-    for (size, steps, offset), part in zip(places, parts, strict=True):
-        made.as_strided(size, steps, offset).copy_(part)
-    return made
+def _drop_copies(
+    checkpoint: DcpCheckpoint, empty: Any, tensors: dict[str, Tensor], dtype: torch.dtype
+) -> None:
+    """Drop tensors that the config ties to others.
+
+    Raises:
+        ModelError: one is stored twice, with other numbers.
+    """
+    for copy_name, name in empty.all_tied_weights_keys.items():
+        if copy_name in tensors and name in tensors:
+            pair: list[Any] = [tensors.pop(copy_name), tensors[name]]
+            first, second = (materialize(x.lazy, read_stored).to(dtype) for x in pair)
+            if not torch.equal(first, second):
+                stored = sources(pair[0].lazy)[0].name.partition("[")[0]
+                raise ModelError(
+                    f"{checkpoint.folder}: by the config {stored} is shared with another tensor of the "
+                    "model, and the two are not equal"
+                )
 
 
-def _strides(size: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    strides, step = [], 1
-    for count in reversed(size):
-        strides.append(step)
-        step *= count
-    return tuple(reversed(strides))
+def _config_of(
+    folder: Path, config: Any, where: dict[str, Any]
+) -> tuple[Any, KempnerConfig | None, Any]:
+    """Return a transformers config, KempnerForge's, and the generation config beside it, if any."""
+    from transformers import PretrainedConfig
+
+    if config is None:
+        raise InvalidRequest(
+            f"{folder} is a torch.distributed.checkpoint, which holds no config: config= must be "
+            f"{ALLOWED}"
+        )
+    if isinstance(config, str | os.PathLike):
+        source = os.path.expanduser(os.fspath(config))
+        if not source.endswith(".toml"):
+            if not os.path.exists(source) and not HUB_ID.match(source):
+                raise InvalidRequest(
+                    f"config={source!r}: it is not there, and no hub id; it must be {ALLOWED}"
+                )
+            if os.path.exists(source):
+                where = {"trust_remote_code": where["trust_remote_code"], "local_files_only": True}
+            return read_config(source, where), None, _generation(source, where)
+        config = KempnerConfig.read(source)
+    if isinstance(config, Mapping):
+        config = _config_from_dict(config)
+    if isinstance(config, KempnerConfig):
+        return layout.transformers_config(config.model), config, None
+    if isinstance(config, PretrainedConfig):
+        return copy.deepcopy(config), None, None  # the weights may be read again
+    raise InvalidRequest(f"config={config!r}: must be {ALLOWED}")
+
+
+def _generation(source: str, where: dict[str, Any]) -> Any:
+    """Return the generation config beside a config, or None."""
+    from transformers import GenerationConfig
+
+    if os.path.isfile(source):
+        source = os.path.dirname(source) or "."
+    try:
+        return GenerationConfig.from_pretrained(source, **where)
+    except (OSError, ValueError, TypeError):  # most have none
+        return None
+
+
+def _as_dict(config: Any, kempner: KempnerConfig | None) -> dict[str, Any]:
+    """Return a config as plain data, the input of `_config_from_dict`.
+
+    Raises:
+        NotSupported: its class is not transformers'.
+    """
+    from transformers import CONFIG_MAPPING
+
+    if kempner is not None:
+        return {"kempner": dataclasses.asdict(kempner.model)}
+    kind = config.model_type
+    if kind not in CONFIG_MAPPING or type(config) is not CONFIG_MAPPING[kind]:
+        raise NotSupported(
+            f"placement: a config of the class {type(config).__name__}, which is none of "
+            "transformers' own, is not handed on with a torch.distributed.checkpoint; save the model "
+            "with save_pretrained"
+        )
+    return {"transformers": json.loads(config.to_json_string(use_diff=False))}
+
+
+def _config_from_dict(plain: Mapping[str, Any]) -> Any:
+    """Return a config from a `LoadedModel.config`."""
+    from transformers import CONFIG_MAPPING
+
+    if "kempner" in plain:
+        return KempnerConfig(KempnerModel(**plain["kempner"]))
+    fields = dict(plain["transformers"])
+    return CONFIG_MAPPING[fields["model_type"]].from_dict(fields)

@@ -72,5 +72,6 @@ def stored_in(path: Path) -> dict[str, Stored]:
     except _Damage as error:
         raise ModelError(f"{path} is damaged or cut short: {error}") from None
     except Exception as error:  # a damaged header fails in any way; its text is not quoted
-        raise ModelError(f"{path} is damaged or cut short: {reason(error)}") from None
+        why = reason(error) if path.exists() else "a link to nothing"
+        raise ModelError(f"{path} is damaged or cut short: {why}") from None
     return found

@@ -12,7 +12,7 @@ import transformers
 
 from verbatim._version import __version__
 from verbatim.errors import ModelError
-from verbatim.model.loader import LoadedModel, fingerprints
+from verbatim.model.loader import LoadedModel, file_times
 from verbatim.weights.lazy import Stored, sources, stamp_of
 
 _MAX_SAMPLED = 1024  # tensors of which a fingerprint contains some bytes
@@ -50,16 +50,7 @@ def files_digest(loaded: LoadedModel) -> str:
     Files are identified by name, size, inode and times; the change time can't be forged. A copy of the files
     is another model.
     """
-    if loaded.lazy_weights is not None:
-        paths = {s.path for lazy in loaded.lazy_weights.values() for s in sources(lazy)}
-    else:
-        assert loaded.checkpoint is not None
-        folder = loaded.checkpoint.folder
-        names = loaded.checkpoint.fingerprints(folder)
-        paths = {folder / name for name in names if not name.endswith(".json")}
-    if loaded.adapter is not None:
-        paths |= {loaded.adapter / name for name in fingerprints(loaded.adapter)}
-    files = sorted((p.name, p.stat()) for p in paths)
+    files = sorted((path.name, path.stat()) for path in file_times(loaded.folders))
     plain = [(n, s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for n, s in files]
     module: Any = loaded.module
     versions = [__version__, torch.__version__, transformers.__version__]

@@ -66,6 +66,7 @@ class Held:
 
 
 LazyWeight = Stored | Computed | Held
+Cut = tuple[int, int, int]  # a dimension of a weight, and the range of it that is kept
 
 _AT_ONCE = 1 << 20  # bytes that are compared
 _aten = torch.ops.aten
@@ -132,6 +133,8 @@ def same_numbers(a: LazyWeight, b: LazyWeight) -> bool:
     """
     if a == b:
         return True
+    if isinstance(a, Held) and isinstance(b, Held):
+        return a.tensor.dtype == b.tensor.dtype and torch.equal(a.tensor, b.tensor)
     if not (isinstance(a, Stored) and isinstance(b, Stored)):
         return False
     if (a.dtype, a.shape) != (b.dtype, b.shape):
@@ -147,8 +150,10 @@ def same_numbers(a: LazyWeight, b: LazyWeight) -> bool:
 
 
 def traced(lazy: LazyWeight) -> Traced:
-    """Return a tensor without data for one in a file, or one that a format's decoder computes."""
-    like: Any = lazy.func if isinstance(lazy, Computed) else lazy
+    """Return a tensor without data for one in a file or in memory, or one that a decoder computes."""
+    like: Any = lazy
+    if not isinstance(lazy, Stored):
+        like = lazy.func if isinstance(lazy, Computed) else lazy.tensor
     return Traced(lazy, torch.empty(like.shape, dtype=like.dtype, device="meta"))
 
 
@@ -212,8 +217,10 @@ def rows_can_be_read(lazy: LazyWeight) -> bool:
     if isinstance(lazy, Held):
         return False
     if lazy.func is _aten.cat.default:
-        (parts,) = lazy.args
-        return all(isinstance(part, Stored) and len(part.shape) > 1 for part in parts)
+        parts, *dim = lazy.args
+        return not any(dim) and all(
+            isinstance(part, Stored) and len(part.shape) > 1 for part in parts
+        )
     return lazy.func is _aten._to_copy.default and rows_can_be_read(lazy.args[0])
 
 
@@ -260,9 +267,16 @@ def rows_of(lazy: LazyWeight, begin: int, end: int) -> LazyWeight | None:
     return pieces[0] if len(pieces) == 1 else Computed(lazy.func, (pieces,), {}, None)
 
 
-def pieces_of(lazy: LazyWeight) -> list[LazyWeight]:
-    """Return the lazy weights whose data, concatenated, is that of one entry of `rows_of`."""
+def pieces_of(lazy: LazyWeight, leading: int = 1) -> list[LazyWeight]:
+    """Return the lazy weights whose data, concatenated, is that of one entry of `rows_of`.
+
+    Args:
+        leading: number of first dimensions of size 1.
+    """
     if not isinstance(lazy, Computed) or lazy.func not in (_aten.stack.default, _aten.cat.default):
         return [lazy]
-    parts, *dim = lazy.args
-    return [lazy] if dim and dim[0] > 1 else [piece for part in parts for piece in pieces_of(part)]
+    parts, dim = lazy.args if len(lazy.args) > 1 else (lazy.args[0], 0)
+    if dim > leading or (dim and lazy.func is _aten.stack.default):
+        return [lazy]
+    inside = 0 if lazy.func is _aten.stack.default else leading
+    return [piece for part in parts for piece in pieces_of(part, inside)]

@@ -1,6 +1,6 @@
 """Merging a LoRA adapter into the lazy weights of its base model.
 
-`W + scaling * B A` is computed in float32 by the engine's own product, which has the same bits in every
+`W + scaling * B A` is computed in float32 by the engine's own product, which is bit-identical in every
 placement, and rounded once to the weight's dtype.
 """
 

@@ -18,10 +18,14 @@ from torch import Tensor, nn
 
 from verbatim.errors import InvalidRequest, ModelError, NotSupported
 from verbatim.model.integers import pack_as_held
+from verbatim.model.loader import ModelSource
 from verbatim.model.packed import packed_buffers
 from verbatim.model.patching import exclusive
 from verbatim.model.shard import Columns
 from verbatim.model.weight_packing import WeightPacking
+from verbatim.weights.lazy import Cut
+from verbatim.weights.load import open_weights
+from verbatim.weights.opening import open_files
 
 Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | str | os.PathLike[str] | nn.Module
 
@@ -29,8 +33,6 @@ Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | str | os.PathLik
 _WRAPPERS = re.compile(
     r"(^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|^(module\.)+"
 )
-Cut = tuple[int, int, int]  # a dimension of a weight, and the range of it that is kept
-
 _THREADS = 2
 _MESSAGE_BYTES = 256 * 2**20
 _SHOWN = 3  # names in an error message
@@ -71,9 +73,10 @@ def named_weights(weights: Weights) -> dict[str, Tensor]:
 def _read(path: Path) -> dict[str, Tensor]:
     if (path / "config.json").is_file():
         # transformers may rename a checkpoint's tensors, or merge several of them.
-        from verbatim.model.loader import load
-
-        return dict(load(path, with_tokenizer=False).module.state_dict())
+        loaded = open_weights(lambda _: open_files(ModelSource(path), False, in_memory=True), None)
+        if loaded.packed is not None:
+            raise NotSupported(f"{path}: a quantized checkpoint; only LLM(model=...) opens it")
+        return dict(loaded.module.state_dict())
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not all(f.is_file() and f.suffix == ".safetensors" for f in files):
         raise ModelError(f"{path} is neither a folder of safetensors files nor one such file")

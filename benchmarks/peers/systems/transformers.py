@@ -36,13 +36,17 @@ class Transformers:
         del self.peer
 
     def check(self, prompts: list[list[int]], forced: list[list[int]]) -> np.ndarray:
-        return self.peer.logits_behind(prompts, forced).float().numpy()
+        cache = self.peer.make_cache()
+        logits = self.peer.logits(torch.tensor(prompts), cache)
+        for ids in zip(*forced, strict=True):  # decoded one by one
+            logits = self.peer.logits(torch.tensor(ids)[:, None], cache)
+        return logits.float().numpy()
 
     def prefill(self, length: int) -> float:
-        return self.peer.prefill_of(random_ids(length, 0, self.vocab))
+        return self.peer.prefill(random_ids(length, 0, self.vocab))
 
     def decode(self, rows: int, length: int, steps: int, seconds: float) -> list[float]:
-        return self.peer.decode_of(random_ids(length, 0, self.vocab), rows, steps, seconds)
+        return self.peer.decode([random_ids(length, 0, self.vocab)] * rows, steps, seconds)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 from benchmarks.peers.protocol import random_ids, serve
 from benchmarks.peers.shape import Shape
 from verbatim import LLM, SamplingParams, __version__
-from verbatim.bench.ours import Ours
+from verbatim.bench.peers import Ours
 from verbatim.model.quantization import Quantization
 
 BLOCK = 16
@@ -126,13 +126,13 @@ class Verbatim:
     def prefill(self, length: int) -> float:
         with self._awake():
             self._fill(-(-length // BLOCK) + 1)  # the other systems' memory is theirs already
-            return self.ours.prefill_of(random_ids(length, 0, self.shape.vocab))
+            return self.ours.prefill(random_ids(length, 0, self.shape.vocab))
 
     def decode(self, rows: int, length: int, steps: int, seconds: float) -> list[float]:
         prompts = [random_ids(length, row, self.shape.vocab) for row in range(rows)]
         with self._awake():
             self._fill(rows * (-(-(length + steps + 66) // BLOCK) + 1))
-            return self.ours.decode_of(prompts, steps, seconds)
+            return self.ours.decode(prompts, steps, seconds)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from verbatim.compat.batches import (
-    PaddedRows,
-    check_complete,
-    check_search,
-    draw_seed,
-    flag,
-    integer,
-    optional_integer,
-)
-from verbatim.core import Request, Result
+from verbatim.checks import integer, optional_integer
+from verbatim.compat.batches import PaddedRows, check_search, draw_seed, flag, new_rows
+from verbatim.core import Request
 from verbatim.engine.handle import EngineHandle
 from verbatim.engine.lockstep import run_together
 from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong, UnsupportedModel
@@ -90,14 +83,14 @@ def generate(
 
     def begin() -> tuple[EngineHandle, list[Request]]:
         calls.append(GenerateCall(model, *rows, sampling, hooks, model_kwargs))
-        return calls[0].rows
+        return calls[0].llm.engine, calls[0].requests
 
     try:
-        results = run_together(begin, group)
+        run_together(begin, group)
+        return calls[0].output(*calls[0].progress())
     finally:
         for call in calls:
             call.close()
-    return calls[0].output(results)
 
 
 def generate_streaming(
@@ -171,7 +164,7 @@ _sample_streaming = _by_ids(generate_streaming, early_stopping=False)
 
 
 class GenerateCall:
-    """The checked arguments and the admitted rows of one call; run `rows`, or `stream` them, once.
+    """The checked arguments and the admitted rows of one call; run `requests`, or `stream` them, once.
 
     Args:
         options: number of beams, whether to sample, top-k, top-p and temperature.
@@ -222,74 +215,57 @@ class GenerateCall:
         interval = kwargs.pop("stream_interval", None)
         self._interval = 2 if interval is None else integer("stream_interval", interval, 1)
         self._pad: int | None = eos_id if pad_id is None else pad_id
-        self._llm, self._owns_engine = self._engine_for(model, hooks)
+        self.llm, self._owns_engine = self._engine_for(model, hooks)
         if self._pad is None:
-            self._pad = self._llm.pad_token_id
-        self._requests: list[Request] = []
+            self._pad = self.llm.pad_token_id
+        self.requests: list[Request] = []
+        if not self._num_new:
+            return
+        if eos_id is not None and eos_id < self.llm.engine.admission.vocab_size:
+            stops = ((eos_id,), *stops)
+        if seed is None and sampling["temperature"] > 0:
+            seed = draw_seed()
         try:
-            if self._num_new:
-                if eos_id is not None and eos_id < self._llm.engine.admission.vocab_size:
-                    stops = ((eos_id,), *stops)
-                if seed is None and sampling["temperature"] > 0:
-                    seed = draw_seed()
-                params = SamplingParams(
-                    max_tokens=self._num_new,
-                    stop_token_ids=stops,
-                    ignore_eos=True,  # only the tokenizer's counts, as a stop id
-                    seed=seed,
-                    **sampling,
-                )
-                self._requests = self._llm._admit_rows(self._prompts, params)
+            params = SamplingParams(
+                max_tokens=self._num_new,
+                stop_token_ids=stops,
+                ignore_eos=True,  # only the tokenizer's counts, as a stop id
+                seed=seed,
+                **sampling,
+            )
+            self.requests = self.llm._admit_rows(self._prompts, params)
         except BaseException:
             self.close()
             raise
 
-    @property
-    def rows(self) -> tuple[EngineHandle, list[Request]]:
-        """The engine, and its request for each row."""
-        return self._llm.engine, self._requests
+    def progress(self) -> tuple[list[list[int]], int]:
+        """Return the new ids of each row, and the number of columns that are final."""
+        rows, ready = new_rows(self.requests)
+        if self._fills_up and all(request.finished for request in self.requests):
+            ready = self._num_new
+        return rows, ready
 
-    def output(self, results: list[Result]) -> Tensor:
-        """Return the prompts with the new tokens of all rows."""
-        for row, result in enumerate(results):
-            check_complete(row, result.outputs[0])
-        rows = [result.outputs[0].token_ids for result in results]
-        return self._joined(rows, self._width(rows))
+    def output(self, rows: list[list[int]], width: int) -> Tensor:
+        """Return the prompts with `width` more columns."""
+        assert self._pad is not None
+        return self._before.joined(rows, self._pad, width).to(self._device)
 
     def stream(self) -> Generator[Tensor, None, None]:
         """Yield the whole tensor each time it has grown by the stream interval."""
         sent = 1 - self._interval
-        with closing(self), closing(self._llm.engine.steps(self._requests)) as steps:
+        with closing(self), closing(self.llm.engine.steps(self.requests)) as steps:
             for _ in steps:
-                rows, ready = self._progress()
+                rows, ready = self.progress()
                 for width in range(sent + self._interval, ready + 1, self._interval):
-                    yield self._joined(rows, width)
+                    yield self.output(rows, width)
                     sent = width
             if sent < max(ready, 1):  # the end between two intervals, or no new token at all
-                yield self._joined(rows, ready)
+                yield self.output(rows, ready)
 
     def close(self) -> None:
         """Close the engine if it was opened for this call."""
         if self._owns_engine:
-            self._llm.close()
-
-    def _progress(self) -> tuple[list[list[int]], int]:
-        """Return the new ids of each row, and the number of columns that are final."""
-        for row, request in enumerate(self._requests):
-            if request.error is not None:
-                raise request.error
-            check_complete(row, request.sequences[0])
-        rows = [list(request.sequences[0].output_ids) for request in self._requests]
-        growing = [len(row) for row, r in zip(rows, self._requests, strict=True) if not r.finished]
-        return rows, min(growing) if growing else self._width(rows)
-
-    def _width(self, rows: list[list[int]]) -> int:
-        """Return the number of new columns when all rows have ended."""
-        return self._num_new if self._fills_up else max(map(len, rows), default=0)
-
-    def _joined(self, rows: list[list[int]], width: int) -> Tensor:
-        assert self._pad is not None
-        return self._before.joined(rows, self._pad, width).to(self._device)
+            self.llm.close()
 
     # ---- the engine
 

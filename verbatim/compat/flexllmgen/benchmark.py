@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,6 @@ from verbatim.errors import InvalidRequest
 
 _PROMPT = "The longest river of Africa is the Nile. "
 _WARMUP = 32  # tokens
-_POLICY_FLAGS = (
-    "overlap sep_layer pin_weight cpu_cache_compute attn_sparsity compress_weight compress_cache"
-).split()
 _GB = 2**30
 
 
@@ -82,8 +79,8 @@ def run_flexllmgen(args: argparse.Namespace) -> Timings:
     if len(args.percent) != 6:
         raise InvalidRequest(f"--percent {args.percent}: must be six numbers")
     sizes: list[Any] = [args.gpu_batch_size, args.num_gpu_batches, *args.percent]
-    settings: dict[str, Any] = {name: getattr(args, name) for name in _POLICY_FLAGS}
-    policy = Policy(*sizes, **settings)
+    names = [field.name for field in fields(Policy)[len(sizes) :] if hasattr(args, field.name)]
+    policy = Policy(*sizes, **{name: getattr(args, name) for name in names})
     env = ExecutionEnv.create(args.offload_dir)
     with OptLM(args.model, env, args.path, policy) as model:
         tokenizer = model.llm.tokenizer

@@ -12,15 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from verbatim.compat.batches import (
-    PaddedRows,
-    check_complete,
-    draw_seed,
-    integer,
-    optional_integer,
-    pad_id_of,
-    pad_rows,
-)
+from verbatim.checks import integer, optional_integer, switch
+from verbatim.compat.batches import PaddedRows, draw_seed, new_rows, pad_id_of, pad_rows
 from verbatim.compat.flexllmgen.config import OptConfig, check_config, config_by_name, find_model
 from verbatim.compat.flexllmgen.policy import ExecutionEnv, Policy, offload_of, options_of
 from verbatim.compat.flexllmgen.timings import Clock, Spent, Timings
@@ -28,7 +21,6 @@ from verbatim.compat.opened import Opened
 from verbatim.core import Request
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
-from verbatim.options import switch
 from verbatim.params import SamplingParams
 
 _FEW_TOKENS = 5  # of "fewer_batch": the prefill's, and four of decoding
@@ -71,9 +63,9 @@ class OptLM(Opened):
         self.timings = Timings()
         if isinstance(config, LLM | nn.Module):
             for name in ("env", "path", "policy"):
-                if getattr(self, name) is not None:
+                if (given := getattr(self, name)) is not None:
                     raise InvalidRequest(
-                        f"{name}={getattr(self, name)!r}: the config is an {type(config).__name__}, "
+                        f"{name}={given!r}: the config is an {type(config).__name__}, "
                         "which is open already; leave it at None"
                     )
             self._source = config
@@ -83,28 +75,23 @@ class OptLM(Opened):
             raise InvalidRequest(
                 f"config={config!r}: must be an OptConfig, a folder, a hub id or name, an LLM or a module"
             )
-        llm = self._source = self._open(config)
-        self.config = config if isinstance(config, OptConfig) else llm.engine.config
-        self._close_with(llm)
-        if env is not None:
-            env._models.add(self)
-
-    def _open(self, config: OptConfig | str | os.PathLike[str]) -> LLM:
         by_name = not isinstance(config, OptConfig)
         expected = config if isinstance(config, OptConfig) else config_by_name(os.fspath(config))
-        disk = None if self.env is None else self.env.disk.path
-        llm = LLM(
-            find_model(config, self.path),
-            placement=offload_of(self.policy, disk),
-            **options_of(self.policy),
+        disk = None if env is None else env.disk.path
+        placement = offload_of(policy, disk)
+        llm = self._source = LLM(
+            find_model(config, path), placement=placement, **options_of(policy)
         )
+        self._close_with(llm)
         try:
             if expected is not None:
                 check_config(expected, llm.engine.config, by_name=by_name)
         except BaseException:
-            llm.close()
+            self.close()
             raise
-        return llm
+        self.config = llm.engine.config if by_name else config
+        if env is not None:
+            env._models.add(self)
 
     @property
     def num_gpu_batches(self) -> int | None:
@@ -128,7 +115,7 @@ class OptLM(Opened):
         max_new_tokens: int = 32,
         do_sample: bool = False,
         temperature: float = 1.0,
-        stop: int | None = None,
+        stop: int | str | None = None,
         debug_mode: str | None = None,
         cut_gen_len: int | None = None,
         verbose: int = 0,
@@ -144,8 +131,8 @@ class OptLM(Opened):
             max_new_tokens: columns after the prompt.
             do_sample: False takes the likeliest token.
             temperature: of sampling; 0 takes the likeliest token.
-            stop: the id that ends a row; it is kept, and pads follow. Nothing else ends a row, not even
-                the model's end of sequence.
+            stop: the id that ends a row, or a text of one token; it is kept, and pads follow. Nothing else
+                ends a row, not even the model's end of sequence.
             debug_mode: "fewer_batch" runs only the first block of rows, for at most 5 tokens;
                 "breakdown" measures load, compute and store separately, and writes the timings to
                 stderr. Results are in `timings`.
@@ -167,15 +154,18 @@ class OptLM(Opened):
         llm, pad_id = self.llm, self.pad_token_id
         largest_id = llm.engine.admission.vocab_size - 1
         switch("do_sample", do_sample)
-        if not (
-            isinstance(debug_mode, str | None) and debug_mode in (None, "fewer_batch", "breakdown")
-        ):
+        if debug_mode not in (None, "fewer_batch", "breakdown"):
             raise InvalidRequest(
                 f"debug_mode={debug_mode!r}: must be None, 'fewer_batch' or 'breakdown'"
             )
         num_new = num_run = integer("max_new_tokens", max_new_tokens, 0)
         if cut_gen_len is not None:
             num_run = min(num_run, integer("cut_gen_len", cut_gen_len, 1))
+        if isinstance(stop, str) and llm.tokenizer is not None:
+            stop_ids = llm.tokenizer.encode(stop, special_tokens=False)
+            if len(stop_ids) != 1:
+                raise InvalidRequest(f"stop={stop!r}: must be one token, and has {len(stop_ids)}")
+            stop = stop_ids[0]
         stop = optional_integer("stop", stop, 0, largest_id)
         verbose = integer("verbose", verbose, 0)
         SamplingParams(temperature=temperature, seed=seed)  # validates them
@@ -206,8 +196,7 @@ class OptLM(Opened):
         self.timings.project(len(ids), num_new, num_run)
         if verbose or spent is not None:
             _log(*self.timings.lines())
-        new_rows = [request.sequences[0].output_ids for request in requests]
-        return columns.joined(new_rows, pad_id, num_new).numpy().astype(np.int32)
+        return columns.joined(new_rows(requests)[0], pad_id, num_new).numpy().astype(np.int32)
 
     def delete_all_weights(self) -> None:
         """Free everything, as `close` does."""
@@ -225,8 +214,6 @@ def _run_timed(llm: LLM, requests: list[Request], spent: Spent | None, verbose: 
             if verbose > 1 and tokens:
                 costs = clock.timings.costs
                 _log(f"step {len(costs)}: {costs[-1]:.3f} s, {tokens} tokens")
-    for row, request in enumerate(requests):
-        check_complete(row, request.sequences[0])
     return clock.timings
 
 
@@ -264,7 +251,8 @@ def _log(*lines: str) -> None:
 def _rows(inputs: Any) -> list[list[int]]:
     """Return rows of ids from a 2-D array or tensor, or from a list of rows."""
     if isinstance(inputs, np.ndarray | Tensor):
-        if inputs.ndim != 2 or not _holds_integers(inputs):
+        has_data = isinstance(inputs, np.ndarray) or inputs.device.type != "meta"
+        if inputs.ndim != 2 or "int" not in str(inputs.dtype) or not has_data:
             raise InvalidRequest(
                 f"inputs is {inputs.dtype} {list(inputs.shape)}; it must be integers [batch, prompt_len]"
             )
@@ -275,25 +263,15 @@ def _rows(inputs: Any) -> list[list[int]]:
         )
     if not len(inputs):
         raise InvalidRequest("inputs holds no row; at least one is needed")
-    return [_row(f"inputs[{number}]", row) for number, row in enumerate(inputs)]
-
-
-def _holds_integers(array: np.ndarray[Any, Any] | Tensor) -> bool:
-    if isinstance(array, np.ndarray):
-        return array.dtype.kind in "iu"
-    floats = array.is_floating_point() or array.is_complex() or array.dtype == torch.bool
-    return not floats and array.layout == torch.strided and not array.is_meta
-
-
-def _row(name: str, row: Any) -> list[int]:
-    is_list = isinstance(row, Sequence) and not isinstance(row, str | bytes)
-    if not is_list and getattr(row, "ndim", 0) != 1:
-        raise InvalidRequest(f"{name}={row!r}: must be a list of ids")
-    values = row.tolist() if hasattr(row, "tolist") else row
-    ids = [integer(name, value, 0, _LARGEST_ID) for value in values]
-    if not ids:
-        raise InvalidRequest(f"{name} is empty: at least one id is needed")
-    return ids
+    rows = []
+    for number, row in enumerate(inputs):
+        name, values = f"inputs[{number}]", row.tolist() if hasattr(row, "tolist") else row
+        if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+            raise InvalidRequest(f"{name}={row!r}: must be a list of ids")
+        if not values:
+            raise InvalidRequest(f"{name} is empty: at least one id is needed")
+        rows.append([integer(name, value, 0, _LARGEST_ID) for value in values])
+    return rows
 
 
 def _columns(ids: Tensor, attention_mask: Any, pad_id: int) -> PaddedRows:
@@ -303,11 +281,7 @@ def _columns(ids: Tensor, attention_mask: Any, pad_id: int) -> PaddedRows:
         mask[:, -1] = True
         return PaddedRows.of(ids, mask, None)
     try:
-        mask = (
-            attention_mask
-            if isinstance(attention_mask, Tensor)
-            else torch.from_numpy(np.array(attention_mask))
-        )
+        mask = torch.from_numpy(np.array(attention_mask))
     except (TypeError, ValueError):
         raise InvalidRequest(
             f"attention_mask={attention_mask!r}: must be 0 and 1, in the shape of inputs"

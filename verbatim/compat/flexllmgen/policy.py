@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
 import weakref
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from verbatim.compat.batches import integer
+from verbatim.checks import integer, switch
 from verbatim.errors import InvalidRequest, NotSupported, TierFailed
 from verbatim.model.quantization import GROUP_SIZES, Quantization
-from verbatim.options import switch
 from verbatim.placement.offload.choice import Offload, percents
 
-_SWITCHES = (
-    "overlap",
-    "sep_layer",
-    "pin_weight",
-    "cpu_cache_compute",
-    "compress_weight",
-    "compress_cache",
-)
 _CACHE_GROUPS = {8: 64, 4: 32}  # elements of a group of K and V, by bits
-_PAIRS = ("w", "cache", "act")
 _ROWS = 512  # prompt tokens of each sequence of a block that share one reading of the weights
-
-
-class _Closable(Protocol):
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +41,21 @@ def TorchDevice(name: str, *_: object, **__: object) -> Tier:  # noqa: N802
 
 
 def TorchDisk(path: str | os.PathLike[str], *_: object, **__: object) -> Tier:  # noqa: N802
-    """Return the disk tier in a folder, which is created if missing; see `ExecutionEnv.create`."""
-    return ExecutionEnv.create(path).disk
+    """Return the disk tier in a folder, which is created if missing.
+
+    Raises:
+        InvalidRequest: not a path, or the path of a file. TierFailed: the folder can't be created.
+    """
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise InvalidRequest(f"offload_dir={path!r}: must be the path of a folder")
+    folder = Path(os.path.abspath(os.path.expanduser(path)))
+    if folder.exists() and not folder.is_dir():
+        raise InvalidRequest(f"offload_dir={path!r} is a file; it must be a folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TierFailed(f"disk tier: can't make the folder {folder}: {error.strerror}") from error
+    return Tier("disk", folder)
 
 
 def TorchMixedDevice(base_devices: object = ()) -> Tier:  # noqa: N802
@@ -75,30 +75,16 @@ class ExecutionEnv:
     cpu: Tier = Tier("cpu")
     disk: Tier = Tier("disk")
     mixed: Tier = Tier("mixed")
-    _models: weakref.WeakSet[_Closable] = field(default_factory=weakref.WeakSet, repr=False)
+    _models: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, repr=False)
 
     @classmethod
     def create(cls, offload_dir: str | os.PathLike[str]) -> ExecutionEnv:
-        """Return an environment with `offload_dir` as its disk tier; create the folder if missing.
+        """Return an environment with `offload_dir` as its disk tier; see `TorchDisk`.
 
         Files there are unnamed, and nothing is left behind; weights are read from the
         checkpoint itself, not copied.
-
-        Raises:
-            InvalidRequest: not a path, or the path of a file. TierFailed: the folder can't be created.
         """
-        if not isinstance(offload_dir, str | os.PathLike) or not os.fspath(offload_dir):
-            raise InvalidRequest(f"offload_dir={offload_dir!r}: must be the path of a folder")
-        folder = Path(os.path.abspath(os.path.expanduser(offload_dir)))
-        if folder.exists() and not folder.is_dir():
-            raise InvalidRequest(f"offload_dir={offload_dir!r} is a file; it must be a folder")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise TierFailed(
-                f"disk tier: can't make the folder {folder}: {error.strerror}"
-            ) from error
-        return cls(disk=Tier("disk", folder))
+        return cls(disk=TorchDisk(offload_dir))
 
     def close_copy_threads(self) -> None:
         """Close every `OptLM` of this environment, with its threads; a second call does nothing."""
@@ -189,7 +175,7 @@ class Policy:
     def __post_init__(self) -> None:
         for name in ("gpu_batch_size", "num_gpu_batches"):
             object.__setattr__(self, name, integer(name, getattr(self, name), 1))
-        for kind in _PAIRS:
+        for kind in ("w", "cache", "act"):
             names = f"{kind}_gpu_percent", f"{kind}_cpu_percent"
             values = tuple(getattr(self, name) for name in names)
             try:
@@ -201,13 +187,17 @@ class Policy:
                 ) from None
             for name, share in zip(names, shares, strict=False):
                 object.__setattr__(self, name, share)
-        for name in _SWITCHES:
-            switch(name, getattr(self, name))
-        for name in ("comp_weight_config", "comp_cache_config"):
-            if not isinstance(value := getattr(self, name), CompressionConfig):
-                raise InvalidRequest(f"{name}={value!r}: must be a CompressionConfig")
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            if each.type == "bool":
+                switch(each.name, value)
+            if each.type == "CompressionConfig" and not isinstance(value, CompressionConfig):
+                raise InvalidRequest(f"{each.name}={value!r}: must be a CompressionConfig")
         _check_sparsity(self.attn_sparsity)
-        _check_compression(self)
+        if self.compress_weight and self.comp_weight_config.enabled:
+            _check_weights(self.comp_weight_config)
+        if self.compress_cache and self.comp_cache_config.enabled:
+            _check_cache(self.comp_cache_config)
 
     @property
     def w_disk_percent(self) -> float:
@@ -280,52 +270,50 @@ def _check_sparsity(share: Any) -> None:
         )
 
 
-def _check_compression(policy: Policy) -> None:
-    weights, cache = policy.comp_weight_config, policy.comp_cache_config
-    if policy.compress_weight and weights.enabled:
-        name = "comp_weight_config"
-        _check_values(name, weights)
-        if weights.group_dim > 1:
-            raise InvalidRequest(
-                f"{name}.group_dim={weights.group_dim}: a weight is [out, in]; must be 0 or 1"
-            )
-        _check_group_size(name, weights, tuple(GROUP_SIZES))
-        if weights.group_dim == 0:
-            warnings.warn(
-                f"{name}.group_dim=0 is read as 1: groups run along the inputs of a weight [out, in]",
-                stacklevel=4,
-            )
-    if policy.compress_cache and cache.enabled:
-        name = "comp_cache_config"
-        _check_values(name, cache)
-        if cache.group_dim != 2:
-            raise NotSupported(
-                f"{name}.group_dim={cache.group_dim}: a group lies within one token's vector of one head; "
-                "must be 2"
-            )
-        group = _CACHE_GROUPS[cache.num_bits]
-        if cache.group_size == 2 * group:
-            warnings.warn(
-                f"{name}.group_size={cache.group_size} is run in groups of {group}: no element errs more, "
-                "and a group's two ends are kept twice as often",
-                stacklevel=4,
-            )
-        else:
-            _check_group_size(name, cache, (group, 2 * group))
+def _check_weights(config: CompressionConfig) -> None:
+    name = "comp_weight_config"
+    if config.group_dim > 1:
+        raise InvalidRequest(
+            f"{name}.group_dim={config.group_dim}: a weight is [out, in]; must be 0 or 1"
+        )
+    _check_values(name, config, dict.fromkeys((4, 8), GROUP_SIZES))
+    if config.group_dim == 0:
+        warnings.warn(
+            f"{name}.group_dim=0 is read as 1: groups run along the inputs of a weight [out, in]",
+            stacklevel=4,
+        )
 
 
-def _check_values(name: str, config: CompressionConfig) -> None:
-    if config.num_bits not in (4, 8):
+def _check_cache(config: CompressionConfig) -> None:
+    name = "comp_cache_config"
+    if config.group_dim != 2:
+        raise NotSupported(
+            f"{name}.group_dim={config.group_dim}: a group lies within one token's vector of one head; "
+            "must be 2"
+        )
+    _check_values(name, config, {bits: (size, 2 * size) for bits, size in _CACHE_GROUPS.items()})
+    if config.group_size != (group := _CACHE_GROUPS[config.num_bits]):
+        warnings.warn(
+            f"{name}.group_size={config.group_size} is run in groups of {group}: no element errs more, "
+            "and a group's two ends are kept twice as often",
+            stacklevel=4,
+        )
+
+
+def _check_values(name: str, config: CompressionConfig, sizes: dict[int, tuple[int, ...]]) -> None:
+    """Refuse bits, groups and ranges that are not built.
+
+    Args:
+        sizes: of groups, by bits.
+    """
+    if config.num_bits not in sizes:
         raise NotSupported(f"{name}.num_bits={config.num_bits}: must be 4 or 8")
     if config.symmetric:
         raise NotSupported(
             f"{name}.symmetric=True: a group keeps its lowest and its highest element; must be False"
         )
-
-
-def _check_group_size(name: str, config: CompressionConfig, sizes: tuple[int, ...]) -> None:
-    if config.group_size not in sizes:
+    if config.group_size not in (allowed := sizes[config.num_bits]):
         raise NotSupported(
-            f"{name}.group_size={config.group_size}: must be {' or '.join(map(str, sizes))} for "
+            f"{name}.group_size={config.group_size}: must be {' or '.join(map(str, allowed))} for "
             f"{config.num_bits} bits"
         )

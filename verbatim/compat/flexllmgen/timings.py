@@ -103,36 +103,32 @@ class Clock:
     def __init__(self, requests: list[Request], spent: Spent | None) -> None:
         self.timings = Timings(num_rows=len(requests))
         self._requests = requests
-        self._read_spent = spent
-        self._spent: Sequence[float] = () if spent is None else spent()
+        self._read_spent: Spent = spent or tuple
+        self._last = self._read()
         for phase in (self.timings.prefill, self.timings.decode):
-            phase.add(0.0, [0.0 for _ in self._spent])
-        self._progress = self._read_progress()
-        self._begin = perf_counter()
+            phase.add(0.0, [0.0 for _ in self._last[1]])
 
     def lap(self) -> int:
         """Record a step; return the number of tokens that it generated."""
-        now, progress = perf_counter(), self._read_progress()
-        wall_s, self._begin = now - self._begin, now
-        before = self._spent
-        self._spent = () if self._read_spent is None else self._read_spent()
-        added = [new - old for new, old in zip(self._spent, before, strict=True)]
-        (tokens, *prompts), (tokens_before, *prompts_before) = progress, self._progress
-        phase = self.timings.decode if prompts == prompts_before else self.timings.prefill
-        phase.add(wall_s, added)
-        if tokens > tokens_before:
+        (begin, spent, tokens, prompts), self._last = self._last, self._read()
+        now, spent_now, tokens_now, prompts_now = self._last
+        wall_s, num_new = now - begin, tokens_now - tokens
+        phase = self.timings.decode if prompts == prompts_now else self.timings.prefill
+        phase.add(wall_s, [new - old for new, old in zip(spent_now, spent, strict=True)])
+        if num_new > 0:
             phase.num_steps += 1
             self.timings.costs.append(wall_s)
         elif self.timings.costs:
             self.timings.costs[-1] += wall_s
-        self._progress = progress
-        return tokens - tokens_before
+        return num_new
 
-    def _read_progress(self) -> tuple[int, int, int]:
-        """Return generated tokens, rows with tokens, and computed prompt tokens of the other rows."""
+    def _read(self) -> tuple[float, Sequence[float], int, tuple[int, int]]:
+        """Return the time, `spent`, the generated tokens, and what changes while a prompt is computed.
+
+        That is the number of rows with tokens, and of computed prompt tokens of the other rows.
+        """
         rows = [request.sequences[0] for request in self._requests]
-        return (
-            sum(len(row.output_ids) for row in rows),
-            sum(bool(row.output_ids) for row in rows),
-            sum(row.num_computed for row in rows if not row.output_ids),
-        )
+        begun = sum(bool(row.output_ids) for row in rows)
+        computed = sum(row.num_computed for row in rows if not row.output_ids)
+        tokens = sum(len(row.output_ids) for row in rows)
+        return perf_counter(), self._read_spent(), tokens, (begun, computed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verbatim.compat.batches import integer
+from verbatim.checks import integer
 from verbatim.errors import InvalidRequest
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from verbatim.cli.options import MODEL, open_llm, seeded
-from verbatim.cli.terminal import WrongUsage, ending, exit_status, interruptible, note, one_line
+from verbatim.cli.terminal import WrongUsage, exit_status, interruptible, note, one_line
 from verbatim.compat.kempnerforge.config import parse
 from verbatim.compat.kempnerforge.filters import filters
 from verbatim.errors import EngineClosed, InvalidRequest, ModelError, VerbatimError
@@ -82,12 +82,10 @@ def _answer(llm: LLM, prompt: str, params: SamplingParams) -> None:
     """Continue a prompt, and print both. Ctrl-C ends it early and keeps the text so far."""
     params = seeded(params)
     text, count = "", 0
-    with interruptible() as interrupt, ending(llm.stream(prompt, params)) as deltas:
+    with interruptible(llm.stream(prompt, params)) as deltas:
         for delta in deltas:
             text += delta.text
             count += len(delta.token_ids)
-            if interrupt.pressed:
-                break
     _print(f"\n--- Prompt ---\n{prompt}")
     _print(f"\n--- Generated ({count} tokens) ---\n{text}\n")
     if params.temperature > 0:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import verbatim
-from verbatim.compat.batches import integer
+from verbatim.checks import integer
 from verbatim.compat.kempnerforge.filters import filters
 from verbatim.errors import InvalidRequest, PromptTooLong
 from verbatim.llm import LLM

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,24 +14,22 @@ from torch import Tensor
 from verbatim.compat.batches import draw_seed
 from verbatim.compat.megatron.request import DynamicInferenceRequest, InferenceRequest, Status
 from verbatim.compat.megatron.translation import Translation
-from verbatim.core import Delta, Request, TopLogprobs
+from verbatim.core import Delta, Request
 from verbatim.engine.handle import EngineHandle
 from verbatim.errors import InvalidRequest, NotSupported
 
 StopCallback = Callable[[list[int]], Iterable[int]]
-_IDLE_WAIT_S = 0.05  # of a step without work, so that a loop over steps does not spin
 
 
 class _Token(NamedTuple):
     id: int
     logprob: float
-    top: TopLogprobs
-    routing: Tensor | None  # experts of the rows computed for it, `[rows, layers, k]`
+    routing: Tensor | None = None  # experts of the rows computed for it, `[rows, layers, k]`
 
 
 @dataclass(slots=True, eq=False)
 class _RunningRequest:
-    """A running request: the engine's output, and the part of it already reported.
+    """A running request, and the part of its output already reported.
 
     `take` and `end` may be called in any thread.
     """
@@ -42,9 +39,10 @@ class _RunningRequest:
     context: DynamicInferenceContext
     number: int  # its id
     index: int  # order of arrival
-    tokens: list[_Token] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)  # of the reported tokens, the first of `tokens`
-    num_routed: int = 0  # positions with experts in `tokens`
+    ids: list[int] = field(default_factory=list)  # of the reported tokens
+    num_taken: int = 0  # tokens that can be reported
+    routing: list[Tensor] = field(default_factory=list)  # of each of them, if recorded
+    num_routed: int = 0  # positions with experts in `routing`
     preemptions: int = 0  # reported ones
     ended: bool = False  # no more output follows
 
@@ -53,15 +51,13 @@ class _RunningRequest:
         self.context._mark_fresh(self)
 
     def take(self, delta: Delta) -> None:
-        tops: list[TopLogprobs] = delta.top_logprobs or [[] for _ in delta.token_ids]
-        routing = self._routing_of(len(delta.token_ids))
-        self.tokens.extend(map(_Token, delta.token_ids, delta.logprobs, tops, routing))
+        if self.admitted.params.record_routing and delta.token_ids:
+            self._take_routing(len(delta.token_ids))
+        self.num_taken += len(delta.token_ids)
         self.context._mark_fresh(self)
 
-    def _routing_of(self, num_new: int) -> Sequence[Tensor | None]:
-        """Return the experts of the rows that were computed for each new token; None if not recorded."""
-        if not (self.admitted.params.record_routing and num_new):
-            return [None] * num_new
+    def _take_routing(self, num_new: int) -> None:
+        """Keep the experts of the rows that were computed for each new token."""
         sequence = self.admitted.sequences[0]
         # The last token has not been computed.
         begin, end = self.num_routed, sequence.num_tokens - 1
@@ -73,12 +69,16 @@ class _RunningRequest:
             skipped, offset = divmod(begin, runner.block_size)
             blocks = sequence.blocks[skipped:]
             rows = runner.record("routing", blocks, end - begin + offset)[offset:]
-        return list(rows.split([len(rows) - num_new + 1, *[1] * (num_new - 1)]))
+        self.routing += rows.split([len(rows) - num_new + 1, *[1] * (num_new - 1)])
 
     @property
     def next(self) -> _Token | None:
         """The token to report next; None if all are reported."""
-        return self.tokens[len(self.ids)] if len(self.ids) < len(self.tokens) else None
+        place, sequence = len(self.ids), self.admitted.sequences[0]
+        if place == self.num_taken:
+            return None
+        routing = self.routing[place] if self.routing else None
+        return _Token(sequence.output_ids[place], sequence.tokens[place].logprob, routing)
 
 
 class DynamicInferenceContext:
@@ -178,22 +178,17 @@ class DynamicInferenceContext:
     def step(self) -> None:
         """Make one step of the engine, unless another thread's step has already produced output.
 
-        If no step is possible, for example while the engine is paused, wait briefly.
+        If no step is possible, as the engine is paused, wait until it is resumed; a second at most, so that a
+        loop over steps does not spin.
         """
-        if not self._entries or any(entry.next for entry in list(self._fresh)):
-            return
-        if not self._handle.step() and not self._fresh:
-            time.sleep(_IDLE_WAIT_S)
+        if self._entries and not any(entry.next for entry in list(self._fresh)):
+            self._handle.step_or_wait(lambda: bool(self._fresh))
 
     def collect(self, stop: StopCallback | None) -> dict[str, Any] | None:
         """Return the output of the step, None without requests. A finished request is reported once."""
         if not self._entries:
             return None
-        fresh = self._in_order()
-        for entry in fresh:
-            self._fresh.pop(entry, None)
-        fresh = [e for e in fresh if self._entries.get(e.number) is e]
-        rows = [(entry, token) for entry in fresh if (token := entry.next)]
+        rows, fresh = self._unreported(), list(self._fresh)
         for entry, token in rows:
             entry.ids.append(token.id)
         active = [entry.number for entry, _ in rows]
@@ -202,12 +197,16 @@ class DynamicInferenceContext:
         except BaseException:  # these tokens were not reported: the next call reports them
             for entry, _ in rows:
                 entry.ids.pop()
-            self._fresh.update(dict.fromkeys(fresh))
             raise
-        reported = [(entry.request, token) for entry, token in rows]
-        self._fresh.update(dict.fromkeys(e for e in fresh if e.next or e.ended))
-        finished = [e.number for e in fresh if e.ended and not e.next]
+        finished = []
+        for entry in sorted(fresh, key=lambda entry: entry.index):
+            self._fresh.pop(entry, None)
+            if entry.next:
+                self._fresh[entry] = None
+            elif entry.ended and self._entries.get(entry.number) is entry:
+                finished.append(entry.number)
         finished += [n for n in active if n in stopped and n not in finished]
+        reported = [(entry.request, token) for entry, token in rows]
         step = _step(reported, self._newly_paused(), finished)
         for number in finished:
             self._stop(number)
@@ -218,28 +217,25 @@ class DynamicInferenceContext:
         if not self._entries:
             return None
         # Output of another thread's step comes first, as in `step`.
-        drawn = self._unreported()
+        drawn = [(entry.request, token) for entry, token in self._unreported()]
         if not drawn:
             requests = {entry.admitted: entry.request for entry in list(self._entries.values())}
-            draws = self._handle.peek()
             drawn = [
-                (requests[request], _Token(token, logprob, [], None))
-                for request, token, logprob in draws
+                (requests[request], _Token(token, logprob))
+                for request, token, logprob in self._handle.peek()
                 if request in requests
             ]
         return _step(drawn)
 
     def routing(self) -> dict[int, Tensor] | None:
         """Return the experts that the next `collect` will report, by request; None without any."""
-        return _routing(self._unreported())
+        return _routing([(entry.request, token) for entry, token in self._unreported()])
 
-    def _in_order(self) -> list[_RunningRequest]:
-        """Return the entries with new output, in order of arrival."""
-        return sorted(self._fresh, key=lambda entry: entry.index)
-
-    def _unreported(self) -> list[tuple[InferenceRequest, _Token]]:
-        """Return the next token of each request that has one, in order of arrival."""
-        return [(entry.request, token) for entry in self._in_order() if (token := entry.next)]
+    def _unreported(self) -> list[tuple[_RunningRequest, _Token]]:
+        """Return the entries that have a token to report, in order of arrival, and the next one."""
+        fresh = sorted(self._fresh, key=lambda entry: entry.index)
+        here = [entry for entry in fresh if self._entries.get(entry.number) is entry]
+        return [(entry, token) for entry in here if (token := entry.next)]
 
     def _newly_paused(self) -> list[int]:
         """Return the ids of requests preempted since the last call and still waiting."""
@@ -259,22 +255,15 @@ class DynamicInferenceContext:
         entry = self._entries.pop(number)
         self._fresh.pop(entry, None)
         request, admitted = entry.request, entry.admitted
-        tokens = entry.tokens[: len(entry.ids)]
-        routing = [token.routing for token in tokens if token.routing is not None]
-        if routing:
-            request.routing_indices = torch.cat(routing)
         if admitted.error is not None:
             request.status, request.error = Status.FAILED, admitted.error
         elif entry.ended and not entry.next and admitted.result is not None:
-            self._translation.fill_finished(request, admitted)
+            self._translation.fill(request, admitted)
         else:  # ended by the caller: only reported tokens count
             self._handle.abort(admitted)
-            text, params = "", request.sampling_params
-            if self._translation.tokenizer is not None and params is not None:
-                keep_end = params.detokenize_stop_sequence
-                text = self._translation.detokenize(entry.ids, remove_EOD=not keep_end)
-            logprobs, tops = [t.logprob for t in tokens], [t.top for t in tokens]
-            self._translation.fill(request, admitted, entry.ids, logprobs, tops, text)
+            self._translation.fill(request, admitted, len(entry.ids))
+            if routing := entry.routing[: len(entry.ids)]:
+                request.routing_indices = torch.cat(routing)
 
 
 def _step(

@@ -9,16 +9,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from verbatim.compat.batches import draw_seed, pad_rows
+from verbatim.compat.batches import pad_rows
 from verbatim.compat.megatron.context import DynamicInferenceContext
 from verbatim.compat.megatron.params import SamplingParams
 from verbatim.compat.megatron.request import InferenceRequest
-from verbatim.compat.megatron.sampling import DraftSteps, draw_rows, top_of_rows, tops_of
+from verbatim.compat.megatron.sampling import DraftSteps, draw, top_of_rows
 from verbatim.compat.megatron.static import put_partial, run_static_batch
 from verbatim.compat.megatron.stream import AsyncStream
 from verbatim.compat.megatron.tokenizer import detokenize, eod_of, tokenize
 from verbatim.compat.megatron.translation import Translation
-from verbatim.core import TopLogprobs
 from verbatim.errors import InvalidRequest, NotSupported, UnsupportedModel, VerbatimError
 from verbatim.llm import LLM
 from verbatim.tensors import engine_of, has_known_layers, open_forward
@@ -235,37 +234,23 @@ class TextGenerationController(DraftSteps):
                 raise NotSupported(f"{name}: not known; there are {', '.join(_KWARGS)}")
         params = kwargs.get("common_inference_params") or sampling_params or SamplingParams()
         params.check()
-        position = kwargs.get("position")
-        if (params.seed is None) != (position is None):
-            raise InvalidRequest(
-                f"seed={params.seed} and position={position}: give both, or neither for fresh noise"
-            )
-        top_n = params.top_n_logprobs
-        draws = draw_rows(
-            last_token_logits,
-            [params] * len(last_token_logits),
-            seed=draw_seed() if params.seed is None else params.seed,
-            position=position or 0,
-            vocab_size=vocab_size,
-            top_n=top_n if logits is None else 0,
-        )
-        if top_n:
+        if params.top_n_logprobs:
             if top_n_logprobs_dict is None:
-                raise InvalidRequest(f"top_n_logprobs={top_n} needs a top_n_logprobs_dict")
-            if logits is None:
-                mask = [True] * len(draws.ids)
-                if params.skip_prompt_log_probs:
-                    if generation_started is None:
-                        raise InvalidRequest("skip_prompt_log_probs=True needs generation_started")
-                    mask = [bool(value) for value in generation_started]
-                self._append(tops_of(draws), mask, top_n_logprobs_dict)
-            elif params.skip_prompt_log_probs:
-                raise InvalidRequest("logits of a prompt with skip_prompt_log_probs=True")
-            else:
-                for row, row_logits in enumerate(logits):
-                    tops = self._translation.by_text(top_of_rows(row_logits, top_n))
+                raise InvalidRequest(
+                    f"top_n_logprobs={params.top_n_logprobs} needs a top_n_logprobs_dict"
+                )
+            if params.skip_prompt_log_probs:
+                if logits is not None:
+                    raise InvalidRequest("logits of a prompt with skip_prompt_log_probs=True")
+                if generation_started is None:
+                    raise InvalidRequest("skip_prompt_log_probs=True needs generation_started")
+            started = generation_started if params.skip_prompt_log_probs else None
+            positions = last_token_logits[:, None] if logits is None else logits
+            for row, row_logits in enumerate(positions):
+                if started is None or started[row]:
+                    tops = self._translation.by_text(top_of_rows(row_logits, params.top_n_logprobs))
                     top_n_logprobs_dict.setdefault(row, []).extend(tops)
-        return torch.tensor(draws.ids, dtype=torch.int64, device=last_token_logits.device)
+        return draw(last_token_logits, params, vocab_size, kwargs.get("position"))
 
     def update_generation_status(
         self,
@@ -297,7 +282,7 @@ class TextGenerationController(DraftSteps):
     ) -> Tensor:
         """Draw one id per row of `[B, V]`: `[B]` int64."""
         params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
-        return self.sample_from_logits(last_token_logits, params, vocab_size)
+        return draw(last_token_logits, params, vocab_size)
 
     def _update_top_n_logprobs_dict(
         self,
@@ -307,17 +292,12 @@ class TextGenerationController(DraftSteps):
         top_n_logprobs_dict: TopNDict,
     ) -> None:
         """Append {text: log-prob} for each row of `[B, n]` selected by `mask` `[B]`."""
-        columns = zip(
-            top_n_logprobs_indices.tolist(), top_n_logprobs_this_step.tolist(), strict=True
-        )
-        tops = [list(zip(ids, values, strict=True)) for ids, values in columns]
-        self._append(tops, mask.tolist(), top_n_logprobs_dict)
-
-    def _append(self, tops: list[TopLogprobs], mask: Sequence[bool], into: TopNDict) -> None:
+        rows = zip(top_n_logprobs_indices.tolist(), top_n_logprobs_this_step.tolist(), strict=True)
+        tops = [list(zip(ids, values, strict=True)) for ids, values in rows]
         entries = self._translation.by_text(tops)
-        for row, (entry, wanted) in enumerate(zip(entries, mask, strict=True)):
+        for row, (entry, wanted) in enumerate(zip(entries, mask.tolist(), strict=True)):
             if wanted:
-                into.setdefault(row, []).append(entry)
+                top_n_logprobs_dict.setdefault(row, []).append(entry)
 
     # ---- a batch at once
 

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verbatim.compat.batches import integer
+from verbatim.checks import integer, switch
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.options import switch
 from verbatim.params import SamplingParams as EngineParams
 
 # The lowest and the highest value of each integer field.
@@ -112,6 +111,17 @@ class SamplingParams:
         self._resolve(
             prompt_top_n_requested=bool(attribute_value_pair.get("return_prompt_top_n_logprobs"))
         )
+
+    def serialize(self) -> dict[str, Any]:
+        """Return the values of all fields."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def deserialize(cls, data: Mapping[str, Any]) -> SamplingParams:
+        """Return the parameters of a `serialize`."""
+        params = cls()
+        params.add_attributes({**data, "return_prompt_top_n_logprobs": False})
+        return params
 
     def check(self) -> None:
         """Raise for invalid values; called again when a request is submitted.

@@ -41,8 +41,7 @@ class InferenceRequest:
         prompt_tokens: ids, `[P]`; they override `prompt`. If they were tokenized from `prompt`, that
             is repeated when the request is reused.
         encoder_prompt: not supported.
-        text: prompt and completion together; if `prompt` does not match the ids, it starts with the text of
-            the ids.
+        text: prompt and completion together; without a `prompt` it starts with the text of the ids.
         segments, generated_segments: the text of each token, of both and of the completion alone.
         generated_tokens: `[N]` int64; a list in a dynamic request.
         generated_sequence_lengths: N of every request of the batch, `[B]` int32.
@@ -77,10 +76,8 @@ class InferenceRequest:
     routing_indices: Tensor | None = None
     tpot: list[float] = field(default_factory=list)
     error: BaseException | None = None
-    # The last tokenized prompt, and its ids.
-    _tokenized: tuple[str, list[int]] | None = field(
-        default=None, init=False, repr=False, compare=False
-    )
+    # The ids of the last prompt that was tokenized here.
+    _tokenized: list[int] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.inference_parameters is not None and self.sampling_params is None:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from verbatim.batch import Draws, SamplePlan, SampleRow
-from verbatim.compat.batches import draw_seed
+import verbatim
+from verbatim.batch import SamplePlan, SampleRow
 from verbatim.compat.megatron.params import SamplingParams
 from verbatim.core import TopLogprobs
 from verbatim.errors import InvalidRequest
@@ -20,60 +20,33 @@ from verbatim.params import SamplingParams as EngineParams
 from verbatim.sampling.sampler import sample_rows
 
 
-def draw_rows(
+def draw(
     logits: Tensor,
-    params: Sequence[SamplingParams],
-    *,
-    seed: int,
-    position: int = 0,
+    params: SamplingParams,
     vocab_size: int | None = None,
-    top_n: int = 0,
-) -> Draws:
-    """Draw from each row of `[B, V]`, row b with sample index b.
+    position: int | None = None,
+) -> Tensor:
+    """Draw one id per row of `[B, V]`, row b with sample index b: `[B]` int64.
 
     Args:
-        params: of each row.
         vocab_size: larger ids can't be drawn.
-        top_n: number of likeliest ids to report, of the raw distribution.
+        position: as in `verbatim.sample`, for a `seed` of the params.
 
     Raises:
         InvalidRequest: not logits `[B, V]`, or a row without a token that can be drawn.
     """
-    if logits.dim() != 2 or not logits.is_floating_point():
-        raise InvalidRequest(f"logits must be a floating point [B, V], not {list(logits.shape)}")
     if vocab_size is not None and vocab_size < 1:
         raise InvalidRequest(f"vocab_size={vocab_size}: must be 1 or more")
-    width = logits.shape[1]
-    banned = list(range(width if vocab_size is None else vocab_size, width))
-    rows = [
-        SampleRow(
-            EngineParams(**each.sampling()),
-            seed,
-            index,
-            position,
-            banned_ids=banned,
-            num_logprobs=top_n,
-        )
-        for index, each in enumerate(params)
-    ]
-    draws = sample_rows(logits, SamplePlan(rows))
-    if -1 in draws.ids:
-        raise InvalidRequest(f"row {draws.ids.index(-1)} of logits holds NaN or +inf, or only -inf")
-    return draws
+    if isinstance(logits, Tensor) and logits.dim():  # else refused below
+        logits = logits[..., :vocab_size]
+    return verbatim.sample(logits, **params.sampling(), seed=params.seed, position=position)
 
 
 def top_of_rows(logits: Tensor, top_n: int) -> list[TopLogprobs]:
     """Return the `top_n` likeliest ids of each row of `[R, V]`, without drawing."""
     row = SampleRow(EngineParams(), 0, 0, 0, target=0, num_logprobs=top_n)
-    return tops_of(sample_rows(logits, SamplePlan([row] * logits.shape[0])))
-
-
-def tops_of(draws: Draws) -> list[TopLogprobs]:
-    """Return the likeliest ids of each row with their log-probs."""
-    return [
-        list(zip(ids, values, strict=True))
-        for ids, values in zip(draws.top_ids, draws.top_logprobs, strict=True)
-    ]
+    draws = sample_rows(logits, SamplePlan([row] * logits.shape[0]))
+    return [draws.top(row) for row in range(logits.shape[0])]
 
 
 class DraftSteps:
@@ -124,17 +97,17 @@ class DraftSteps:
         return self._sample(required_logits, repeats), repeats
 
     def _sample(self, logits: Tensor, repeats: Tensor) -> Tensor:
-        params = {
-            int(index): SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
-            for indices, temperature, top_k, top_p in self._torch_sampling_buckets
-            for index in indices
-        }
-        missing = [index for index in range(len(repeats)) if index not in params]
-        if missing:
+        buckets = self._torch_sampling_buckets
+        members = {int(index) for indices, *_ in buckets for index in indices}
+        if missing := [index for index in range(len(repeats)) if index not in members]:
             raise InvalidRequest(f"requests {missing} are in no bucket of _torch_sampling_buckets")
-        each = [params[index] for index, count in enumerate(repeats.tolist()) for _ in range(count)]
-        ids = draw_rows(logits, each, seed=draw_seed()).ids
-        return torch.tensor(ids, device=logits.device)
+        ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        request_of_row = torch.arange(len(repeats)).repeat_interleave(repeats)
+        for indices, temperature, top_k, top_p in buckets:
+            rows = torch.isin(request_of_row, torch.tensor([*indices], dtype=torch.int64))
+            params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+            ids[rows] = draw(logits[rows], params)
+        return ids
 
     def _verify_speculative_tokens(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from contextlib import closing
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from verbatim.compat.megatron.stream import AsyncStream
 from verbatim.compat.megatron.tokenizer import Segments
 from verbatim.compat.megatron.translation import Translation
 from verbatim.core import Delta, FinishReason, Request
-from verbatim.engine.handle import EngineHandle
 from verbatim.errors import InvalidRequest
 
 
@@ -31,7 +29,8 @@ def run_static_batch(
     have ended.
     """
     admitted: dict[int, Request] = {}
-    begun, error = False, None
+    errors: list[BaseException | None] = []
+    begun = False
     try:
         by_id, seed = _by_request(streams, requests), draw_seed()
         for row, (number, request) in enumerate(requests.items()):
@@ -41,10 +40,9 @@ def run_static_batch(
         begun = True
         _generate(translation, requests, admitted, by_id)
     except BaseException as reason:  # ends the whole batch: refused, or Ctrl-C
-        error = reason
+        errors.append(reason)
     if begun:
-        _fill_all(translation, requests, admitted, error)
-    errors = [error, *(each.error for each in admitted.values())]
+        errors += _fill_all(translation, requests, admitted, *errors)
     error = next((each for each in errors if each is not None), None)
     if error is None:
         return requests
@@ -86,17 +84,17 @@ def _generate(
         )
         for number, stream in streams.items()
     }
+
+    def deliver(delta: Delta) -> None:
+        if feed := feeds.get(delta.request_id):
+            feed.take(delta)
+
     try:
-        if not feeds:
+        if feeds:
+            handle.refuse_collective("active_streams")
+            handle.run_here(rows, deliver)
+        else:
             handle.run(rows)
-            return
-        with closing(handle.steps(rows)) as steps:
-            for deltas in steps:
-                for delta in deltas:
-                    if feed := feeds.get(delta.request_id):
-                        feed.take(delta)
-                for feed in feeds.values():
-                    feed.follow(handle)
     except Exception as error:
         if all(error is not request.error for request in rows):
             raise
@@ -106,31 +104,36 @@ def _fill_all(
     translation: Translation,
     requests: Mapping[int, InferenceRequest],
     admitted: Mapping[int, Request],
-    batch_error: BaseException | None,
-) -> None:
-    """Fill in the outputs of finished requests, and the errors of the others.
+    batch_error: BaseException | None = None,
+) -> list[BaseException | None]:
+    """Fill in the outputs of finished requests, and the errors of the others; return these errors.
 
     Args:
         batch_error: the error that ended the whole batch, also for aborted requests.
     """
     for number, request in requests.items():
         result, error = admitted[number].result, admitted[number].error
-        whole = result is not None and (
-            batch_error is None or result.outputs[0].finish_reason is not FinishReason.ABORT
-        )
-        if whole:
-            translation.fill_finished(request, admitted[number])
-        else:
-            request.status, request.error = Status.FAILED, error or batch_error
+        if error is None and batch_error is not None:
+            aborted = result is None or result.outputs[0].finish_reason is FinishReason.ABORT
+            error = batch_error if aborted else None
+        if error is None:
+            try:
+                translation.fill(request, admitted[number])
+            except Exception as reason:  # of the tokenizer
+                error = reason
+        if error is not None:
+            request.status, request.error = Status.FAILED, error
     lengths = [request.generated_length or 0 for request in requests.values()]
     for request in requests.values():
         request.generated_sequence_lengths = torch.tensor(lengths, dtype=torch.int32)
+    return [request.error for request in requests.values()]
 
 
 class _StreamFeed:
-    """Puts the partial results of one request into its stream.
+    """Puts the partial results of one request into its stream, and ends the stream with it.
 
-    Text that may be part of a stop word or of an incomplete character is delayed.
+    Text that may be part of a stop word or of an incomplete character is delayed. An error here, such
+    as one of the tokenizer, ends this request alone.
     """
 
     def __init__(
@@ -143,21 +146,29 @@ class _StreamFeed:
         assert request.sampling_params is not None
         self._translation, self._request, self._admitted = translation, request, admitted
         self._params, self._stream = request.sampling_params, stream
-        self._ids: list[int] = []
-        self._logprobs: list[float] = []
         self._text = ""
         self._segments = None
         if translation.text is not None and self._params.return_segments:
             self._segments = Segments(translation.text, admitted.prompt_ids)
+        admitted.on_end = lambda: stream.finish(admitted.error)
 
     def take(self, delta: Delta) -> None:
-        """Put the output of one step."""
-        last = delta.finish_reason is not None
-        self._ids += delta.token_ids
-        self._logprobs += delta.logprobs
+        """Put the output of one step; end the request if the reader has left."""
+        if self._stream.finished:
+            self._translation.llm.engine.abort(self._admitted)
+            return
+        try:
+            self._put(delta)
+        except Exception as error:
+            self._stream.finish(error)
+            raise
+
+    def _put(self, delta: Delta) -> None:
+        sequence, last = self._admitted.sequences[0], delta.finish_reason is not None
+        ids, logprobs = sequence.output_ids, [token.logprob for token in sequence.tokens]
         self._text += delta.text
         if last and self._translation.tokenizer is not None:
-            self._text = self._translation.with_end(self._params, self._ids, self._text)
+            self._text = self._translation.with_end(self._params, ids, self._text)
         if self._segments is not None:
             self._segments.extend(delta.token_ids, last=last)
         put_partial(
@@ -165,18 +176,11 @@ class _StreamFeed:
             self._request.request_id,
             self._request,
             self._params,
-            self._ids,
-            self._logprobs if self._params.return_log_probs else None,
+            ids,
+            logprobs if self._params.return_log_probs else None,
             self._text,
             None if self._segments is None else self._segments.texts,
         )
-
-    def follow(self, handle: EngineHandle) -> None:
-        """End the stream with its request, and the request if the reader has left."""
-        if self._admitted.finished:
-            self._stream.finish(self._admitted.error)
-        elif self._stream.finished:
-            handle.abort(self._admitted)
 
 
 def put_partial(

@@ -6,7 +6,6 @@ import copy
 import time
 import warnings
 from collections.abc import Iterable, Sequence
-from itertools import dropwhile
 from typing import Any, cast
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from verbatim.compat.megatron.params import SamplingParams
 from verbatim.compat.megatron.request import DynamicInferenceRequest, InferenceRequest, Status, TopN
-from verbatim.compat.megatron.tokenizer import Segments, bos_of, detokenize, eod_of, tokenize, wrap
+from verbatim.compat.megatron.tokenizer import Segments, detokenize, eod_of, tokenize, wrap
 from verbatim.core import Request, TopLogprobs
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
@@ -106,24 +105,22 @@ class Translation:
         if _caller_ids(request) is None:
             assert request.prompt is not None
             request.prompt_tokens = list(admitted.prompt_ids)
-            request._tokenized = request.prompt, list(admitted.prompt_ids)
+            request._tokenized = list(admitted.prompt_ids)
         request.prompt_length = len(admitted.prompt_ids)
         if request.arrival_time is None:
             request.arrival_time = time.time()
         request.status = Status.ACTIVE_AND_GENERATING_TOKENS
 
-    def fill(
-        self,
-        request: InferenceRequest,
-        admitted: Request,
-        ids: list[int],
-        logprobs: list[float],
-        tops: Sequence[TopLogprobs],
-        text: str,
-    ) -> None:
-        """Fill in the outputs of a finished request."""
+    def fill(self, request: InferenceRequest, admitted: Request, count: int | None = None) -> None:
+        """Fill in the outputs of an ended request.
+
+        Args:
+            count: tokens that count, of a request that its caller ended; None: all, with the engine's result.
+        """
         params = cast(SamplingParams, request.sampling_params)
-        metrics, is_dynamic = admitted.metrics, isinstance(request, DynamicInferenceRequest)
+        metrics, sequence = admitted.metrics, admitted.sequences[0]
+        ids, tokens = sequence.output_ids[:count], sequence.tokens[:count]
+        is_dynamic = isinstance(request, DynamicInferenceRequest)
         # A request that ended during prefill has only part of its prompt's log-probs.
         whole = len(admitted.prompt_logprobs) == len(admitted.prompt_ids) - 1
         prompt_logprobs, prompt_tops = params.prompt_outputs(is_dynamic)
@@ -132,32 +129,35 @@ class Translation:
         request.generated_tokens = list(ids) if is_dynamic else torch.tensor(ids, dtype=torch.int64)
         request.tpot = [metrics.first_token_s, *[metrics.per_token_s] * (len(ids) - 1)][: len(ids)]
         if params.return_log_probs:
-            request.generated_log_probs = list(logprobs)
+            request.generated_log_probs = [token.logprob for token in tokens]
             if prompt_logprobs and whole:
                 request.prompt_log_probs = list(admitted.prompt_logprobs)
         if params.top_n_logprobs:
-            request.generated_top_n_logprobs = self.by_text(tops)
+            request.generated_top_n_logprobs = self.by_text(
+                [token.top_logprobs or [] for token in tokens]
+            )
             if prompt_tops and whole:
                 request.prompt_top_n_logprobs = self.by_text(admitted.prompt_top_logprobs)
         if params.detokenize_generations and self.text is not None:
+            if count is None and admitted.result is not None:
+                text = admitted.result.outputs[0].text
+            else:
+                text = self.detokenize(ids, remove_EOD=not params.detokenize_stop_sequence)
             prompt_ids = admitted.prompt_ids
             request.generated_text = self.with_end(params, ids, text)
-            request.text = self._prompt_text(request, prompt_ids) + request.generated_text
+            prompt = request.prompt
+            if prompt is None:
+                prompt = self.detokenize(prompt_ids, remove_EOD=False)
+            request.text = prompt + request.generated_text
             if params.return_segments:
                 request.generated_segments = self.segments(ids, prompt_ids)
                 request.segments = self.segments(prompt_ids) + request.generated_segments
+        if count is None and admitted.result is not None:
+            request.routing_indices = admitted.result.outputs[0].routing
         if isinstance(request, DynamicInferenceRequest):
             request.ttft = metrics.first_token_s if ids else None
             request.latency = metrics.total_s or time.monotonic() - admitted.arrival
             request.num_cached_tokens = metrics.num_cached_tokens
-
-    def fill_finished(self, request: InferenceRequest, admitted: Request) -> None:
-        """Fill in the outputs of a request from the engine's result."""
-        assert admitted.result is not None
-        done = admitted.result.outputs[0]
-        tops = done.top_logprobs or []
-        self.fill(request, admitted, done.token_ids, done.logprobs, tops, done.text)
-        request.routing_indices = done.routing
 
     def by_text(self, tops: Iterable[TopLogprobs]) -> TopN:
         """Return {text: log-prob} for each position; of ids with equal texts, keep the likeliest."""
@@ -202,17 +202,6 @@ class Translation:
         tokenizer = self.need_tokenizer("a prompt given as text")
         return tokenize(tokenizer, request.prompt, params.add_BOS)
 
-    def _prompt_text(self, request: InferenceRequest, ids: list[int]) -> str:
-        """Return the given prompt if `ids` are its tokens, else the text of `ids`."""
-        if request.prompt is not None:
-            if request._tokenized == (request.prompt, ids):
-                return request.prompt
-            bos = bos_of(self.tokenizer)
-            bare = list(dropwhile(lambda token: token == bos, ids))
-            if tokenize(self.tokenizer, request.prompt, add_BOS=False) == bare:
-                return request.prompt
-        return self.detokenize(ids, remove_EOD=False)
-
     def _max_tokens(self, params: SamplingParams, prompt_length: int) -> int | None:
         """Return the requested number of tokens, clamped to the limit; admission checks the prompt."""
         num_tokens = params.num_tokens_to_generate
@@ -254,5 +243,4 @@ def _caller_ids(request: InferenceRequest) -> list[int] | None:
     if given is None:
         return None
     ids = given.tolist() if isinstance(given, Tensor) else list(given)
-    tokenized_here = request._tokenized is not None and ids == request._tokenized[1]
-    return None if tokenized_here and request.prompt is not None else ids
+    return None if request.prompt is not None and ids == request._tokenized else ids

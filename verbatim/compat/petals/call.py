@@ -126,11 +126,9 @@ class GenerateCall:
             logits_processors=() if chain is None else (chain,),
             **fields,
         )
-        if session_cache is None or settings.num_beams > 1:
-            return admission.admit(prompt, params, first_sample=row)
-        request = admission.admit_turn(None, prompt, params, session_cache)
-        request.first_sample = row
-        return request
+        if settings.num_beams > 1:
+            session_cache = None
+        return admission.admit(prompt, params, first_sample=row, session_cache=session_cache)
 
     def run(self) -> Tensor | Any:
         """Return the prompts with their new tokens, `[B, P + N]`; or transformers' output with them.

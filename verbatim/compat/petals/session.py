@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.compat.batches import PaddedRows, draw_seed, integer
+from verbatim.checks import integer
+from verbatim.compat.batches import PaddedRows, draw_seed
 from verbatim.compat.petals.call import GenerateCall
 from verbatim.compat.petals.settings import Settings
 from verbatim.core import SessionCache
@@ -72,19 +73,16 @@ class InferenceSession:
     def position(self, value: int) -> None:
         with self._claimed():
             position = integer("position", value, 0)
-            if self._num_hidden:
-                raise NotSupported(
-                    "position: hidden states are not rolled back; open another session"
-                )
             if position > self.position:
                 raise InvalidRequest(
                     f"position={position}: must be from 0 to {self.position}, the tokens so far"
                 )
-            if position:
-                assert self._columns is not None
+            if not position:
+                self._reset()
+            elif self._columns is not None:
                 self._columns = self._columns.first(position)
             else:
-                self._reset()
+                self._keep_hidden(position)
 
     @property
     def max_length(self) -> int:
@@ -109,7 +107,8 @@ class InferenceSession:
         """Run hidden states `[B, T, H]` through all layers, after those of the steps before.
 
         By transformers' own code and without gradients, for a session in which nothing is generated. T may
-        be 0. An error in a layer closes the session, as some layers have the new columns by then.
+        be 0. An error in a layer leaves the session unchanged or, if its cache can't be shortened (recurrent
+        states, full windows), closes it.
 
         Raises:
             NotSupported: the whole unquantized module is not in this process; `prompts` or `hypo_ids`.
@@ -136,11 +135,27 @@ class InferenceSession:
                 with torch.no_grad():
                     outputs, cache = self._llm.engine.run_layers(inputs, self._hidden)
             except BaseException:
-                if self._hidden is not None:
+                try:
+                    self._keep_hidden(self._num_hidden)
+                except NotSupported:
                     self.close()
                 raise
             self._hidden, self._num_hidden, self._hidden_rows = cache, width, len(inputs)
         return outputs
+
+    def _keep_hidden(self, num_columns: int) -> None:
+        """Drop the hidden states after `num_columns`; NotSupported if a layer can't."""
+        layers = [] if self._hidden is None else self._hidden.layers
+        for layer in layers:
+            full = layer.is_sliding and layer.get_seq_length() >= layer.sliding_window
+            if not layer.is_croppable or full:
+                raise NotSupported(
+                    f"position={num_columns}: a {type(layer).__name__} can't be shortened; open another "
+                    "session"
+                )
+        for layer in layers:
+            layer.crop(num_columns - layer.get_seq_length())
+        self._num_hidden = num_columns
 
     def _check_hidden(self, inputs: Any) -> None:
         good = isinstance(inputs, Tensor) and inputs.dim() == 3 and inputs.is_floating_point()
@@ -210,7 +225,8 @@ class InferenceSession:
         """Drop all columns and caches; keep the seed."""
         _release(self._llm.engine.sessions.close_session, self._caches)
         self._caches.clear()
-        self._columns = None
+        self._columns = self._hidden = None
+        self._num_hidden = 0
 
     def _past(self, given: PaddedRows | None, copies: int) -> PaddedRows:
         if copies != 1:
@@ -243,7 +259,7 @@ class InferenceSession:
         sessions = self._llm.engine.sessions
         try:
             for cache in self._caches:
-                list(sessions.acquire(cache, 0.0, lambda: None))
+                list(sessions.acquire(cache, 0.0))
             self._call = call
             yield
         finally:

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from verbatim.compat.batches import by_name, check_search, flag, integer, pad_id_of
+from verbatim.checks import integer
+from verbatim.compat.batches import by_name, check_search, flag, pad_id_of
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
 

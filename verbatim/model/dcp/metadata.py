@@ -1,52 +1,36 @@
-"""DCP's `.metadata`: tensors, their chunks, and the location of each chunk."""
+"""DCP's `.metadata`: tensors, their chunks, and the place of each chunk."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from reprlib import repr as shown  # of any depth and length
 from typing import Any
 
-import numpy as np
 import torch
 
 from verbatim.errors import ModelError
-from verbatim.model.dcp.records import MOST_DIMENSIONS, PickledObject, read_records
+from verbatim.model.dcp.records import METADATA, Record, unpickle
+from verbatim.untrusted import reason
 
+_MOST_DIMENSIONS = 64  # torch's limit
 _LONGEST_NAME = 10_000  # characters
-_MOST_CELLS = 4_000_000  # cells of the grid of one tensor's chunks
 _MOST_OVERHEAD = 1 << 20  # limit for torch.save's overhead in bytes; it is 2 KB
+_CLASSES = "torch.distributed.checkpoint.metadata."
 
 Size = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """The location of one chunk's bytes, in a file of the checkpoint's folder."""
-
-    relative_path: str
-    offset: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A box of a tensor."""
+    """A box of a tensor, and the bytes of a file in the checkpoint's folder that hold it."""
 
     offsets: Size
     sizes: Size
-    place: Place | None  # None for an empty box
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A stored tensor; its chunks cover it exactly once."""
-
-    dtype: torch.dtype
-    size: Size
-    chunks: tuple[StoredChunk, ...]
+    relative_path: str
+    begin: int
+    length: int
 
 
 class Metadata:
@@ -61,20 +45,27 @@ class Metadata:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        fields = self._fields(read_records(path), "Metadata")
-        entries = fields.get("state_dict_metadata")
-        places = fields.get("storage_data")
-        if not isinstance(entries, dict) or not isinstance(places, dict):
+        try:
+            found = unpickle(path.read_bytes(), METADATA)
+        except ModelError as error:
+            raise ModelError(f"{path} is refused: {error}") from None
+        except Exception as error:  # a damaged pickle leads to arbitrary exceptions
+            raise ModelError(f"{path} can't be read: {reason(error)}") from None
+        fields = self._fields(found, f"{_CLASSES}Metadata")
+        entries, places = fields.get("state_dict_metadata"), fields.get("storage_data")
+        if type(entries) is not dict or type(places) is not dict:
             raise self._wrong("it lists no tensors or no places")
         self._tensors: dict[str, dict[str, Any]] = {}
         for key, entry in entries.items():
-            if not isinstance(key, str) or len(key) > _LONGEST_NAME:
-                raise self._wrong(f"an entry is named {shown(key)}")
-            if not isinstance(entry, PickledObject):
-                raise self._wrong(f"{key} is {shown(entry)}")
-            if type(entry).__name__ == "TensorStorageMetadata":
-                self._tensors[key] = self._fields(entry, "TensorStorageMetadata")
-        self._places = dict(self._listed(places))
+            if type(key) is not str or len(key) > _LONGEST_NAME or type(entry) is not Record:
+                raise self._wrong(f"an entry {shown(key)} is {shown(entry)}")
+            if entry.name == f"{_CLASSES}TensorStorageMetadata":
+                self._tensors[key] = self._fields(entry, entry.name)
+        self._places: dict[tuple[str, Size], Any] = {}
+        for index, place in places.items():
+            where = self._fields(index, f"{_CLASSES}MetadataIndex")
+            if type(key := where.get("fqn")) is str and key in self._tensors:
+                self._places[key, self._size(where.get("offset") or (), key)] = place
 
     @property
     def keys(self) -> list[str]:
@@ -84,8 +75,8 @@ class Metadata:
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype of one tensor."""
         properties = self._tensors[key].get("properties")
-        state = properties.state if isinstance(properties, PickledObject) else None
-        if not isinstance(state, tuple) or not state or not isinstance(state[0], torch.dtype):
+        state = properties.state if type(properties) is Record else None
+        if type(state) is not tuple or not state or not isinstance(state[0], torch.dtype):
             raise self._wrong(f"{key} has no dtype")
         return state[0]
 
@@ -93,107 +84,65 @@ class Metadata:
         """Return the size of one tensor."""
         return self._size(self._tensors[key].get("size"), key)
 
-    def tensor(self, key: str) -> StoredTensor:
-        """Return one tensor with checked chunks.
+    def chunks(self, key: str) -> list[StoredChunk]:
+        """Return the chunks of one tensor that are not empty.
 
         Raises:
-            ModelError: chunks overlap, are incomplete, or have no location or too large a one.
+            ModelError: one is out of the tensor, or has no place or too large a one.
         """
-        size, dtype, listed = self.size(key), self.dtype(key), self._tensors[key].get("chunks")
-        if not isinstance(listed, list):
+        size, listed = self.size(key), self._tensors[key].get("chunks")
+        if type(listed) is not list:
             raise self._wrong(f"{key} has no chunks")
-        chunks = []
-        for entry in listed:
-            fields = self._fields(entry, "ChunkStorageMetadata")
-            offsets = self._size(fields.get("offsets"), key)
-            sizes = self._size(fields.get("sizes"), key)
-            if not len(offsets) == len(sizes) == len(size) or any(
-                o + s > n for o, s, n in zip(offsets, sizes, size, strict=True)
-            ):
-                raise self._wrong(
-                    f"{key} is {list(size)}, and a chunk of {list(sizes)} begins at {list(offsets)}"
-                )
-            place = None if 0 in sizes else self._places.get((key, offsets))
-            if place is None and 0 not in sizes:
-                raise self._wrong(f"{key} has no place for its chunk at {list(offsets)}")
-            most = prod(sizes) * dtype.itemsize + _MOST_OVERHEAD
-            if place is not None and place.length > most:  # they would all be read
-                raise self._wrong(
-                    f"{key} takes {place.length} bytes for a chunk of {list(sizes)}: at most {most}"
-                )
-            chunks.append(StoredChunk(offsets, sizes, place))
-        self._check_cover(key, size, chunks)
-        return StoredTensor(dtype, size, tuple(chunks))
+        return [chunk for entry in listed if (chunk := self._chunk(key, size, entry)) is not None]
 
-    def _check_cover(self, key: str, size: Size, chunks: list[StoredChunk]) -> None:
-        """Check that every element is in exactly one chunk, by a grid of the chunks' edges."""
-        filled = [chunk for chunk in chunks if chunk.place is not None]
-        if len(filled) == 1 and filled[0].sizes == size:
-            return
-        if 0 in size:
-            return
-        # Check the number of elements first: it bounds the cost of the grid by the size of the tensor.
-        total, elements = sum(prod(c.sizes) for c in filled), prod(size)
-        if total > elements:
-            raise self._wrong(f"chunks of {key} overlap")
-        if total < elements:
-            raise self._wrong(f"chunks of {key} are missing: they don't cover its {list(size)}")
-        edges = [
-            sorted({0, size[d]} | {c.offsets[d] for c in filled}
-                   | {c.offsets[d] + c.sizes[d] for c in filled})
-            for d in range(len(size))
-        ]  # fmt: skip
-        if prod([len(e) - 1 for e in edges]) > _MOST_CELLS:
-            raise self._wrong(f"{key} is cut into {len(filled)} chunks that form no grid")
-        index = [{edge: i for i, edge in enumerate(e)} for e in edges]
-        count = np.zeros([len(e) - 1 for e in edges], dtype=np.int32)
-        for c in filled:
-            box = tuple(
-                slice(at[o], at[o + s]) for at, o, s in zip(index, c.offsets, c.sizes, strict=True)
+    def _chunk(self, key: str, size: Size, entry: Any) -> StoredChunk | None:
+        box = self._fields(entry, f"{_CLASSES}ChunkStorageMetadata")
+        offsets, sizes = self._size(box.get("offsets"), key), self._size(box.get("sizes"), key)
+        if not len(offsets) == len(sizes) == len(size) or any(
+            o + s > n for o, s, n in zip(offsets, sizes, size, strict=True)
+        ):
+            raise self._wrong(
+                f"{key} is {list(size)}, and a chunk of {list(sizes)} begins at {list(offsets)}"
             )
-            count[box] += 1
-        if count.max(initial=0) > 1:  # overlapping elements are missing elsewhere
-            raise self._wrong(f"chunks of {key} overlap")
-
-    def _listed(self, places: dict[Any, Any]) -> Iterator[tuple[tuple[str, Size], Place]]:
-        for index, info in places.items():
-            where = self._fields(index, "MetadataIndex")
-            key, offset = where.get("fqn"), where.get("offset")
-            if not isinstance(key, str) or key not in self._tensors:
-                continue
-            fields = self._fields(info, "_StorageInfo")
-            path, transforms = fields.get("relative_path"), fields.get("transform_descriptors")
-            start: Any = fields.get("offset")
-            length: Any = fields.get("length")
-            if not isinstance(path, str) or not (_is_count(start) and _is_count(length)):
-                raise self._wrong(f"{key} lies at {shown(path)}, {shown(start)}, {shown(length)}")
-            if transforms:
-                raise self._wrong(
-                    f"{key} was saved through {shown(transforms)}, which is not undone"
-                )
-            yield (key, self._size(offset or (), key)), Place(path, start, length)
+        if 0 in sizes:
+            return None
+        if (key, offsets) not in self._places:
+            raise self._wrong(f"{key} has no place for its chunk at {list(offsets)}")
+        place = self._fields(
+            self._places[key, offsets], "torch.distributed.checkpoint.filesystem._StorageInfo"
+        )
+        path, transforms = place.get("relative_path"), place.get("transform_descriptors")
+        begin: Any = place.get("offset")
+        length: Any = place.get("length")
+        if type(path) is not str or not (_is_count(begin) and _is_count(length)):
+            raise self._wrong(f"{key} lies at {shown(path)}, {shown(begin)}, {shown(length)}")
+        if transforms:
+            raise self._wrong(f"{key} was saved through {shown(transforms)}, which is not undone")
+        most = prod(sizes) * self.dtype(key).itemsize + _MOST_OVERHEAD
+        if length > most:
+            raise self._wrong(
+                f"{key} takes {length} bytes for a chunk of {list(sizes)}: at most {most}"
+            )
+        return StoredChunk(offsets, sizes, path, begin, length)
 
     def _fields(self, record: Any, name: str) -> dict[str, Any]:
-        if not isinstance(record, PickledObject) or type(record).__name__ != name:
+        # An object without attributes is pickled without a state.
+        state = (record.state or {}) if type(record) is Record and record.name == name else None
+        if type(state) is not dict:
             raise self._wrong(f"a {name} is missing")
-        # An object without fields is pickled without a state.
-        state = record.state or {}
-        if not isinstance(state, dict):
-            raise self._wrong(f"a {name} has no fields")
         return state
 
     def _size(self, value: Any, key: str) -> Size:
-        if (
-            not isinstance(value, tuple)
-            or len(value) > MOST_DIMENSIONS
-            or not all(_is_count(n) for n in value)
-        ):
-            raise self._wrong(f"{key} has the size or offset {shown(value)}")
-        return tuple(value)
+        size = value
+        if type(value) is Record and value.name == "torch.Size" and type(value.args) is tuple:
+            size = value.args[0] if value.args else ()
+        if type(size) is not tuple or len(size) > _MOST_DIMENSIONS or not all(map(_is_count, size)):
+            raise self._wrong(f"{key} has the size or offset {shown(size)}")
+        return size
 
     def _wrong(self, what: str) -> ModelError:
         return ModelError(f"{self.path}: {what}")
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
+    return type(value) is int and 0 <= value < 2**62

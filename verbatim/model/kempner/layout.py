@@ -18,25 +18,24 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from verbatim.errors import UnsupportedModel
-from verbatim.model.dcp.filling import Destination, tensors_of
+from verbatim.errors import ModelError, UnsupportedModel
 from verbatim.model.kempner.config import ModelConfig
 from verbatim.model.kempner.router import SigmoidRouter
 
 _QK_NORM_EPS = 1e-5  # of q_norm and k_norm, independent of norm_eps
-# Tensors that are only used in training: the router's running counts.
-LEFT_OVER = (r"\.mlp\.router\.expert_ema$",)
+FIRST = "token_embedding.embedding.weight"  # a tensor of every checkpoint
 
 # From parameters of a transformers module to KempnerForge's tensors.
 _NAMES = [
     (re.compile(pattern), name)
     for pattern, name in (
-        (r"^model\.embed_tokens\.weight$", "token_embedding.embedding.weight"),
+        (r"^model\.embed_tokens\.weight$", FIRST),
         (r"^lm_head\.weight$", "output_head.proj.weight"),
         (r"^model\.norm\.(\w+)$", r"norm.\1"),
         (r"^model\.layers\.(\d+)\.input_layernorm\.(\w+)$", r"layers.\1.attention_norm.\2"),
@@ -45,7 +44,6 @@ _NAMES = [
         (r"^model\.layers\.(\d+)\.mlp\.c_fc\.weight$", r"layers.\1.mlp.up_proj.weight"),
         (r"^model\.layers\.(\d+)\.mlp\.c_proj\.weight$", r"layers.\1.mlp.down_proj.weight"),
         (r"^model\.layers\.(\d+)\.mlp\.gate\.weight$", r"layers.\1.mlp.router.gate.weight"),
-        (r"^model\.layers\.(\d+)\.mlp\.gate\.expert_bias$", r"layers.\1.mlp.router.expert_bias"),
         (
             r"^model\.layers\.(\d+)\.mlp\.shared_experts\.(\w+)\.weight$",
             r"layers.\1.mlp.shared_expert.\2.weight",
@@ -152,71 +150,110 @@ def _unsupported(model: ModelConfig, *fields: str) -> UnsupportedModel:
     return UnsupportedModel(f"no architecture of transformers computes [model] {named} together")
 
 
-def adjust(module: Any, model: ModelConfig) -> None:
-    """Apply settings to a new module that its config can't express."""
-    for i, layer in enumerate(module.model.layers):
-        if model.qk_norm:
-            for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
-                norm.variance_epsilon = _QK_NORM_EPS
-        if model.has_experts(i) and model.moe_router == "sigmoid_topk":
-            layer.mlp.gate = SigmoidRouter(
-                model.num_experts, model.dim, model.moe_top_k, module.dtype
-            )
+def renamed(
+    folder: Path, empty: Any, model: ModelConfig, tensors: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint by the names of the transformers module.
 
+    Args:
+        empty: the module on the meta device.
+        tensors: by KempnerForge's names; those that are used are removed.
 
-def pieces(module: Any, model: ModelConfig) -> list[Destination]:
-    """Return the target of each tensor of the checkpoint.
-
-    `adjust` must have been called on the module. ERNIE's correction bias, which KempnerForge does not have,
-    is set to zero.
+    Raises:
+        ModelError: some are missing, or of another size.
     """
-    found: list[Destination] = []
-    for name, tensor in tensors_of(module).items():
-        experts = _EXPERTS.match(name)
-        if experts is not None:
-            found += _expert_pieces(model, f"layers.{experts[1]}.mlp", experts[2], tensor)
+    missing: list[str] = []
+    wanted = 0
+
+    def take(key: str, *size: int) -> Tensor:
+        nonlocal wanted
+        wanted += 1
+        if key not in tensors:
+            missing.append(key)
+            return torch.empty(size, device="meta")
+        tensor = tensors.pop(key)
+        if tuple(tensor.shape) != size:
+            raise ModelError(
+                f"{folder}: {key} is {list(tensor.shape)}, and by the config it is {list(size)}"
+            )
+        return tensor
+
+    def stacked(layer: str, part: str, *size: int) -> Tensor:
+        """Return a matrix of all experts, `[E, N, K]`."""
+        if model.moe_packed_experts:
+            experts, rows, columns = size
+            return take(f"{layer}.{part}_w", experts, columns, rows).transpose(1, 2).contiguous()
+        names = (f"{layer}.experts.{expert}.{part}_proj.weight" for expert in range(size[0]))
+        return torch.stack([take(name, *size[1:]) for name in names])
+
+    found: dict[str, Tensor] = {}
+    tied = {**empty.all_tied_weights_keys}
+    tied |= {source: copy for copy, source in tied.items()}
+    for name, like in empty.state_dict().items():
+        size = tuple(like.shape)
+        if experts := _EXPERTS.match(name):
+            layer = f"layers.{experts[1]}.mlp"
+            if experts[2] == "down_proj":
+                found[name] = stacked(layer, "down", *size)
+            else:
+                half = size[0], size[1] // 2, size[2]
+                found[name] = torch.cat([stacked(layer, part, *half) for part in ("gate", "up")], 1)
         elif name.endswith(".moe_statics.e_score_correction_bias"):
-            tensor.zero_()
-        else:
-            found.append(Destination(_key(name), tensor, _arrangement(module, model, name)))
+            found[name] = torch.zeros(size)  # which KempnerForge does not have
+        elif (
+            (key := key_of(name)) in tensors
+            or name not in tied
+            or key_of(tied[name]) not in tensors
+        ):
+            found[name] = _arranged(empty, model, name, take(key, *size))
+    if missing:
+        raise ModelError(
+            f"{folder} lacks {len(missing)} of {wanted} tensors, such as "
+            f"{', '.join(sorted(missing)[:3])}"
+        )
     return found
 
 
-def _key(name: str) -> str:
+def key_of(name: str) -> str:
+    """Return KempnerForge's name of a parameter of a transformers module."""
     for pattern, key in _NAMES:
         if pattern.match(name):
             return pattern.sub(key, name)
     raise UnsupportedModel(f"KempnerForge has nothing like {name}")
 
 
-def _arrangement(module: Any, model: ModelConfig, name: str) -> Callable[[Tensor], Tensor] | None:
-    """Return the permutation of q's and k's rows for ERNIE, which rotates neighbours instead of halves."""
+def _arranged(module: Any, model: ModelConfig, name: str, rows: Tensor) -> Tensor:
+    """Return a tensor, for ERNIE with the rows of q and k `[heads * head_dim, H]` in another order.
+
+    It rotates neighbours instead of halves.
+    """
     rotated = name.endswith((".q_proj.weight", ".k_proj.weight"))
     if module.config.model_type != "ernie4_5_moe" or not rotated:
-        return None
-
-    def interleave(rows: Tensor) -> Tensor:  # [heads * head_dim, H]
-        halves = rows.view(-1, 2, model.head_dim // 2, rows.shape[1])
-        return halves.transpose(1, 2).reshape(rows.shape)
-
-    return interleave
+        return rows
+    halves = rows.view(-1, 2, model.head_dim // 2, rows.shape[1])
+    return halves.transpose(1, 2).reshape(rows.shape)
 
 
-def _expert_pieces(
-    model: ModelConfig, layer: str, name: str, stacked: Tensor
-) -> Iterator[Destination]:
-    """Yield the experts of a layer, separate or packed.
+def adjust(module: Any, model: ModelConfig, tensors: dict[str, Tensor]) -> None:
+    """Apply settings to a module that its config can't express.
 
     Args:
-        stacked: `[E, 2I, H]`, gate above up, or `[E, H, I]`.
+        tensors: those left by `renamed`; those that are used, or only in training, are removed.
+
+    Raises:
+        ModelError: the bias of a router is missing.
     """
-    width = model.expert_width
-    parts = {"down": stacked}
-    if name == "gate_up_proj":
-        parts = {"gate": stacked[:, :width], "up": stacked[:, width:]}
-    for part, weights in parts.items():
-        if model.moe_packed_experts:  # [E, in, out]
-            yield Destination(f"{layer}.{part}_w", weights.transpose(1, 2))
-        else:
-            for expert in range(model.num_experts):
-                yield Destination(f"{layer}.experts.{expert}.{part}_proj.weight", weights[expert])
+    for i, layer in enumerate(module.model.layers):
+        if model.qk_norm:
+            for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+                norm.variance_epsilon = _QK_NORM_EPS
+        if model.has_experts(i):
+            tensors.pop(f"layers.{i}.mlp.router.expert_ema", None)  # running counts
+            if model.moe_router == "sigmoid_topk":
+                name = f"layers.{i}.mlp.router.expert_bias"
+                if name not in tensors:
+                    raise ModelError(f"the checkpoint lacks {name}")
+                weight, bias = (
+                    x.to(module.dtype) for x in (layer.mlp.gate.weight, tensors.pop(name))
+                )
+                layer.mlp.gate = SigmoidRouter(weight, bias, model.moe_top_k)

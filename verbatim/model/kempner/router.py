@@ -13,11 +13,15 @@ class SigmoidRouter(nn.Module):
     Replaces the gate of a mixture-of-experts layer, with the same interface.
     """
 
-    def __init__(self, num_experts: int, dim: int, top_k: int, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Tensor, expert_bias: Tensor, top_k: int) -> None:
+        """Args:
+        weight: `[E, H]`.
+        expert_bias: `[E]`.
+        """
         super().__init__()
         self.top_k = top_k
-        self.weight = nn.Parameter(torch.zeros(num_experts, dim, dtype=dtype))
-        self.expert_bias = nn.Parameter(torch.zeros(num_experts, dtype=dtype))
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.expert_bias = nn.Parameter(expert_bias, requires_grad=False)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Choose `k` experts for each token.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verbatim.checks import integer, number
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.options import budget, positive
+from verbatim.options import budget
 from verbatim.placement.offload.choice import Offload
 
 MAX_STAGES = 512
@@ -62,14 +61,12 @@ class Cluster:
     def __post_init__(self) -> None:
         for name in ("stages", "micro_batches"):
             value = getattr(self, name)
-            if value is not None and positive(name, value) > MAX_STAGES:
+            if value is not None and integer(name, value) > MAX_STAGES:
                 raise InvalidRequest(f"{name}={value}: at most {MAX_STAGES}")
         for name in ("spares", "max_restarts"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 64:
-                raise InvalidRequest(f"{name}={value!r}: must be a whole number from 0 to 64")
+            integer(name, getattr(self, name), 0, 64)
         for name in ("patience_s", "step_timeout_s"):
-            _check_seconds(name, getattr(self, name))
+            number(name, getattr(self, name), 0.0, above=True, unit=" of seconds")
         if self.offload is not None and not isinstance(self.offload, Offload):
             raise InvalidRequest(f"offload={self.offload!r}: must be an Offload, or None")
         if self.offload is not None and self.offload.trace is not None:
@@ -87,7 +84,7 @@ class Cluster:
         given = self.layers
         if isinstance(given, str | bytes) or not isinstance(given, Sequence) or not given:
             raise InvalidRequest(f"layers={given!r}: must be the number of layers of each stage")
-        layers = tuple(positive("layers", count) for count in given)
+        layers = tuple(integer("layers", count) for count in given)
         if self.stages is not None and self.stages != len(layers):
             raise InvalidRequest(
                 f"layers={layers} are {len(layers)} stages, and stages={self.stages}"
@@ -125,13 +122,13 @@ class TensorParallel:
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        positive("size", self.size)
+        integer("size", self.size)
         if self.exact is not True:
             raise NotSupported(
                 f"exact={self.exact!r}: not supported; weights are split by columns and results gathered, "
                 "which gives the bits of one process; leave it at True"
             )
-        _check_seconds("timeout_s", self.timeout_s)
+        number("timeout_s", self.timeout_s, 0.0, above=True, unit=" of seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +153,9 @@ class PipelineParallel:
     offload: Offload | None = None
 
     def __post_init__(self) -> None:
-        positive("size", self.size)
+        integer("size", self.size)
         Cluster(offload=self.offload)  # checks it
-        _check_seconds("timeout_s", self.timeout_s)
+        number("timeout_s", self.timeout_s, 0.0, above=True, unit=" of seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +174,3 @@ class ExpertParallel:
 
 
 Ranked = TensorParallel | PipelineParallel | ExpertParallel
-
-
-def _check_seconds(name: str, value: Any) -> None:
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not 0 < float(value) < math.inf:
-        raise InvalidRequest(f"{name}={value!r}: must be a number of seconds above 0")

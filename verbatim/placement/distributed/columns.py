@@ -20,7 +20,6 @@ from verbatim.model.hidden import head_of
 from verbatim.model.invariant import forward_for
 from verbatim.model.loader import Checkpoint, LoadedModel, ModelSource
 from verbatim.model.mtp_source import Mtp
-from verbatim.model.packed import weight_bytes
 from verbatim.model.packing import PackingReport
 from verbatim.model.patching import threads
 from verbatim.model.recurrent import reads_weight
@@ -33,10 +32,10 @@ from verbatim.placement.distributed.heads import own_layers
 from verbatim.placement.distributed.wire import dtype_named
 from verbatim.placement.options import EngineOptions
 from verbatim.weights.files import read_whole
+from verbatim.weights.lazy import Cut as Range
 from verbatim.weights.lazy import materialize
-from verbatim.weights.load import Place, checkpoint_of, load_weights
-from verbatim.weights.reopen import reopen
-from verbatim.weights.update import Cut as Range
+from verbatim.weights.load import Place, load_weights
+from verbatim.weights.opening import reopen
 
 
 @dataclass(slots=True)
@@ -68,7 +67,7 @@ def check_keys(keys: Sequence[str]) -> None:
     """Check that all ranks have the same numerics key.
 
     Raises:
-        NotSupported: they don't, so they would not give the same bits.
+        NotSupported: they don't, so their results would not be bit-identical.
     """
     for rank, key in enumerate(keys):
         if key != keys[0]:
@@ -150,7 +149,7 @@ def take_share(
         take_share(again, source, ranks, head=None, linears=linears, share=share)
         return again.module
 
-    cut.checkpoint = checkpoint_of(loaded, read)
+    cut.checkpoint = Checkpoint(loaded, read)
     return cut
 
 
@@ -182,27 +181,13 @@ def _share_experts(layer: Any, ranks: Ranks, share: type[Any], cuts: dict[Place,
     layer.forward = partial(flat_experts, layer)
 
 
-@dataclass(slots=True)
-class Shared:
-    """A rank's share, without KV store."""
-
-    ranks: Gloo
-    decoder: Decoder
-    cut: Cut
-    draft_layers: DraftLayers
-
-    @property
-    def weight_bytes(self) -> int:
-        return weight_bytes(self.decoder.module)
-
-
 def open_share(
     loaded: LoadedModel,
     source: ModelSource,
     ranks: Gloo,
     num_threads: int,
     draft: Mtp | EarlyExit | None,
-) -> Shared:
+) -> tuple[Cut, Decoder, DraftLayers]:
     """Read a rank's share, inspect the model, and open its draft layers; all ranks do so at once.
 
     Raises:
@@ -216,4 +201,4 @@ def open_share(
         spec = decoder.spec
         own_layers(spec.layers, spec.query_heads, ranks.rank, ranks.size)
         layers = open_draft_layers(draft, decoder, loaded)
-    return Shared(ranks, decoder, cut, layers)
+    return cut, decoder, layers

@@ -1,18 +1,20 @@
-"""Ranks that the user started and that follow rank 0: what it tells them, and their runner."""
+"""Ranks that the user started and that follow rank 0: the calls that all make, and their runner."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from verbatim.batch import Choices
-from verbatim.errors import NotSupported, TierFailed
+from verbatim.core import Request, Result
+from verbatim.errors import InvalidRequest, NotSupported, RequestFailed, TierFailed
 from verbatim.placement.distributed.group import StageHandle
 from verbatim.placement.distributed.stage import Stage
 from verbatim.placement.distributed.wire import Message, encode
 from verbatim.protocols import Runner
 
 _END_S = 5.0
+_T = TypeVar("_T")
 _ATTRIBUTES = (
     "vocab_size",
     "block_size",
@@ -20,6 +22,7 @@ _ATTRIBUTES = (
     "num_states",
     "has_hidden",
     "hidden_reason",
+    "choices",
 )
 
 
@@ -33,7 +36,6 @@ def described(runner: Runner) -> dict[str, Any]:
             reason = str(error)
     return {
         **{name: getattr(runner, name) for name in _ATTRIBUTES},
-        "choices": runner.choices,
         "replay_reason": reason,
         "info": runner.info(),
     }
@@ -43,21 +45,16 @@ class FollowingRunner:
     """A Runner for admission only: requests are checked here as on rank 0, and run there.
 
     Args:
-        member: this rank's stage.
+        rank: this one.
         told: what `described` made on rank 0.
     """
 
     num_forwards = 0
+    choices: Mapping[str, Choices]
 
-    def __init__(self, member: Follower, told: Mapping[str, Any]) -> None:
-        self.vocab_size: int = told["vocab_size"]
-        self.block_size: int = told["block_size"]
-        self.num_blocks: int = told["num_blocks"]
-        self.num_states: int = told["num_states"]
-        self.has_hidden: bool = told["has_hidden"]
-        self.hidden_reason: str | None = told["hidden_reason"]
-        self.choices: Mapping[str, Choices] = told["choices"]
-        self.member = member
+    def __init__(self, rank: Following, told: Mapping[str, Any]) -> None:
+        self.__dict__.update({name: told[name] for name in _ATTRIBUTES})
+        self._rank = rank
         self._replay_reason: str | None = told["replay_reason"]
         self._info: dict[str, Any] = told["info"]
 
@@ -87,7 +84,7 @@ class FollowingRunner:
         return None
 
     def close(self) -> None:
-        self.member.close()
+        self._rank.close()
 
     def __getattr__(self, name: str) -> Any:
         """Refuse every other call of a `Runner`."""
@@ -100,14 +97,16 @@ class FollowingRunner:
         return refuse
 
 
-class Followers:
-    """Other ranks of the user's programs, which get the results of rank 0."""
+class Leading:
+    """Rank 0 of the ranks that a user started: runs the calls, and sends the results to the others."""
+
+    may_be_empty = False
 
     def __init__(self, members: Sequence[StageHandle]) -> None:
         self._members = members
 
     def tell(self, told: Mapping[str, Any]) -> None:
-        """Send their programs a message; TierFailed if one is gone."""
+        """Send the programs of the other ranks a message; TierFailed if one is gone."""
         encoded = encode({"do": "tell", "told": told})
         for member in self._members:
             member.send(encoded)
@@ -115,20 +114,60 @@ class Followers:
             if member.lost is not None:
                 raise TierFailed(str(member))
 
+    def run(self, handle: Any, requests: list[Request]) -> list[Result]:
+        return self.agree(lambda: handle.run_here(requests))
 
-class Follower:
-    """This rank's stage, and what rank 0 tells its program."""
+    def agree(self, work: Callable[[], _T]) -> _T:
+        try:
+            result = work()
+        except BaseException as error:
+            if not isinstance(error, TierFailed):
+                self.tell({"do": "failed", "error": f"{type(error).__name__}: {error}"})
+            raise
+        self.tell({"do": "results", "results": result})
+        return result
+
+    def close(self) -> None:
+        """Do nothing: the runner ends the other ranks."""
+
+
+class Following:
+    """Another rank, with its stage: waits until rank 0's call is over, and returns the same results."""
+
+    may_be_empty = False
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
 
     def wait(self) -> Message:
-        """Return what rank 0 tells next; TierFailed if it is gone."""
-        message = self._stage.told.get()
-        if message is None:
+        """Return what rank 0 tells this program next; TierFailed if it is gone, or has closed its LLM."""
+        told = self._stage.told.get()
+        if told is None:
             raise TierFailed("rank 0 is gone")
-        told: Message = message["told"]
+        if told.get("do") == "close":
+            raise TierFailed("rank 0 has closed its LLM in the middle of this call")
         return told
+
+    def run(self, handle: Any, requests: list[Request]) -> list[Result]:
+        handle.check_awake()
+        results: list[Result] = self._outcome()
+        if len(results) != len(requests):
+            raise InvalidRequest(
+                f"this rank has {len(requests)} prompts and rank 0 has {len(results)}: all ranks must make "
+                "the same calls"
+            )
+        return results
+
+    def agree(self, work: Callable[[], _T]) -> _T:
+        self._outcome()
+        return work()
+
+    def _outcome(self) -> Any:
+        """Return what rank 0's call returned, or raise its error."""
+        told = self.wait()
+        if told["do"] == "failed":
+            raise RequestFailed(f"rank 0: {told['error']}")
+        return told["results"]
 
     def close(self) -> None:
         """Close the stage, and wait until it has ended."""

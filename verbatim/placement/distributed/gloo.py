@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from verbatim.errors import TierFailed, first_line
 
 _HOST = "127.0.0.1"
 
 
+@functools.cache
+def _file() -> int:
+    """Return a file in memory, never closed: those that met there write to it once more in the end."""
+    return os.memfd_create("verbatim-ranks")
+
+
+def meeting_place() -> str:
+    """Return where ranks of this user find each other: a file without a folder, and a name in it."""
+    return f"/proc/{os.getpid()}/fd/{_file()} {secrets.token_hex(8)}"
+
+
 class Gloo:
     """`Ranks` over gloo; not torch.distributed's default group, which may be the user's.
 
     Args:
-        meeting: a file that does not exist yet, in a private folder; the same for all.
+        meeting: what `meeting_place` returned on one of them.
         timeout_s: of one exchange, and of meeting.
 
     Raises:
         TierFailed: the others did not come.
     """
 
-    def __init__(self, meeting: Path, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, meeting: str, rank: int, size: int, timeout_s: float) -> None:
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
@@ -41,7 +54,8 @@ class Gloo:
         options._timeout = timedelta(seconds=timeout_s)
         self._group: Any = None
         with _told(rank):
-            store = FileStore(str(meeting), size)
+            path, _, name = meeting.partition(" ")
+            store = PrefixStore(name, FileStore(path, -1))
             self._group = gloo(store, rank, size, options)
 
     @contextmanager

@@ -16,6 +16,7 @@ from verbatim.errors import (
     ModelError,
     NotSupported,
     OutOfBlocks,
+    StageFailed,
     VerbatimError,
 )
 from verbatim.placement.distributed.handshake import Refused, connect
@@ -37,7 +38,7 @@ _ERRORS = {
 }
 
 
-class StageGone(VerbatimError):
+class StageGone(StageFailed):
     """Some stages no longer answer."""
 
     def __init__(self, members: Iterable[StageHandle]) -> None:
@@ -105,7 +106,7 @@ Inbox = queue.SimpleQueue[tuple[StageHandle, "Message | str"]]
 
 
 class StageGroup:
-    """All stages, in the order of their layers, or all ranks but the first.
+    """Processes that serve shares of one model: all stages, or all ranks but the first.
 
     Args:
         hosts: where their processes come from.
@@ -118,7 +119,6 @@ class StageGroup:
         self.members: list[StageHandle] = []
         self.patience_s = patience_s
         self.step_timeout_s = step_timeout_s
-        self.epoch = 0
         self._inbox: Inbox = queue.SimpleQueue()
         self._calls = 0
         self._expected: dict[int, StageHandle] = {}
@@ -241,12 +241,6 @@ class StageGroup:
         gone = [m for m in dict.fromkeys([*self.members, *also]) if m.lost is not None]
         if gone:
             raise StageGone(gone)
-
-    def cut_off(self, member: StageHandle, why: object) -> StageHandle:
-        """Mark the stage after this one as lost, because it can't be reached from there."""
-        behind = self.members[member.index + 1]
-        behind.lost = behind.lost or f"{member} can't reach it: {why}"
-        return behind
 
     def reports(self) -> list[tuple[StageHandle, Message]]:
         """Return reports since the last call: work that has ended or failed."""

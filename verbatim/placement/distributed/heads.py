@@ -15,7 +15,7 @@ from verbatim.errors import NotSupported
 from verbatim.kernels.options import AnyOptions, IndexOptions
 from verbatim.kv.quantized import KVDtype
 from verbatim.kv.states import StateStore
-from verbatim.kv.store import KVStore, LayerShape, make_store
+from verbatim.kv.store import KVStore, LayerShape
 from verbatim.model.shard import Ranks, bounds_of
 
 
@@ -82,7 +82,7 @@ class HeadStore(KVStore):
         ]
         self._value_sizes = [shape.value_dim for shape in layers]
         self._ranks = ranks
-        self._own = make_store(
+        self._own = KVStore(
             own_layers(layers, query_heads, ranks.rank, ranks.size),
             num_blocks,
             block_size,

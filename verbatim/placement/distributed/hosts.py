@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any, Protocol
 
-from verbatim.errors import VerbatimError
+from verbatim.errors import StageFailed, VerbatimError
 from verbatim.placement.distributed.handshake import Address
 from verbatim.placement.distributed.launcher import HOST, Launcher, WorkerProcess
 
 _START_S = 120.0  # until a process listens: the first one imports torch and transformers
 
 
-class NoHost(VerbatimError):
+class NoHost(StageFailed):
     """There is no machine, or no memory, for another process."""
 
 

@@ -13,17 +13,17 @@ from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.errors import VerbatimError
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.states import open_states
-from verbatim.kv.store import KVStore, cache_info, make_store
+from verbatim.kv.store import KVStore, cache_info
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.early_exit import EarlyExit, EarlyExitLayers, open_draft_layers
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.mtp_source import Mtp
 from verbatim.model.patching import threads
-from verbatim.model.spec import ModelSpec
+from verbatim.model.spec import ModelSpec, inner_model
 from verbatim.numerics import numerics_key
 from verbatim.options import available_memory, dtype_name
 from verbatim.placement.distributed.drafts import options_of
-from verbatim.placement.distributed.part import Part, PartOutput
+from verbatim.placement.distributed.part import Part
 from verbatim.placement.distributed.served import Served
 from verbatim.placement.distributed.split import Split
 from verbatim.placement.distributed.wire import Message, dtype_named
@@ -78,22 +78,25 @@ class Layers(Served):
             part = self.part
         for adapter in message.get("adapters", ()):
             part.decoder.load_adapter(adapter, partial=True)
-        dtype = options.kv_dtype or part.shape.kv_dtype
+        spec, report = part.decoder.spec, part.report
+        dtype = options.kv_dtype or spec.dtype
         return {
-            **part.shape.as_dict(),
-            "dtype": dtype_name(part.shape.dtype),
+            "architecture": type(inner_model(part.decoder.held)).__name__,
+            "parameters": part.num_parameters,
+            "weight_bytes": part.weight_bytes,
+            "quantization": None if report is None else report.info(),
+            "dtype": dtype_name(spec.dtype),
             "kv_dtype": dtype_named(dtype),
-            **cache_info(
-                part.shape.layers, part.shape.states, dtype, self._drafts.bytes_per_token(dtype)
-            ),
+            "vocab_size": self._split.vocab_size,
+            "choices": spec.choices,
+            "hidden_reason": spec.reasons.get("hidden") if part.is_last else None,
+            **cache_info(spec.layers, spec.states, dtype, self._drafts.bytes_per_token(dtype)),
             "draft": self._drafts.info(),
-            "limits": None
-            if part.tiers is None
-            else _limits_of(part.tiers, part.decoder.spec, self._drafts),
+            "limits": None if part.tiers is None else _limits_of(part.tiers, spec, self._drafts),
             "numerics_key": numerics_key(
-                dtype_name(part.shape.dtype),
+                dtype_name(spec.dtype),
                 dtype_named(dtype),
-                (part.shape.quantization or {}).get("requested"),
+                None if report is None else report.info()["requested"],
             ),
             "fingerprint": fingerprint(loaded),
             "memory": available_memory(),
@@ -107,30 +110,31 @@ class Layers(Served):
                 this part that choose, by `CHOICES`.
         """
         part, options = self._opened(), self._options
-        shape, blocks, size = part.shape, message["num_blocks"], options.block_size
-        kv_dtype = options.kv_dtype or shape.kv_dtype
+        spec, blocks, size = part.decoder.spec, message["num_blocks"], options.block_size
+        kv_dtype = options.kv_dtype or spec.dtype
         cpu = torch.device("cpu")
         self._first_of = message["first_of"]
         states = message["num_states"]
         if part.tiers is not None:
             self.runner = open_tiered(part.tiers, part.decoder, self._drafts, blocks, states)
         else:
-            store = make_store(shape.layers, blocks, size, kv_dtype, cpu)
-            store.states = open_states(shape.states, states)
+            store = KVStore(spec.layers, blocks, size, kv_dtype, cpu)
+            store.states = open_states(spec.states, states)
             self._drafts.open_stores(blocks, size, kv_dtype)
             self.runner = Resident(part.decoder, store, options.num_threads, self._drafts)
             self.runner.packed, self.runner.checkpoint = part.report, part.checkpoint
         self._kept = None
         kept = 0
         if not part.is_last:
-            row = shape.hidden_size * shape.hidden_dtype.itemsize
-            kept = min(blocks, message["keep_bytes"] // (row * size))
+            assert self._split is not None
+            width, hidden_dtype = self._split.hidden_size, self._split.hidden_dtype
+            kept = min(blocks, message["keep_bytes"] // (width * hidden_dtype.itemsize * size))
             if kept:
-                self._kept = HiddenStore(shape.hidden_size, kept, size, shape.hidden_dtype, cpu)
+                self._kept = HiddenStore(width, kept, size, hidden_dtype, cpu)
         return {"kv_bytes": self.runner.store.nbytes, "kept_blocks": kept}
 
-    def run(self, batch: Batch, hidden: Tensor | None, *, kept: bool = False) -> PartOutput:
-        """Run one micro-batch.
+    def run(self, batch: Batch, hidden: Tensor | None, *, kept: bool = False) -> Forward:
+        """Run one micro-batch; return its output, as of `Part.run`.
 
         Args:
             hidden: `[T, H]` from the stage before; None on the first.
@@ -140,17 +144,17 @@ class Layers(Served):
         store = runner.store
         if kept:
             assert self._kept is not None
-            return PartOutput(self._kept.read(batch.slots(store.block_size)), None, None)
+            return Forward(self._kept.read(batch.slots(store.block_size)))
         batch.forced_experts = self._own("routing", batch.forced_experts)
         batch.forced_keys = self._own("indices", batch.forced_keys)
         out = part.run(runner.forward, batch, hidden)
-        if out.leaving is not None and self._kept is not None:
-            self._keep(batch, store, out.leaving)
+        if self._kept is not None:
+            self._keep(batch, store, out.logits)
         return out
 
     def _own(self, name: str, forced: Tensor | None) -> Tensor | None:
         """Return what the layers here are forced to choose, of that of all layers."""
-        first, count = self._first_of[name], self._opened().shape.choices[name].layers
+        first, count = self._first_of[name], self._opened().decoder.spec.choices[name].layers
         return forced[:, first : first + count] if forced is not None and count else None
 
     def _keep(self, batch: Batch, store: KVStore, leaving: Tensor) -> None:
@@ -169,20 +173,35 @@ class Layers(Served):
     def sample(self, logits: Tensor, plan: SamplePlan) -> Draws:
         return self.running.sample(Forward(logits), plan)
 
-    def record(self, message: Message) -> Message:
+    def record(self, message: Message) -> Tensor | None:
         """Return what was chosen for a sequence's tokens, from its blocks; None if no layer here chooses."""
-        name, runner = message["name"], self.runner
-        if runner is None or name not in runner.records:
-            return {"record": None}
-        return {"record": runner.record(name, message["block_table"], message["num_tokens"])}
+        if self.runner is None or message["name"] not in self.runner.records:
+            return None
+        rows: Tensor = self.pass_on(message)
+        return rows
+
+    def check_replay(self, message: Message) -> None:
+        """Check whether the choices of these layers can be forced."""
+        if self.running.choices[message["name"]].layers:
+            self.pass_on(message)
+
+    def load_adapter(self, message: Message) -> list[str]:
+        """Hold an adapter's matrices for the layers here, and return their names."""
+        return list(self.running.decoder.load_adapter(message["adapter"], partial=True))
 
     def sleep(self, message: Message) -> None:
-        super().sleep(message)
+        """Free the KV memory; with `weights`, also that of the weights."""
+        self.pass_on(message)
         if self._kept is not None:
             self._kept.release()
 
     def wake(self, message: Message) -> None:
-        super().wake(message)
+        """Allocate the memory again, and read the weights.
+
+        Raises:
+            ModelChanged: the files hold another model by now. It sleeps on.
+        """
+        self.pass_on(message)
         if self._kept is not None:
             self._kept.allocate()
 
@@ -202,7 +221,7 @@ class Layers(Served):
             return {"layers": None, "weight_bytes": 0, "kv_bytes": 0, "kept_bytes": 0}
         return {
             "layers": [part.first, part.end],
-            "weight_bytes": part.shape.weight_bytes,
+            "weight_bytes": part.weight_bytes,
             "kv_bytes": (0 if runner is None else runner.store.nbytes) + self._drafts.nbytes,
             "kept_bytes": 0 if self._kept is None else self._kept.nbytes,
         }

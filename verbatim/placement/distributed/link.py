@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import socket
 import struct
 import threading
@@ -13,7 +14,7 @@ from verbatim.placement.distributed.rows import FIRST, decode_rows
 from verbatim.placement.distributed.wire import PREFIX, Buffer, decode, encode, sizes
 
 _SAY_S = 10.0  # in which a message has to be on its way, or the other side is taken for dead
-_AHEAD = 1 << 16  # bytes
+_AHEAD = 1 << 16  # bytes that are sent, or read, by one call to the system
 _AT_ONCE = 1 << 26  # bytes
 
 
@@ -38,10 +39,8 @@ class Link:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         self._connection = connection
         self._sending = threading.Lock()
-        # What has come and was not asked for yet, so that a small message is one call to the system.
-        self._came = bytearray(_AHEAD)
-        self._ahead = memoryview(self._came)
-        self._begin = self._end = 0
+        # It reads ahead, so that a small message is one call to the system.
+        self._reader = io.BufferedReader(socket.SocketIO(connection, "rb"), _AHEAD)
 
     def send(self, message: Mapping[str, Any] | list[Buffer]) -> None:
         """Send one message whole; it may be encoded already.
@@ -58,15 +57,10 @@ class Link:
                 raise LinkLost(f"the connection is lost: {error}") from None
 
     def _send(self, buffers: list[Buffer]) -> None:
-        if len(buffers) <= 64:
-            sent = self._connection.sendmsg(buffers)
-            for buffer in buffers:
-                if sent < len(buffer):
-                    self._connection.sendall(memoryview(buffer)[sent:])
-                sent = max(0, sent - len(buffer))
-        else:
-            for buffer in buffers:
-                self._connection.sendall(buffer)
+        if sum(map(len, buffers)) < _AHEAD:
+            buffers = [b"".join(buffers)]
+        for buffer in buffers:
+            self._connection.sendall(buffer)
 
     def receive(self) -> dict[str, Any]:
         """Wait for the next message, and return it.
@@ -86,37 +80,17 @@ class Link:
 
     def _take(self, count: int) -> bytearray:
         """Return the next bytes, in memory that is allocated as they arrive, since `count` may be a lie."""
-        if self._begin == self._end and 0 < count < _AHEAD:
-            self._begin, self._end = 0, self._receive(self._ahead)
-        if self._begin + count <= self._end:
-            self._begin += count
-            return self._came[self._begin - count : self._begin]
         found = bytearray(min(count, _AT_ONCE))
-        self._fill(memoryview(found))
+        self._fill(found)
         while len(found) < count:
             more = bytearray(min(count - len(found), len(found)))
-            self._fill(memoryview(more))
+            self._fill(more)
             found += more
         return found
 
-    def _fill(self, view: memoryview) -> None:
-        while view:
-            if self._begin < self._end:
-                some = min(len(view), self._end - self._begin)
-                view[:some] = self._ahead[self._begin : self._begin + some]
-                self._begin += some
-            elif len(view) >= len(self._ahead):
-                some = self._receive(view)
-            else:
-                self._begin, self._end = 0, self._receive(self._ahead)
-                some = 0
-            view = view[some:]
-
-    def _receive(self, view: memoryview) -> int:
-        count = self._connection.recv_into(view)
-        if not count:
+    def _fill(self, buffer: bytearray) -> None:
+        if self._reader.readinto(buffer) < len(buffer):
             raise LinkLost("the connection is lost: the other side has closed it")
-        return count
 
     def close(self) -> None:
         """Close the connection; a waiting `receive` raises."""

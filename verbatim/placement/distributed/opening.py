@@ -16,14 +16,14 @@ from verbatim.errors import InvalidRequest, OutOfBlocks
 from verbatim.model.early_exit import EarlyExit
 from verbatim.placement.distributed.choice import Cluster
 from verbatim.placement.distributed.drafts import describe, extra_bytes
-from verbatim.placement.distributed.group import StageGroup, StageHandle
+from verbatim.placement.distributed.group import StageHandle
 from verbatim.placement.distributed.hosts import Hosts, LocalHosts
 from verbatim.placement.distributed.layers import LIMITS
 from verbatim.placement.distributed.plan import LayerSizes
 from verbatim.placement.distributed.ray_hosts import RayHosts
 from verbatim.placement.distributed.runner import Clustered
 from verbatim.placement.distributed.split import Split
-from verbatim.placement.distributed.stage_opener import StageOpener
+from verbatim.placement.distributed.stage_line import StageLine
 from verbatim.placement.distributed.supervisor import Supervisor
 from verbatim.placement.distributed.wire import Message
 from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions, Placed, ToOpen
@@ -39,7 +39,7 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
     Raises:
         UnsupportedModel: its layers can't be cut apart.
         NotSupported: an address without Ray, machines that would give other bits, or no MTP layers.
-        NoHost: there are no machines.
+        StageFailed: there are no machines, or a stage was lost meanwhile.
         OutOfBlocks: the model or one block has no room.
     """
     loaded, source, options, limit, draft = model
@@ -56,9 +56,6 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
         _check(cluster, layout)
         mark = fingerprint(loaded)
         hosts: Any = cluster.hosts or _hosts(cluster.address)
-        group = StageGroup(
-            hosts, patience_s=cluster.patience_s, step_timeout_s=cluster.step_timeout_s
-        )
         told: Message = {
             "source": source,
             "options": options,
@@ -66,8 +63,8 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
             "draft": described,
             "offload": cluster.offload,
         }
-        opener = StageOpener(group, layout, told, mark)
-        supervisor = Supervisor(opener, cluster)
+        group = StageLine(hosts, cluster, layout, told, mark)
+        supervisor = Supervisor(group, cluster)
         undo.pop_all()
         undo.callback(group.close)
         stages = _count(cluster, layout, hosts)
@@ -79,7 +76,7 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
             )
         for member, (first, end), index in zip(members, ranges, range(stages), strict=True):
             member.index, member.first, member.end = index, first, end
-        opener.open(members, ranges)
+        group.open(members, ranges)
         token_bytes = sum(member.shape["kv_bytes_per_token"] for member in members)
         state_bytes = sum(member.shape["state_bytes"] for member in members)
         if cluster.offload is None:
@@ -92,10 +89,10 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
             # A stage that is opened again has the same room.
             kv_bytes = blocks * options.block_size * token_bytes + num_states * state_bytes
             told["options"] = replace(told["options"], kv_bytes=kv_bytes)
-        opener.allocate(
+        group.allocate(
             {"num_blocks": blocks, "num_states": num_states, "keep_bytes": cluster.keep_bytes}
         )
-        opener.connect()
+        group.connect()
         supervisor.prepare_spares()
         runner = Clustered(
             supervisor,

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from verbatim.batch import Batch, Choices
+from verbatim.batch import Batch
 from verbatim.errors import EngineClosed, UnsupportedModel
 from verbatim.heap import give_back_freed
-from verbatim.kv.states import StateShape
-from verbatim.kv.store import LayerShape
 from verbatim.model.context import active_context
 from verbatim.model.decoder import Decoder
 from verbatim.model.early_exit import copy_path
@@ -32,69 +30,14 @@ from verbatim.model.packed import drop_weights, weight_bytes
 from verbatim.model.packing import PackingReport
 from verbatim.model.spec import inner_model
 from verbatim.options import dtype_name
-from verbatim.placement.distributed.outline import hidden_of, hollow_copy
-from verbatim.placement.distributed.split import Split
+from verbatim.placement.distributed.split import Split, hidden_of, hollow_copy
 from verbatim.placement.offload.tiers import Tiers
 from verbatim.weights.files import read_whole
-from verbatim.weights.load import checkpoint_of, load_weights
+from verbatim.weights.load import load_weights
 
+_Output = TypeVar("_Output")
 _ALIGNED = 64  # bytes; what torch's own products may round differently without
 _STAND_INS = 64  # rows of made-up hidden states for trials
-
-
-@dataclass(frozen=True, slots=True)
-class PartShape:
-    """The description of a part, for the head.
-
-    Attributes:
-        first, end: its layers, as `Split` counts them.
-        num_layers: of the whole model.
-        layers: what each attention call of its own layers stores for a token, in their order.
-        states: what each of its recurrent operations keeps of a sequence, in their order.
-        kv_dtype: of the keys.
-        hidden_size, hidden_dtype: of what enters and leaves, for each token.
-        vocab_size: of the whole model.
-        choices: of its own layers, by `CHOICES`.
-        hidden_reason: why what the head sees can't be handed back; None: it can, by the last part.
-        architecture: name of the model's class.
-        parameters, weight_bytes: what it holds; what several parts hold counts on each.
-        quantization: of its weights, as `PackingReport.info` has it, or None.
-        override: functions its layers call directly that must be swapped; usually none.
-    """
-
-    first: int
-    end: int
-    num_layers: int
-    layers: list[LayerShape]
-    states: list[StateShape]
-    kv_dtype: torch.dtype
-    hidden_size: int
-    hidden_dtype: torch.dtype
-    vocab_size: int
-    choices: dict[str, Choices]
-    hidden_reason: str | None
-    architecture: str
-    parameters: int
-    weight_bytes: int
-    quantization: dict[str, Any] | None
-    override: list[str]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of activations and keys."""
-        return self.kv_dtype
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-
-class PartOutput(NamedTuple):
-    """The output of one forward of a part; what it does not compute is None."""
-
-    leaving: Tensor | None  # [T, hidden_size], for the part behind
-    logits: Tensor | None  # [R, V], of the last part
-    hidden: Tensor | None  # [R, H], what the head saw, where the batch wants it
 
 
 class _Left(BaseException):
@@ -116,7 +59,7 @@ class Part:
 
     Attributes:
         is_first, is_last: it begins with the embedding; it ends with the head.
-        shape: what others must know of it.
+        num_parameters: that it holds; those of several parts count on each.
         whole: the module with the forwards of the whole model.
         tiers: where its weights are; None: in memory.
         checkpoint: the files of weights in memory.
@@ -152,7 +95,6 @@ class Part:
         self.checkpoint: Checkpoint | None = None
         try:
             self._decoder: Decoder | None = self._open(skeleton, embeds, exits, place)
-            self.shape = self._shape()
         except BaseException:
             self.close()
             raise
@@ -185,14 +127,14 @@ class Part:
             return module
 
         module, layers, own = copied()
-        self._module, self._num_parameters = module, sum(p.numel() for p in parameters)
+        self._module, self.num_parameters = module, sum(p.numel() for p in parameters)
         if place is not None:
             self.tiers = place(own)
             self.report = self.tiers.report
         else:
             self.report = read(own)
             if own.folder is not None:
-                self.checkpoint = checkpoint_of(own, read_again)
+                self.checkpoint = Checkpoint(own, read_again)
         self.whole = copy_path(module, layers)
         for index in split.running[:first]:
             layers[index].__dict__["forward"] = self._pass
@@ -216,27 +158,12 @@ class Part:
             )
         return decoder
 
-    def _shape(self) -> PartShape:
-        split, spec, module = self._split, self.decoder.spec, self._module
-        assert module is not None
-        return PartShape(
-            first=self.first,
-            end=self.end,
-            num_layers=split.num_layers,
-            layers=spec.layers,
-            states=spec.states,
-            kv_dtype=spec.dtype,
-            hidden_size=split.hidden_size,
-            hidden_dtype=split.hidden_dtype,
-            vocab_size=split.vocab_size,
-            choices=spec.choices,
-            hidden_reason=spec.reasons.get("hidden") if self.is_last else None,
-            architecture=type(inner_model(self.decoder.held)).__name__,
-            parameters=self._num_parameters,
-            weight_bytes=weight_bytes(module) if self.tiers is None else self.tiers.nbytes,
-            quantization=None if self.report is None else self.report.info(),
-            override=sorted(spec.needs_override),
-        )
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of the weights; what several parts hold counts on each."""
+        if self.tiers is not None:
+            return self.tiers.nbytes
+        return 0 if self._module is None else weight_bytes(self._module)
 
     @property
     def decoder(self) -> Decoder:
@@ -246,12 +173,12 @@ class Part:
         return self._decoder
 
     def run(
-        self, forward: Callable[[Batch], Any], batch: Batch, received: Tensor | None
-    ) -> PartOutput:
-        """Run one forward.
+        self, forward: Callable[[Batch], _Output], batch: Batch, received: Tensor | None
+    ) -> _Output:
+        """Run one forward; return its output, with the hidden states that leave in the place of logits.
 
         Args:
-            forward: runs a batch through the decoder, on a store of `shape.layers`.
+            forward: runs a batch through the decoder, on a store of `decoder.spec.layers`.
             batch: as the whole model would get it, but for `forced_experts` and `forced_keys`, which are
                 of this part's layers alone. It is changed.
             received: `[T, hidden_size]` in `hidden_dtype` from the part before; None on the first one.
@@ -267,10 +194,7 @@ class Part:
             batch.entering = received.contiguous()
         if not self.is_last:
             batch.logit_rows, batch.wants_hidden = torch.arange(batch.num_tokens), False
-        out = forward(batch)
-        if self.is_last:
-            return PartOutput(None, out.logits, out.hidden)
-        return PartOutput(out.logits, None, None)
+        return forward(batch)
 
     def close(self) -> None:
         """Free the weights; a second call does nothing."""
@@ -301,11 +225,11 @@ class Part:
 
     def _pass(self, *args: Any, **kwargs: Any) -> Any:
         """Pass hidden states through, in place of a layer of an earlier part."""
-        return self._split.returned.passing(hidden_of(args, kwargs))
+        return self._split.passing(hidden_of(args, kwargs))
 
     def _receive(self, *args: Any, **kwargs: Any) -> Any:
         """Return what was received, in the place of the last layer of the part before."""
-        return self._split.returned.passing(self._received_as(hidden_of(args, kwargs)))
+        return self._split.passing(self._received_as(hidden_of(args, kwargs)))
 
     def _enter(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the first own layer on what was received."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,67 +43,42 @@ class LayerSizes:
     def divide(
         self, room: Sequence[float], speed: Sequence[float], part: Range | None = None
     ) -> list[Range]:
-        """Divide all layers, or a range of them, as the function `divide`."""
+        """Return contiguous ranges of layers, one per stage, that make the slowest stage as fast as possible.
+
+        Args:
+            room: bytes that each stage may hold.
+            speed: of each stage, bytes of weights a second, or anything in proportion.
+            part: of these layers only; None: of all.
+
+        Raises:
+            OutOfBlocks: there is no such division.
+        """
         first, end = part or (0, len(self.layer_bytes))
-        outside = self.outside[0] * (first == 0), self.outside[1] * (end == len(self.layer_bytes))
-        cuts = [cut - first for cut in self.cuts]
-        free = [most - self.everywhere for most in room]
-        found = divide(self.layer_bytes[first:end], outside, cuts, free, speed)
-        return [(first + a, first + b) for a, b in found]
-
-
-def divide(
-    layer_bytes: Sequence[int],
-    outside: tuple[int, int],
-    cuts: Sequence[int],
-    room: Sequence[float],
-    speed: Sequence[float],
-) -> list[tuple[int, int]]:
-    """Return contiguous ranges of layers, one per stage, that make the slowest stage as fast as possible.
-
-    Args:
-        layer_bytes: weights of each layer.
-        outside: bytes of what the first and the last stage hold besides.
-        cuts: layers in front of which the model may be cut.
-        room: bytes that each stage may hold.
-        speed: of each stage, bytes of weights a second, or anything in proportion.
-
-    Returns:
-        (first, end) of each stage.
-
-    Raises:
-        OutOfBlocks: there is no such division.
-    """
-    count, stages = len(layer_bytes), len(room)
-    total = [0]
-    for size in layer_bytes:
-        total.append(total[-1] + size)
-
-    def cost(stage: int, first: int, end: int) -> float:
-        held = total[end] - total[first]
-        held += outside[0] * (first == 0) + outside[1] * (end == count)
-        return math.inf if held > room[stage] else held / speed[stage]
-
-    places = [0, *sorted(cut for cut in set(cuts) if 0 < cut < count), count]
-    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
-    for stage in range(stages):
-        reached: dict[int, tuple[float, int]] = {}
-        for first, (slowest, _) in best[stage].items():
-            for end in places:
-                if end > first:
-                    found = max(slowest, cost(stage, first, end))
-                    if found < reached.get(end, (math.inf, 0))[0]:
-                        reached[end] = found, first
-        best.append(reached)
-    if count not in best[stages]:
-        needed = total[-1] + sum(outside)
-        raise OutOfBlocks(
-            f"{count} layers of together {needed} bytes, with {len(places) - 2} places to cut, can't be "
-            f"divided over {stages} stages with room for {[int(r) for r in room]} bytes"
-        )
-    ranges, end = [], count
-    for stage in range(stages, 0, -1):
-        first = best[stage][end][1]
-        ranges.append((first, end))
-        end = first
-    return ranges[::-1]
+        cuts = [cut for cut in sorted(set(self.cuts)) if first < cut < end]
+        pairs = itertools.combinations([first, *cuts, end], 2)
+        held = {(begin, stop): self.bytes_of(begin, stop) for begin, stop in pairs}
+        # By stage: to each place that its layers can end at, the slowest stage so far, and their begin.
+        best: list[dict[int, tuple[float, int]]] = [{first: (0.0, 0)}]
+        for most, pace in zip(room, speed, strict=True):
+            reached: dict[int, tuple[float, int]] = {}
+            for begin, (slowest, _) in best[-1].items():
+                for stop in [*cuts, end]:
+                    size = held.get((begin, stop))
+                    if size is not None and size <= most:
+                        found = max(slowest, (size - self.everywhere) / pace)
+                        if found < reached.get(stop, (math.inf, 0))[0]:
+                            reached[stop] = found, begin
+            best.append(reached)
+        if end not in best[-1]:
+            needed = self.bytes_of(first, end) - self.everywhere
+            free = [int(most - self.everywhere) for most in room]
+            raise OutOfBlocks(
+                f"{end - first} layers of together {needed} bytes, with {len(cuts)} places to cut, can't be "
+                f"divided over {len(room)} stages with room for {free} bytes"
+            )
+        ranges = []
+        for reached in best[:0:-1]:
+            begin = reached[end][1]
+            ranges.append((begin, end))
+            end = begin
+        return ranges[::-1]

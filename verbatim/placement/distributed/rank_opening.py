@@ -5,8 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -15,9 +13,10 @@ from verbatim.batch import dummy_batch
 from verbatim.errors import TierFailed
 from verbatim.kv.store import bytes_per_token
 from verbatim.placement.distributed.choice import Cluster, PipelineParallel, TensorParallel
-from verbatim.placement.distributed.columns import Shared, check_keys
+from verbatim.placement.distributed.columns import check_keys
 from verbatim.placement.distributed.drafts import describe
-from verbatim.placement.distributed.following import Follower, Followers, FollowingRunner, described
+from verbatim.placement.distributed.following import Following, FollowingRunner, Leading, described
+from verbatim.placement.distributed.gloo import meeting_place
 from verbatim.placement.distributed.heads import own_layers
 from verbatim.placement.distributed.hosts import LocalHosts
 from verbatim.placement.distributed.launcher import HOST
@@ -50,11 +49,11 @@ def open_tensor_parallel(model: ToOpen, choice: TensorParallel) -> Placed:
     with ExitStack() as undo:
         undo.callback(group.close)
         leading = _lead(group, model, choice)
-        followers = Followers(group.members) if world > 1 else None
-        if followers is not None:
-            followers.tell({"do": "ready", **described(leading)})
+        together = Leading(group.members) if world > 1 else None
+        if together is not None:
+            together.tell(described(leading))
         undo.pop_all()
-    return Placed(leading, model.options, followers)
+    return Placed(leading, model.options, together)
 
 
 def open_pipeline_parallel(model: ToOpen, choice: PipelineParallel) -> Placed:
@@ -73,25 +72,25 @@ def open_pipeline_parallel(model: ToOpen, choice: PipelineParallel) -> Placed:
     ranks = replace(cluster, hosts=hosts, spares=0)
     placed = open_cluster(model, ranks)
     runner: Any = placed.runner
-    followers = Followers(runner.group.members[:-1])
+    together = Leading(runner.group.members[:-1])
     try:
-        followers.tell({"do": "ready", **described(runner)})
+        together.tell(described(runner))
     except BaseException:
         runner.close()
         raise
-    return replace(placed, together=followers)
+    return replace(placed, together=together)
 
 
 def _follow(rank: int, world: int, key: bytes, options: EngineOptions, share: Served) -> Placed:
     """Open a rank other than 0 of ranks that the user started."""
     stage = Stage(key, HOST, share)
-    follower = Follower(stage)
+    together = Following(stage)
     try:
         exchange(rank, world, str(stage.address[1]))
-        runner: Any = FollowingRunner(follower, follower.wait())
-        return Placed(runner, options, follower)
+        runner: Any = FollowingRunner(together, together.wait())
+        return Placed(runner, options, together)
     except BaseException:
-        follower.close()
+        together.close()
         raise
 
 
@@ -107,11 +106,11 @@ def _lead(group: RankGroup, model: ToOpen, choice: TensorParallel) -> LeadingRan
         "size": size,
         "timeout_s": choice.timeout_s,
         "draft": describe(draft),
+        "meeting": meeting_place(),
     }
     own = RankShare(loaded, source, partial(LeadingRank, group=group))
-    with ExitStack() as undo, TemporaryDirectory(prefix="verbatim-ranks-") as folder:
+    with ExitStack() as undo:
         undo.callback(own.close)
-        order["meeting"] = str(Path(folder, "meeting"))
         keys = [own.open({**order, "rank": 0})["key"]]
         keys += [answer["key"] for answer in group.ask(order)]
         check_keys(keys)
@@ -120,10 +119,10 @@ def _lead(group: RankGroup, model: ToOpen, choice: TensorParallel) -> LeadingRan
             own.share({"do": "share"})
         except TierFailed as error:
             raise group.failure(error) from error
-        spec = own.shared.decoder.spec
+        spec = own.decoder.spec
         state_bytes = size * sum(state.nbytes for state in spec.states)
         num_states = options.num_states(state_bytes)
-        blocks = _num_blocks(own.shared, size, options, limit, num_states * state_bytes)
+        blocks = _num_blocks(own, size, options, limit, num_states * state_bytes)
         stores = {"do": "allocate", "num_blocks": blocks, "num_states": num_states}
         others = group.ask(stores)
         memory = [own.allocate(stores), *others]
@@ -137,21 +136,21 @@ def _lead(group: RankGroup, model: ToOpen, choice: TensorParallel) -> LeadingRan
 
 
 def _num_blocks(
-    shared: Shared,
+    share: RankShare,
     size: int,
     options: EngineOptions,
     limit: int | None,
     state_bytes: int,
 ) -> int:
     """Return the number of blocks, the same on all ranks; the budget is that of all together."""
-    spec = shared.decoder.spec
+    spec = share.decoder.spec
     dtype = options.kv_dtype or spec.dtype
     layers = [
         layer
         for rank in range(size)
         for layer in own_layers(spec.layers, spec.query_heads, rank, size)
     ]
-    more = shared.draft_layers.bytes_per_token(dtype)
+    more = share.draft_layers.bytes_per_token(dtype)
     more += spec.choices["routing"].bytes_per_token
     token_bytes = bytes_per_token(layers, dtype) + more * size
     return options.num_blocks(token_bytes, limit, state_bytes)

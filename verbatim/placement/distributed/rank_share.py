@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from verbatim.errors import TierFailed, VerbatimError
 from verbatim.kv.states import open_states
+from verbatim.model.decoder import Decoder
+from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.loader import LoadedModel, ModelSource
-from verbatim.placement.distributed.columns import Shared, key_of, open_share
+from verbatim.model.packed import weight_bytes
+from verbatim.placement.distributed.columns import Cut, key_of, open_share
 from verbatim.placement.distributed.drafts import options_of
 from verbatim.placement.distributed.gloo import Gloo
 from verbatim.placement.distributed.heads import HeadStore
@@ -25,10 +27,10 @@ class RankShare(Served):
     model is rank 0's as well.
 
     Args:
-        make_runner: makes the runner of (shared, store, num_threads).
+        make_runner: makes the runner, with the arguments of `Rank`.
 
     Attributes:
-        shared: the weights, since `share`.
+        cut, decoder, draft_layers: the weights, since `share`.
     """
 
     calls = Served.calls | {"share", "forward"}
@@ -37,13 +39,15 @@ class RankShare(Served):
         self,
         loaded: LoadedModel | None = None,
         source: ModelSource | None = None,
-        make_runner: Callable[[Shared, HeadStore, int], Rank] = Rank,
+        make_runner: Callable[..., Rank] = Rank,
     ) -> None:
         super().__init__(loaded, source)
         self._make_runner = make_runner
         self._ranks: Gloo | None = None
         self._told: Message = {}
-        self.shared: Shared
+        self.cut: Cut
+        self.decoder: Decoder
+        self.draft_layers: DraftLayers
 
     def call(self, message: Message) -> Any:
         try:
@@ -69,24 +73,27 @@ class RankShare(Served):
     def share(self, message: Message) -> None:
         """Read this rank's share of the weights; all ranks do so at once."""
         told = self._told
-        meeting = Path(told["meeting"])
-        self._ranks = Gloo(meeting, told["rank"], told["size"], told["timeout_s"])
+        self._ranks = Gloo(told["meeting"], told["rank"], told["size"], told["timeout_s"])
         assert self._loaded is not None
         threads, draft = told["options"].num_threads, options_of(told["draft"])
-        self.shared = open_share(self._loaded, told["source"], self._ranks, threads, draft)
+        self.cut, self.decoder, self.draft_layers = open_share(
+            self._loaded, told["source"], self._ranks, threads, draft
+        )
 
     def allocate(self, message: Message) -> Message:
         """Allocate this rank's K and V: `num_blocks` and `num_states`."""
-        shared, blocks, options = self.shared, message["num_blocks"], self._told["options"]
-        spec, size = shared.decoder.spec, options.block_size
+        ranks, blocks, options = self._ranks, message["num_blocks"], self._told["options"]
+        assert ranks is not None
+        spec, size, drafts = self.decoder.spec, options.block_size, self.draft_layers
         dtype = options.kv_dtype or spec.dtype
         states = open_states(spec.states, message["num_states"])
-        heads = spec.layers, spec.query_heads, shared.ranks
-        store = HeadStore(*heads, blocks, size, dtype, states)
-        shared.draft_layers.open_stores(blocks, size, dtype)
-        self.runner = self._make_runner(shared, store, options.num_threads)
-        kv_bytes = store.nbytes + shared.draft_layers.nbytes
-        return {"kv_bytes": kv_bytes, "weight_bytes": shared.weight_bytes}
+        store = HeadStore(spec.layers, spec.query_heads, ranks, blocks, size, dtype, states)
+        drafts.open_stores(blocks, size, dtype)
+        self.runner = self._make_runner(
+            self.decoder, store, options.num_threads, drafts, ranks, self.cut
+        )
+        held = weight_bytes(self.decoder.module)
+        return {"kv_bytes": store.nbytes + drafts.nbytes, "weight_bytes": held}
 
     def forward(self, message: Message) -> None:
         """Run a batch; its logits are rank 0's."""
@@ -94,12 +101,8 @@ class RankShare(Served):
 
     def write_cache(self, message: Message) -> None:
         """Write this rank's share of the rows."""
-        super().write_cache({**message, "rows": message["shares"][self._told["rank"]]})
-
-    def load_adapter(self, message: Message) -> Message:
-        """Hold an adapter whole."""
-        self.running.load_adapter(message["adapter"])
-        return {}
+        rows = message.pop("shares")[self._told["rank"]]
+        self.pass_on({**message, "rows": rows})
 
     def _leave(self) -> None:
         if self._ranks is not None:

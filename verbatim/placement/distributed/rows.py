@@ -14,7 +14,8 @@ from torch import Tensor
 
 from verbatim.placement.distributed.wire import MAGIC, PREFIX, Buffer, Garbage, bytes_of
 
-_HEADER = struct.Struct("<BBHqqqqqddd36s")
+_HEADER = struct.Struct("<BBqqqII")
+_BEGIN = struct.Struct(PREFIX.format + _HEADER.format[1:])
 FIRST = 1  # the first byte of the header; no JSON begins like that
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -28,33 +29,18 @@ class Mark(NamedTuple):
 
 
 class RowsMessage(NamedTuple):
-    """Hidden states on their way from one stage to the next.
-
-    Attributes:
-        hidden: `[T, H]`.
-        clock: an id of the clock of `sent`, 36 bytes at most.
-        sent: when the stage had computed them.
-        busy: seconds in all stages so far.
-        hops: seconds between stages so far, where that can be told, of `num_hops`.
-    """
+    """Hidden states `[T, H]` on their way from one stage to the next."""
 
     mark: Mark
     hidden: Tensor
-    clock: bytes
-    sent: float
-    busy: float
-    hops: float
-    num_hops: int
 
 
 def encode_rows(rows: RowsMessage) -> list[Buffer]:
     """Encode a message as buffers."""
-    mark, hidden, clock, sent, busy, hops, num_hops = rows
-    hidden, (count, width) = hidden.contiguous(), hidden.shape
-    size, kind = hidden.nbytes, _DTYPES.index(hidden.dtype)
-    header = _HEADER.pack(FIRST, kind, num_hops, *mark, count, width, sent, busy, hops, clock)
-    begin = PREFIX.pack(MAGIC, _HEADER.size, size) + header
-    return [begin, bytes_of(hidden)] if size else [begin]
+    mark, hidden = rows
+    data, kind = bytes_of(hidden.contiguous()), _DTYPES.index(hidden.dtype)
+    begin = _BEGIN.pack(MAGIC, _HEADER.size, len(data), FIRST, kind, *mark, *hidden.shape)
+    return [begin, data]
 
 
 def decode_rows(header: bytes | bytearray, states: bytearray) -> RowsMessage:
@@ -64,17 +50,9 @@ def decode_rows(header: bytes | bytearray, states: bytearray) -> RowsMessage:
         Garbage: this is no message.
     """
     try:
-        _, kind, num_hops, epoch, step, part, count, width, sent, busy, hops, clock = (
-            _HEADER.unpack(header)
-        )
+        _, kind, epoch, step, part, count, width = _HEADER.unpack(header)
         dtype = _DTYPES[kind]
-        if count < 0 or width < 0 or count * width * dtype.itemsize != len(states):
-            raise ValueError(f"{len(states)} bytes for {count} rows of {width}")
-        if states:
-            hidden = torch.frombuffer(states, dtype=dtype).view(count, width)
-        else:
-            hidden = torch.empty(count, width, dtype=dtype)
+        flat = torch.frombuffer(states, dtype=dtype) if states else torch.empty(0, dtype=dtype)
+        return RowsMessage(Mark(epoch, step, part), flat.view(count, width))
     except (ValueError, IndexError, RuntimeError, struct.error) as error:
         raise Garbage(f"not a message of Verbatim's cluster: {error}") from None
-    mark = Mark(epoch, step, part)
-    return RowsMessage(mark, hidden, clock.rstrip(b"\0"), sent, busy, hops, num_hops)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import statistics
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,13 +18,14 @@ from verbatim.errors import NotSupported, StageFailed, VerbatimError
 from verbatim.model.routing import joined
 from verbatim.params import CHOICES
 from verbatim.placement.distributed.choice import Cluster
-from verbatim.placement.distributed.group import StageGone, StageGroup, StageHandle
+from verbatim.placement.distributed.group import StageGone, StageHandle
 from verbatim.placement.distributed.supervisor import Supervisor
 from verbatim.placement.distributed.wire import Message
 from verbatim.placement.offload.cut import cut
 from verbatim.protocols import Forward
 from verbatim.weights.update import NewWeights
 
+_T = TypeVar("_T")
 _FEW_FRAMES = 16
 _MANY_ROWS = 32  # for each micro-batch, where it is left to us to cut
 
@@ -38,7 +37,6 @@ class Remote(Forward):
     batch: Batch | None = None
     step: int = 0
     parts: int = 0
-    begun: float = 0.0
     fresh: set[StageHandle] = field(
         default_factory=set
     )  # filled their places since it was scheduled
@@ -66,7 +64,7 @@ class Clustered:
     ) -> None:
         self.supervisor = supervisor
         self._targets = targets
-        self.group: StageGroup = supervisor.group
+        self.group = supervisor.group
         self.cluster = cluster
         shapes = [member.shape for member in self.group.members]
         last = shapes[-1]
@@ -83,7 +81,6 @@ class Clustered:
         self._last: Remote | None = None
         # Runs if it is never closed; its arguments must not refer to this object.
         self._let_go = weakref.finalize(self, self.group.close, os.getpid())
-        self._figures = StepTimes()
         self._asleep: bool | None = None  # with its weights?
 
     # The step.
@@ -114,11 +111,7 @@ class Clustered:
         self.supervisor.note_copies(batch.block_copies)
         parts = self._cut(batch)
         self.supervisor.step += 1
-        remote.step, remote.parts, remote.begun = (
-            self.supervisor.step,
-            len(parts),
-            time.perf_counter(),
-        )
+        remote.step, remote.parts = self.supervisor.step, len(parts)
         stop = len(group.members) - 1
         places = [member.index for member in group.members if member in remote.fresh]
         for number, part in enumerate(parts):
@@ -143,7 +136,6 @@ class Clustered:
         assert isinstance(forward, Remote)
         answer = self._ask(forward, {"do": "draw", "plan": plan})
         forward.hidden = answer["hidden"]
-        self._figures.note(time.perf_counter() - forward.begun, forward.parts, answer)
         draws: Draws = answer["draws"]
         return draws
 
@@ -152,16 +144,29 @@ class Clustered:
         logits: Tensor = self._ask(forward, {"do": "logits", "rows": rows})["logits"]
         return logits
 
-    def _ask(self, remote: Remote, message: Message) -> Message:
-        """Return the answer of the last stage about a forward, again after each replacement of a stage."""
+    def _persist(self, call: Callable[[set[int] | None], _T]) -> _T:
+        """Make a call, and again after each replacement of a stage.
+
+        Args:
+            call: gets the places that have just been filled anew; None the first time.
+        """
+        fresh: set[int] | None = None
         for attempt in range(self.cluster.max_restarts + 1):
             try:
-                return self._answer(remote, message)
+                return call(fresh)
             except StageGone:
-                self._begin(
-                    remote, self.supervisor.recover(last=attempt == self.cluster.max_restarts)
-                )
+                fresh = self.supervisor.recover(last=attempt == self.cluster.max_restarts)
         raise AssertionError("the last attempt raises")
+
+    def _ask(self, remote: Remote, message: Message) -> Message:
+        """Return the answer of the last stage about a forward."""
+
+        def ask(fresh: set[int] | None) -> Message:
+            if fresh is not None:
+                self._begin(remote, fresh)
+            return self._answer(remote, message)
+
+        return self._persist(ask)
 
     def _answer(self, remote: Remote, message: Message) -> Message:
         group = self.group
@@ -191,7 +196,7 @@ class Clustered:
         """
         member = self.group.members[-1 if "mtp_layers" in self.draft_info else 0]
         order = {"do": "draft", "k": k, "batch": batch, "plan": plan}
-        draws: Draws | None = self.group.call_each([(member, order)])[0]["draws"]
+        draws: Draws | None = self.group.call_each([(member, order)])[0]
         return draws
 
     # All stages.
@@ -206,26 +211,23 @@ class Clustered:
                 some of its sequences, and not yet for others.
             patient: it may take any time, as reading weights does.
         """
-        fresh: set[int] = set()
-        for attempt in range(self.cluster.max_restarts + 1):
-            try:
-                if in_a_step and fresh and self._last is not None:
-                    self._begin(self._last, fresh)
-                    # Who counts already may have exchanged a block for an equal one since: the batch then
-                    # reads one that was not computed again, and writes what follows from it.
-                    self.supervisor.catch_up(min(fresh))
-                orders: list[tuple[StageHandle, Message]]
-                orders = [(member, {"do": do, **fields}) for member in self.group.members]
-                return self.group.call_each(orders, patient=patient)
-            except StageGone:
-                fresh = self.supervisor.recover(last=attempt == self.cluster.max_restarts)
-        raise AssertionError("the last attempt raises")
+
+        def ask(fresh: set[int] | None) -> list[Any]:
+            if in_a_step and fresh and self._last is not None:
+                self._begin(self._last, fresh)
+                # Who counts already may have exchanged a block for an equal one since: the batch then
+                # reads one that was not computed again, and writes what follows from it.
+                self.supervisor.catch_up(min(fresh))
+            orders = [(member, {"do": do, **fields}) for member in self.group.members]
+            return self.group.call_each(orders, patient=patient)
+
+        return self._persist(ask)
 
     def record(self, name: str, block_table: list[int], num_tokens: int) -> Tensor:
         self.choices[name].check(f"the model's {name} can't be recorded")
         asked: Message = {"block_table": list(block_table), "num_tokens": num_tokens}
         answers = self._each("record", in_a_step=True, name=name, **asked)
-        return torch.cat([a["record"] for a in answers if a["record"] is not None], dim=1)
+        return torch.cat([rows for rows in answers if rows is not None], dim=1)
 
     def check_replay(self, name: str) -> None:
         self.choices[name].check(f"its {name} can't be replayed")
@@ -285,7 +287,7 @@ class Clustered:
         if not self.supervisor.in_order:
             self.supervisor.recover()
         status = self._each("status")
-        members, layout = list(self.group.members), self.supervisor.opener.layout
+        members, layout = list(self.group.members), self.group.layout
         speed = [_speed(member, told) for member, told in zip(members, status, strict=True)]
         room = [
             layout.room(member.facts["memory"] + layout.bytes_of(member.first, member.end))
@@ -314,8 +316,10 @@ class Clustered:
         """Send all stages their weights: those that they quantize, and with `last="exact"` also the others,
         which makes them write all.
         """
-        kinds = ["packed"] if last == "packed" else ["exact"]
-        for attempt in range(self.cluster.max_restarts + 1):
+
+        def send(fresh: set[int] | None) -> None:
+            kinds = ["packed"] if fresh is not None or last == "packed" else []
+            kinds += ["exact"] if last == "exact" else []
             try:
                 for member in self.group.members:
                     names = self._ask_one(member, "weight_names")
@@ -325,11 +329,11 @@ class Clustered:
                             answer = self._ask_one(member, do, tensors=piece)
                         if kind == "exact":
                             member.shape.update(answer)
-                return
             except StageGone:
                 self.supervisor.weights = "mixed"
-                kinds = ["packed"] if last == "packed" else ["packed", "exact"]
-                self.supervisor.recover(last=attempt == self.cluster.max_restarts)
+                raise
+
+        self._persist(send)
 
     def _ask_one(self, member: StageHandle, do: str, **fields: Any) -> Any:
         return self.group.call_each([(member, {"do": do, **fields})], patient=True)[0]
@@ -338,7 +342,7 @@ class Clustered:
         """See `Runner`. A stage that is replaced later gets it again."""
         try:
             answers = self._each("load_adapter", patient=True, adapter=adapter)
-            missing = adapter.layers.keys() - {n for answer in answers for n in answer["names"]}
+            missing = adapter.layers.keys() - {name for names in answers for name in names}
             if missing:
                 raise NotSupported(
                     f"adapter {adapter.name!r}: {min(missing)} is not a linear layer that each token goes "
@@ -349,10 +353,10 @@ class Clustered:
             if not isinstance(error, StageFailed):
                 self.unload_adapter(adapter.number)
             raise
-        self.supervisor.opener.adapters[adapter.number] = adapter
+        self.group.adapters[adapter.number] = adapter
 
     def unload_adapter(self, number: int) -> None:
-        self.supervisor.opener.adapters.pop(number, None)
+        self.group.adapters.pop(number, None)
         self._each("unload_adapter", number=number)
 
     def stamp(self) -> object:
@@ -416,7 +420,7 @@ class Clustered:
         }
 
     def stats(self) -> dict[str, Any]:
-        """Return restarts, their durations, and the parts of a step's time, under "cluster"."""
+        """Return the number of restarts, their durations, and the tokens computed again, under "cluster"."""
         supervisor = self.supervisor
         return {
             "cluster": {
@@ -425,7 +429,6 @@ class Clustered:
                 "restarts": supervisor.num_restarts,
                 "recovery_s": list(supervisor.recovery_s),
                 "replayed_tokens": supervisor.replayed_tokens,
-                **self._figures.as_dict(),
             }
         }
 
@@ -451,39 +454,3 @@ def _joined_quantization(stages: list[dict[str, Any] | None]) -> dict[str, Any]:
     formats = {name for stage in found for name in stage["format"].split("+")}
     joined = {"format": "+".join(sorted(formats)), "requested": found[0]["requested"]}
     return {"quantization": {**joined, **sums, "stages": found}}
-
-
-class StepTimes:
-    """Timings of the steps: totals in seconds, and medians of the last thousand."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.total_s = self.compute_s = self.draw_s = 0.0
-        self._hops: list[float] = []
-        self._rest: list[float] = []
-
-    def note(self, seconds: float, parts: int, answer: dict[str, Any]) -> None:
-        """Add a step in `parts` micro-batches that took `seconds`, with the times in its answer."""
-        self.steps += 1
-        self.total_s += seconds
-        self.compute_s += answer["busy"]
-        self.draw_s += answer["draw_s"]
-        if parts == 1:
-            if answer["num_hops"]:
-                self._hops.append(answer["hops"] / answer["num_hops"])
-            self._rest.append(seconds - answer["busy"] - answer["draw_s"])
-            del self._hops[:-1000], self._rest[:-1000]
-
-    def as_dict(self) -> dict[str, float | None]:
-        """Return the timings. `hop_s`: from the end of one stage's work to the beginning of the next one's,
-        on the same machine; None without one. `rest_s`: the part of a step that neither computes nor
-        draws.
-        """
-        return {
-            "steps": self.steps,
-            "step_s": self.total_s,
-            "compute_s": self.compute_s,
-            "draw_s": self.draw_s,
-            "hop_s": statistics.median(self._hops) if self._hops else None,
-            "rest_s": statistics.median(self._rest) if self._rest else None,
-        }

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from verbatim._version import __version__
+from verbatim.batch import Draws
 from verbatim.errors import VerbatimError
 from verbatim.kv.flat import row_bytes
 from verbatim.model.loader import LoadedModel, ModelSource
@@ -19,7 +20,7 @@ from verbatim.options import available_memory
 from verbatim.placement.distributed.wire import Message
 from verbatim.placement.resident import Resident
 from verbatim.weights.identity import changed
-from verbatim.weights.reopen import reopen
+from verbatim.weights.opening import reopen
 from verbatim.weights.update import WeightWriter
 
 
@@ -32,15 +33,18 @@ def versions() -> dict[str, str]:
     }
 
 
+_ENVELOPE = ("do", "call", "rank")  # of a message: no fields of the call
+
+
 class Served:
-    """Makes calls of messages: each method takes the fields of one, and returns those of the answer.
+    """Makes the calls of messages: a method of this class takes one whole, a method of `runner` its fields.
 
     Args:
         loaded: the model without its weights, where it was opened here before.
         source: of `loaded`.
 
     Attributes:
-        calls: the methods that a message may name.
+        calls: the methods of this class or of `runner` that a message may name.
         runner: runs the share; None while it has no memory for K and V.
 
     Raises:
@@ -70,7 +74,6 @@ class Served:
             **versions(),
             "machine": platform.node(),
             "pid": os.getpid(),
-            "cores": len(os.sched_getaffinity(0)),
             "memory": available_memory(),
         }
 
@@ -91,7 +94,13 @@ class Served:
 
     def call(self, message: Message) -> Any:
         """Make the call that a message names by `do`."""
-        return getattr(self, message["do"])(message)
+        own = getattr(self, message["do"], None)
+        return self.pass_on(message) if own is None else own(message)
+
+    def pass_on(self, message: Message) -> Any:
+        """Call the runner's method with the fields of a message."""
+        fields = {name: value for name, value in message.items() if name not in _ENVELOPE}
+        return getattr(self.running, message["do"])(**fields)
 
     @property
     def running(self) -> Resident:
@@ -109,47 +118,16 @@ class Served:
         if self.runner is not None:
             self.runner.close()
 
-    def draft(self, message: Message) -> Message:
+    def draft(self, message: Message) -> Draws | None:
         """Run a draft layer, and draw from its logits by a plan, if there is one."""
-        runner = self.running
-        with runner.drafting():
-            return {"draws": runner.draft(message["k"], message["batch"], message["plan"])}
-
-    def check_replay(self, message: Message) -> None:
-        """Check whether the choices of these layers can be forced."""
-        name = message["name"]
-        if self.running.choices[name].layers:
-            self.running.check_replay(name)
+        with self.running.drafting():
+            draws: Draws | None = self.pass_on(message)
+            return draws
 
     def read_cache(self, message: Message) -> Message:
         """Return the rows of blocks or slots, as of `Runner.read_cache`, and each store's bytes in one."""
-        runner, kind = self.running, message["kind"]
-        rows = runner.read_cache(kind, message["numbers"], message["used"])
-        return {"rows": rows, "widths": [row_bytes(store) for store in runner.cached_in(kind)]}
-
-    def write_cache(self, message: Message) -> None:
-        """Write the rows of blocks or slots."""
-        self.running.write_cache(message["kind"], message["numbers"], message["rows"])
-
-    def load_adapter(self, message: Message) -> Message:
-        """Hold an adapter's matrices for the layers here, and return their names."""
-        return {"names": self.running.decoder.load_adapter(message["adapter"], partial=True)}
-
-    def unload_adapter(self, message: Message) -> None:
-        """Drop an adapter, if it is held."""
-        self.running.unload_adapter(message["number"])
-
-    def sleep(self, message: Message) -> None:
-        """Free the KV memory; with `weights`, also that of the weights."""
-        self.running.sleep(message["weights"])
-
-    def wake(self, message: Message) -> None:
-        """Allocate the memory again, and read the weights.
-
-        Raises:
-            ModelChanged: the files hold another model by now. It sleeps on.
-        """
-        self.running.wake()
+        stores = self.running.cached_in(message["kind"])
+        return {"rows": self.pass_on(message), "widths": [row_bytes(store) for store in stores]}
 
     @property
     def weights(self) -> WeightWriter:

@@ -2,44 +2,236 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from verbatim.errors import InvalidRequest, UnsupportedModel
+from verbatim.kernels.options import AnyOptions
+from verbatim.model.adapters import adapter_for
 from verbatim.model.decoder import register
+from verbatim.model.hidden import head_of
 from verbatim.model.loader import LoadedModel
+from verbatim.model.packed import placeholder
 from verbatim.model.packing import choose_packings
-from verbatim.model.patching import exclusive
+from verbatim.model.patching import configs_of, exclusive, replaced_forwards
 from verbatim.model.refusals import reason_to_refuse
-from verbatim.model.spec import inner_model
-from verbatim.placement.distributed.outline import Beyond, Outline, OutlineRun, Returned, same
+from verbatim.model.spec import InspectionContext, inner_model, inspect_forward, takes_positions
 
 _ONE_LIST = "its layers are not in one list that is called once, from its first to its last"
+_PLAIN = (Tensor, bool, int, float, str, tuple, torch.dtype, torch.device, type(None))
+
+Source = nn.Parameter | int  # what a tensor is computed from: a parameter, or the output of a layer
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Outside:
-    """The parameters outside of the layers, by where they are needed; one may be needed in several places.
+class Beyond(UnsupportedModel):
+    """An attention module outside of the list of layers."""
+
+
+def hollow_copy(
+    module: nn.Module, layers: nn.ModuleList, kept: Collection[int]
+) -> tuple[nn.Module, nn.ModuleList, dict[nn.Parameter, nn.Parameter]]:
+    """Copy a skeleton without sharing parameters, so that the copy can be filled on its own.
+
+    Args:
+        layers: somewhere in `module`.
+        kept: the indices of those that are copied; each other one becomes a shell of the same class and
+            with the same settings, which has no children and no parameters.
+
+    Returns:
+        The copy, its list of layers, and the placeholder that stands for each of the parameters.
+    """
+    memo: dict[int, Any] = {}
+    for index, layer in enumerate(layers):
+        if index not in kept:
+            memo[id(layer)] = shell = object.__new__(type(layer))
+            shell.__dict__.update(layer.__dict__, _modules={}, _parameters={}, _buffers={})
+    parameters: dict[nn.Parameter, nn.Parameter] = {}
+    for parameter in module.parameters():  # tied ones come once, and stay tied
+        own = nn.Parameter(placeholder(parameter), requires_grad=False)
+        parameters[parameter] = memo[id(parameter)] = own
+    for shared in (*module.buffers(), *configs_of(module)):
+        memo[id(shared)] = shared
+    copied = copy.deepcopy(module, memo)
+    return copied, memo[id(layers)], parameters
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the hidden states among the arguments of a layer: the first one, positional or by name."""
+    return args[0] if args else kwargs.get("hidden_states")
+
+
+class _Flow(TorchDispatchMode):
+    """Records which sources each tensor is computed from; tensors that share memory count as one."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._sources: dict[int, set[Source]] = {}  # by address
+        self._held: list[Tensor] = []  # so that no address is used again
+
+    def mark(self, x: Tensor, sources: Collection[Source]) -> None:
+        """Add sources of a tensor."""
+        self._held.append(x)
+        self._sources.setdefault(x.untyped_storage().data_ptr(), set()).update(sources)
+
+    def of(self, values: Any) -> set[Source]:
+        """Return the sources of all tensors in nested containers."""
+        addresses = [
+            x.untyped_storage().data_ptr() for x in tree_leaves(values) if isinstance(x, Tensor)
+        ]
+        return set().union(*(self._sources.get(address, ()) for address in addresses))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        name = func.__name__
+        if "_like" in name or name.startswith("new_"):  # only a shape is taken over
+            return made
+        if sources := self.of((args, kwargs)):
+            for x in tree_leaves(made):
+                if isinstance(x, Tensor):
+                    self.mark(x, sources)
+        return made
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One call of a layer.
 
     Attributes:
-        before: what makes the hidden states that enter the first layer, such as the embedding.
-        beside: what makes anything else that a layer is given, so that every part needs it.
-        after: what turns the hidden states behind the last layer into logits, such as norm and head.
+        hidden: the hidden states that it is given.
+        of_hidden: their sources.
+        of_others: those of every other tensor that it is given.
+        objects: names of the arguments that are neither tensors nor plain values, so that a layer may
+            write to them for another one.
+        direct: the hidden states are what the layer before returned, with nothing in between.
     """
 
-    before: frozenset[nn.Parameter]
-    beside: frozenset[nn.Parameter]
-    after: frozenset[nn.Parameter]
+    index: int
+    hidden: Tensor
+    of_hidden: set[Source]
+    of_others: set[Source]
+    objects: frozenset[str]
+    direct: bool
+
+
+class _Outline(InspectionContext):
+    """A forward of a model in which layers compute nothing, so that everything around them shows.
+
+    Attributes:
+        entries: the calls of layers, in their order.
+        rest: what stands behind the hidden states in the tuple or list that a layer returns; None where it
+            returns them bare.
+        of_logits: sources of the logits.
+        vocab_size: width of the logits.
+
+    Raises:
+        UnsupportedModel: the forward fails, or the layers return something else than hidden states.
+        Beyond: something else attends.
+    """
+
+    def __init__(self, module: nn.Module, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.entries: list[_Entry] = []
+        self.rest: tuple[Any, ...] | None = None
+        self._inside = False
+        self._returned: Any = None  # by the last layer
+        self._flow = _Flow()
+        module, shells, copies = hollow_copy(module, layers, ())  # as it is on parts
+        for parameter, own in copies.items():
+            self._flow.mark(own, [parameter])
+        inner = inner_model(module)
+        pairs = enumerate(zip(shells, layers, strict=True))
+        forwards = replaced_forwards(layers)  # others call kernels, which `_Flow` would not see
+        for body in (x for x in module.modules() if shells in x.modules()):
+            if (forward := adapter_for(body)) is not None:
+                forwards.append((body.__dict__, forward))
+        forwards += [(x.__dict__, partial(self._enter, i, layer)) for i, (x, layer) in pairs]
+        head = head_of(inner)
+        weight = None if head is None else getattr(head, "weight", None)
+        if isinstance(weight, nn.Parameter) and weight.dim() == 2:
+            forwards.append((head.__dict__, partial(_no_head, len(weight))))
+        with self._flow:
+            logits, _ = inspect_forward(
+                module, inner, self, positions=takes_positions(inner), forwards=forwards
+            )
+            if not takes_positions(inner) and self.needs_positions:
+                self.entries.clear()  # as the inspection of a whole model does
+                logits, _ = inspect_forward(module, inner, self, positions=True, forwards=forwards)
+            self.of_logits = self._flow.of(logits)
+        if head is not None:
+            self.of_logits |= self._flow.of(list(head.parameters()))
+        self.rows, self.vocab_size = logits.shape[:-1], logits.shape[-1]
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AnyOptions
+    ) -> Tensor:
+        if not self._inside:
+            raise Beyond("what attends is not all in one list of layers")
+        return super().attend(module, q, k, v, options)
+
+    def _enter(self, index: int, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Record what a layer is given, and return hidden states that depend on it alone."""
+        hidden = hidden_of(args, kwargs)
+        if not isinstance(hidden, Tensor):
+            raise UnsupportedModel("its layers are not given hidden states as their first argument")
+        named = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
+        # By kind of layer in some models: nothing writes to them.
+        turns = named.pop("position_embeddings", None)
+        others = [x for x in (*named.values(), turns) if x is not hidden]
+        self.entries.append(
+            _Entry(
+                index,
+                hidden,
+                self._flow.of(hidden),
+                self._flow.of(others),
+                frozenset(name for name, x in named.items() if not isinstance(x, _PLAIN)),
+                hidden is self._returned and hidden._version == 0,
+            )
+        )
+        if len(self.entries) == 1:
+            self._inside = True
+            try:
+                made = type(layer).forward(layer, *args, **kwargs)
+            finally:
+                self._inside = False
+            several = isinstance(made, tuple | list) and len(made) > 0
+            first = made[0] if several else made
+            if not isinstance(first, Tensor) or first.shape != hidden.shape:
+                raise UnsupportedModel(
+                    "its layers don't return hidden states like those they are given"
+                )
+            self._form, self.rest = first, tuple(made[1:]) if several else None
+        self._returned, *rest = (
+            self._made_by(index, x) if isinstance(x, Tensor) else x
+            for x in (self._form, *(self.rest or ()))
+        )
+        return self._returned if self.rest is None else (self._returned, *rest)
+
+    def _made_by(self, index: int, like: Tensor) -> Tensor:
+        made = torch.zeros_like(like)
+        self._flow.mark(made, [index])
+        return made
+
+
+def _no_head(vocab_size: int, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Return logits that depend on the same as those of a head, and take no memory."""
+    return hidden.sum(-1, keepdim=True).expand(*hidden.shape[:-1], vocab_size)
 
 
 class Split:
     """The places where a skeleton can be cut.
 
-    It is found out by letting the model's own code run around layers that do nothing (`Outline`): what
-    reaches a layer beside the hidden states of the layer before it must be there on every part.
+    It is found out by letting the model's own code run around layers that compute nothing, and recording
+    what each tensor is computed from: what reaches a layer beside the hidden states of the layer before it
+    must be there on every part.
 
     Args:
         skeleton: with placeholders for weights, as `open_skeleton` makes it; left as it is.
@@ -54,7 +246,11 @@ class Split:
         cuts: the layers in front of which it may be cut, ascending, without 0.
         blocked: why it may not be cut in front of each of the others.
         direct: the layers that are given what the layer before returned, with nothing in between.
-        outside: the parameters outside of the layers.
+        before: parameters outside of the layers for the hidden states that enter the first one, such as the
+            embedding.
+        beside: those for anything else that a layer is given, so that every part needs them.
+        after: those that turn the hidden states behind the last layer into logits, such as norm and head.
+        rest: what a layer returns behind the hidden states in a tuple; None where it returns them bare.
         outer_dims: dimensions of hidden states in front of those of the batch.
         hidden_size: numbers that go from a layer to the next, for each token.
         hidden_dtype: of these.
@@ -76,25 +272,22 @@ class Split:
                 raise UnsupportedModel(reason)
             with exclusive:
                 self.layers, outline = _outline(skeleton.module, inner)
-                self._look_around(outline, inner)
+            self._describe(outline, inner)
         except UnsupportedModel as reason:
             name = type(inner).__name__
             raise UnsupportedModel(
                 f"{name} can't be cut into parts: {reason}"
             ) from reason.__cause__
 
-    def _look_around(self, outline: Outline, inner: Any) -> None:
-        plain, returned = outline.plain, outline.returned
-        self.running = [entry.index for entry in plain.entries]
-        if self.running != sorted(set(self.running)):
+    def _describe(self, outline: _Outline, inner: Any) -> None:
+        entries = outline.entries
+        self.running = [entry.index for entry in entries]
+        if not entries or self.running != sorted(set(self.running)):
             raise UnsupportedModel(_ONE_LIST)
-        assert returned is not None
-        self.returned: Returned = returned
+        self.rest = outline.rest
         self.vocab_size = outline.vocab_size
         self.num_layers = len(self.running)
-        entered = plain.entries[-1].hidden
-        assert plain.logits is not None
-        rows = plain.logits.shape[:-1]
+        entered, rows = entries[-1].hidden, outline.rows
         # Where a model carries several streams, they stand in front of the rows or behind them.
         outer = [n for n in (entered.dim() - 3, 0) if n >= 0 and entered.shape[n : n + 2] == rows]
         if not outer:
@@ -103,14 +296,13 @@ class Split:
         self.hidden_size = entered.numel() // rows.numel()
         self.hidden_dtype = entered.dtype
         self.layer_bytes = [self._nbytes(self.layers[i].parameters()) for i in self.running]
-        self.outside = _outside(outline)
-        self.blocked = _blocked_by_objects(plain, inner) | _blocked_by_flows(outline, inner)
-        made = [returned.made_up(entry.index, lost=False) for entry in plain.entries]
-        self.direct = {
-            i + 1
-            for i, entry in enumerate(plain.entries[1:])
-            if same(entry.hidden, made[i][0] if returned.rest is not None else made[i])
-        }
+        self.before = _parameters(entries[0].of_hidden)
+        self.beside = _parameters(
+            *(entry.of_others for entry in entries), *(entry.of_hidden for entry in entries[1:])
+        )
+        self.after = _parameters(outline.of_logits)
+        self.blocked = _blocked_by_objects(entries, inner) | _blocked_by_flows(outline, inner)
+        self.direct = {i for i, entry in enumerate(entries) if entry.direct}
         self.cuts = [cut for cut in range(1, self.num_layers) if cut not in self.blocked]
 
     def check(self, first: int, end: int) -> None:
@@ -140,16 +332,22 @@ class Split:
             embeds: those of the embedding in any case.
             exits: those behind the last layer in any case.
         """
-        wanted = set(self.outside.beside)
+        wanted = set(self.beside)
         if embeds:
             wanted |= self.embedding
         if first == 0:
-            wanted |= self.outside.before
+            wanted |= self.before
         if exits or end == self.num_layers:
-            wanted |= self.outside.after
+            wanted |= self.after
         for index in self.running[first:end]:
             wanted |= set(self.layers[index].parameters())
         return [p for p in self.skeleton.module.parameters() if p in wanted]
+
+    def passing(self, hidden: Tensor) -> Any:
+        """Return the output of a layer that changes nothing."""
+        if self.rest is None:
+            return hidden
+        return (hidden, *(None if isinstance(x, Tensor) else x for x in self.rest))
 
     @property
     def embedding(self) -> frozenset[nn.Parameter]:
@@ -160,7 +358,7 @@ class Split:
     @property
     def embedding_bytes(self) -> int:
         """Bytes of the embedding on the last part; 0 if the part has it anyway."""
-        return self._nbytes(self.embedding - self.outside.after - self.outside.beside)
+        return self._nbytes(self.embedding - self.after - self.beside)
 
     def _nbytes(self, parameters: Iterable[nn.Parameter]) -> int:
         """Return what parameters take in memory, quantized as they will be."""
@@ -173,20 +371,19 @@ class Split:
         """Weights outside of the layers that the first part, the last part and every part hold; the
         first and the last part hold what every part holds besides.
         """
-        outside = self.outside
         return (
-            self._nbytes(outside.before - outside.beside),
-            self._nbytes(outside.after - outside.beside),
-            self._nbytes(outside.beside),
+            self._nbytes(self.before - self.beside),
+            self._nbytes(self.after - self.beside),
+            self._nbytes(self.beside),
         )
 
 
-def _outline(module: nn.Module, inner: Any) -> tuple[nn.ModuleList, Outline]:
-    """Return the list of layers, and the outline of the model around it."""
+def _outline(module: nn.Module, inner: Any) -> tuple[nn.ModuleList, _Outline]:
+    """Return the list of layers, and a forward of the model around it."""
     reason = UnsupportedModel("it has no list of layers")
     for layers in _candidates(inner):
         try:
-            outline = Outline(module, layers)
+            outline = _Outline(module, layers)
         except Beyond as error:  # the layers of an image encoder, or one of several lists
             reason = error
             continue
@@ -214,77 +411,40 @@ def _candidates(inner: Any) -> list[nn.ModuleList]:
     return list(found.values())
 
 
-def _outside(outline: Outline) -> Outside:
-    """Find where each parameter has an effect, by setting half of them to NaN at a time."""
-    before: set[nn.Parameter] = set()
-    beside: set[nn.Parameter] = set()
-    after: set[nn.Parameter] = set(outline.head_parameters)
-
-    def search(parameters: list[nn.Parameter]) -> None:
-        if not parameters:
-            return
-        changes = _changes(outline.plain, outline.run(lost=parameters))
-        if not changes:
-            return
-        if len(parameters) > 1:
-            half = len(parameters) // 2
-            search(parameters[:half])
-            search(parameters[half:])
-            return
-        if (0, "hidden") in changes:
-            before.update(parameters)
-        if changes & {(i, "beside") for i in range(len(outline.plain.entries))} or any(
-            i > 0 and what == "hidden" for i, what in changes
-        ):
-            beside.update(parameters)
-        if (len(outline.plain.entries), "logits") in changes:
-            after.update(parameters)
-
-    search(outline.outside)
-    return Outside(frozenset(before), frozenset(beside), frozenset(after))
+def _parameters(*sources: set[Source]) -> frozenset[nn.Parameter]:
+    return frozenset(x for x in set[Source]().union(*sources) if isinstance(x, nn.Parameter))
 
 
-def _changes(plain: OutlineRun, other: OutlineRun) -> set[tuple[int, str]]:
-    """Return (index of the call, argument) that differ; the logits come after the last call."""
-    if [e.index for e in other.entries] != [e.index for e in plain.entries]:
-        raise UnsupportedModel("which of its layers run depends on numbers")
-    found: set[tuple[int, str]] = set()
-    for i, (a, b) in enumerate(zip(plain.entries, other.entries, strict=True)):
-        if not same(a.hidden, b.hidden):
-            found.add((i, "hidden"))
-        if len(a.beside) != len(b.beside) or not all(map(same, a.beside, b.beside)):
-            found.add((i, "beside"))
-    assert plain.logits is not None and other.logits is not None
-    if not same(plain.logits, other.logits):
-        found.add((len(plain.entries), "logits"))
-    return found
-
-
-def _blocked_by_flows(outline: Outline, inner: Any) -> dict[int, str]:
+def _blocked_by_flows(outline: _Outline, inner: Any) -> dict[int, str]:
     """Return cuts across which more than the hidden states of one layer would be needed."""
-    count, blocked = len(outline.plain.entries), {}
+    entries, blocked = outline.entries, dict[int, str]()
+    place: dict[Source, int] = {entry.index: i for i, entry in enumerate(entries)}
     # A layer with an indexer of its own is handed what the layer before chose, and makes no use of it.
     indexers = getattr(inner.config.get_text_config(decoder=True), "indexer_types", None) or ()
     choosing = {i for i, kind in enumerate(indexers) if kind == "full"}
-    for i, entry in enumerate(outline.plain.entries):
-        allowed = {(i + 1, "hidden") if i + 1 < count else (count, "logits")}
-        changes = _changes(outline.plain, outline.run(lost_layer=entry.index))
-        if i + 1 in choosing:
-            allowed.add((i + 1, "beside"))
-        for reached, what in changes - allowed:
-            for cut in range(i + 1, min(reached, count - 1) + 1):
-                blocked[cut] = (
-                    f"what layer {i} makes is needed behind layer {reached - 1} as well"
-                    if what != "beside"
-                    else f"layer {reached} is given more of layer {i} than its hidden states"
-                )
+
+    def block(reached: int, sources: set[Source], why: str) -> None:
+        for layer in sources & place.keys():
+            first = place[layer] + 1
+            reason = why.format(layer=place[layer], reached=reached, last=reached - 1)
+            blocked.update(dict.fromkeys(range(first, min(reached, len(entries) - 1) + 1), reason))
+
+    streams = [*(entry.of_hidden for entry in entries), outline.of_logits]
+    for reached, sources in enumerate(streams):
+        own = {entries[reached - 1].index} if reached else set[Source]()
+        why = "what layer {layer} makes is needed behind layer {last} as well"
+        block(reached, sources - own, why)
+    for reached, entry in enumerate(entries):
+        allowed = {entries[reached - 1].index} if reached in choosing and reached else set[Source]()
+        why = "layer {reached} is given more of layer {layer} than its hidden states"
+        block(reached, entry.of_others - allowed, why)
     return blocked
 
 
-def _blocked_by_objects(plain: OutlineRun, inner: Any) -> dict[int, str]:
+def _blocked_by_objects(entries: list[_Entry], inner: Any) -> dict[int, str]:
     """Return cuts across which layers share keys and values, or unknown objects."""
-    count = len(plain.entries)
-    names = {name for entry in plain.entries for name in entry.objects}
+    count = len(entries)
+    names = {name for entry in entries for name in entry.objects}
     if not names:
         return {}
     config = inner.config.get_text_config(decoder=True)

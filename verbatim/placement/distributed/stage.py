@@ -165,7 +165,7 @@ class Stage:
         elif do in self._share.calls:
             answer(link, message, self._share.call)
         elif do == "tell":
-            self.told.put(message)
+            self.told.put(message["told"])
         elif do == "status":
             spans = list(self._steps.spans)
             answer(link, message, lambda _: {**self.status(), "spans": spans})

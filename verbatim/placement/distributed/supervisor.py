@@ -22,7 +22,7 @@ from verbatim.placement.distributed.group import StageGone, StageHandle, error_o
 from verbatim.placement.distributed.hosts import NoHost
 from verbatim.placement.distributed.plan import Range
 from verbatim.placement.distributed.rows import Mark
-from verbatim.placement.distributed.stage_opener import StageOpener
+from verbatim.placement.distributed.stage_line import StageLine
 from verbatim.placement.distributed.wire import Message, encode
 
 _LOOK_S = 5.0  # between two looks for machines that have joined
@@ -41,9 +41,8 @@ class Supervisor:
             or where it went wrong.
     """
 
-    def __init__(self, opener: StageOpener, cluster: Cluster) -> None:
-        self.opener = opener
-        self.group = opener.group
+    def __init__(self, group: StageLine, cluster: Cluster) -> None:
+        self.group = group
         self.cluster = cluster
         self.held: Callable[[], list[Batch]] = list
         self.at_rest: Callable[[], bool] = lambda: False
@@ -61,7 +60,7 @@ class Supervisor:
     @property
     def in_order(self) -> bool:
         """Return whether all stages are alive, as far as is known, connected, and have the KV in use."""
-        return self.opener.connected and not any(
+        return self.group.connected and not any(
             member.lost is not None or member.behind for member in self.group.members
         )
 
@@ -91,7 +90,7 @@ class Supervisor:
             gone = [str(member) for member in self.group.lost] or gone
             try:
                 self._replace_lost()
-                self.opener.connect()
+                self.group.connect()
                 fresh = {m.index for m in self.group.members if m.behind}
                 self._replay(fresh)
             except StageGone as error:
@@ -112,7 +111,7 @@ class Supervisor:
 
     def prepare_spares(self) -> None:
         """Start spare processes in the background."""
-        self.group.hosts.prepare(self.cluster.spares, asdict(self.opener.model["source"]))
+        self.group.hosts.prepare(self.cluster.spares, asdict(self.group.model["source"]))
 
     def _replace_lost(self) -> None:
         lost, hosts = self.group.lost, self.group.hosts
@@ -143,19 +142,19 @@ class Supervisor:
 
     def _take_the_place(self, old: StageHandle, new: StageHandle, silent: set[str]) -> None:
         """Open the layers of `old` on `new`, and on a second process if it lacks the memory for all."""
-        opener, filled, ranges = self.opener, [new], [(old.first, old.end)]
+        group, filled, ranges = self.group, [new], [(old.first, old.end)]
         try:
-            held = opener.layout.bytes_of(*ranges[0])
-            if held > opener.layout.room(new.facts["memory"]):
+            held = group.layout.bytes_of(*ranges[0])
+            if held > group.layout.room(new.facts["memory"]):
                 filled += self.group.launch(1, silent | self._shunned)
                 room = [member.facts["memory"] for member in filled]
-                ranges = opener.layout.divide(room, [1.0, 1.0], ranges[0])
-            opener.open(filled, ranges)
+                ranges = group.layout.divide(room, [1.0, 1.0], ranges[0])
+            group.open(filled, ranges)
             place = self.group.members.index(old)
             line = [*self.group.members[:place], *filled, *self.group.members[place + 1 :]]
             for member in filled:
                 member.restarts, member.behind = old.restarts + 1, True
-            opener.allocate_some(filled, line)
+            group.allocate_some(filled, line)
         except BaseException:
             for member in filled:
                 member.give_up()
@@ -286,8 +285,8 @@ class Supervisor:
         try:
             for member in changed:
                 member.behind, member.shape = True, {}
-            self.opener.open(list(changed), list(changed.values()))
-            self.opener.allocate_some(list(changed), members)
+            self.group.open(list(changed), list(changed.values()))
+            self.group.allocate_some(list(changed), members)
         except BaseException as error:
             for member in changed:
                 member.lost = member.lost or "it was to hold other layers, which went wrong"

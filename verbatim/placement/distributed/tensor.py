@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +16,10 @@ from torch import Tensor
 from verbatim.batch import Adapter, Batch, Draws, SamplePlan
 from verbatim.errors import TierFailed, VerbatimError, first_line
 from verbatim.heap import give_back_freed
-from verbatim.placement.distributed.columns import Shared
+from verbatim.model.decoder import Decoder
+from verbatim.model.draft_layers import DraftLayers
+from verbatim.placement.distributed.columns import Cut
+from verbatim.placement.distributed.gloo import Gloo
 from verbatim.placement.distributed.heads import HeadStore
 from verbatim.placement.distributed.rank_group import RankGroup
 from verbatim.placement.resident import Resident
@@ -28,12 +31,20 @@ from verbatim.weights.update import NewWeights, WeightWriter
 class Rank(Resident):
     """A `Resident` with a share of the weights and of K and V; all ranks run its forwards together."""
 
-    def __init__(self, shared: Shared, store: HeadStore, num_threads: int) -> None:
-        super().__init__(shared.decoder, store, num_threads, shared.draft_layers)
-        self.ranks = shared.ranks
-        self.cut = shared.cut
-        self.packed, self.original = shared.cut.report, shared.cut.original
-        self.checkpoint, self.cuts = shared.cut.checkpoint, shared.cut.ranges
+    def __init__(
+        self,
+        decoder: Decoder,
+        store: HeadStore,
+        num_threads: int,
+        draft_layers: DraftLayers,
+        ranks: Gloo,
+        cut: Cut,
+    ) -> None:
+        super().__init__(decoder, store, num_threads, draft_layers)
+        self.ranks = ranks
+        self.cut = cut
+        self.packed, self.original = cut.report, cut.original
+        self.checkpoint, self.cuts = cut.checkpoint, cut.ranges
 
     def check_replay(self, name: str) -> None:
         with self.ranks.everywhere():
@@ -51,32 +62,26 @@ class LeadingRank(Rank):
     """Rank 0, which makes the other ranks do what it does.
 
     Args:
+        rank: as of `Rank`.
         group: the others.
 
     Attributes:
         memory: of each rank, as of `RankShare.allocate`.
     """
 
-    def __init__(
-        self,
-        shared: Shared,
-        store: HeadStore,
-        num_threads: int,
-        group: RankGroup,
-    ) -> None:
-        super().__init__(shared, store, num_threads)
+    def __init__(self, *rank: Any, group: RankGroup) -> None:
+        super().__init__(*rank)
         self.group = group
         # Runs if it is never closed; its arguments must not refer to this object.
         self._let_go = weakref.finalize(self, group.close, os.getpid())
         self.memory: list[dict[str, int]] = []
 
     def forward(self, batch: Batch) -> Forward:
-        made: Forward = self._together("forward", partial(super().forward, batch), batch=batch)
+        made: Forward = self._together("forward", batch=batch)
         return made
 
     def draft(self, k: int, batch: Batch, plan: SamplePlan | None) -> Draws | None:
-        call = partial(super().draft, k, batch, plan)
-        draws: Draws | None = self._together("draft", call, k=k, batch=batch, plan=None)
+        draws: Draws | None = self._together("draft", {"plan": None}, k=k, batch=batch, plan=plan)
         return draws
 
     def read_cache(self, kind: str, numbers: list[int], used: int | None = None) -> Tensor | None:
@@ -97,10 +102,9 @@ class LeadingRank(Rank):
         if kind == "blocks":
             others = [part.shape[1] for part in self._rows_of_others([])]
             shares = [*rows.split([rows.shape[1] - sum(others), *others], dim=1)]
-        with Shield().up():
-            message = {"do": "write_cache", "kind": kind, "numbers": numbers}
-            self.group.tell({**message, "shares": [share.contiguous() for share in shares]})
-            return super().write_cache(kind, numbers, shares[0])
+        sent = {"rows": None, "shares": [share.contiguous() for share in shares]}
+        self._together("write_cache", sent, kind=kind, numbers=numbers, rows=shares[0])
+        return True
 
     def new_weights(
         self, tensors: Mapping[str, Tensor], *, check_finite: bool
@@ -121,20 +125,26 @@ class LeadingRank(Rank):
 
     def load_adapter(self, adapter: Adapter) -> None:
         """See `Runner`. Each rank holds all of it, and adds it to the gathered columns."""
-        self._together("load_adapter", partial(super().load_adapter, adapter), adapter=adapter)
+        self._together("load_adapter", adapter=adapter)
 
     def unload_adapter(self, number: int) -> None:
-        self._together("unload_adapter", partial(super().unload_adapter, number), number=number)
+        self._together("unload_adapter", number=number)
 
     def check_replay(self, name: str) -> None:
-        self._together("check_replay", partial(super().check_replay, name), name=name)
+        self._together("check_replay", name=name)
 
-    def _together(self, what: str, do: Callable[[], Any], **fields: Any) -> Any:
-        """Make a call on all ranks. Ctrl-C waits for its end, as all of them make it or none."""
+    def _together(
+        self, what: str, others: Mapping[str, Any] = MappingProxyType({}), **fields: Any
+    ) -> Any:
+        """Make a call on all ranks. Ctrl-C waits for its end, as all of them make it or none.
+
+        Args:
+            others: fields that are different on the other ranks.
+        """
         with Shield().up():
-            self.group.tell({"do": what, **fields})
+            self.group.tell({"do": what, **fields, **others})
             try:
-                return do()
+                return getattr(super(), what)(**fields)
             except TierFailed as error:
                 raise self.group.failure(error) from error
             except VerbatimError:  # of the batch and the model, so it is the same on all ranks

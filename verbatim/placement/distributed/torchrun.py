@@ -20,8 +20,8 @@ from verbatim.placement.distributed.launcher import HOST
 from verbatim.placement.distributed.stage import Stage
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_TEXT_BYTES = 256
 _opened = itertools.count()
+_TEXT_BYTES = 256
 _stores: list[Any] = []  # that of torchrun; made once, and kept for as long as others may read it
 
 
@@ -46,7 +46,7 @@ def exchange(rank: int, world: int, text: str) -> list[str]:
 
 def gather_text(text: str, group: Any) -> list[str]:
     """Return the texts of all ranks of a gloo group, in their order; of each the first `_TEXT_BYTES`."""
-    own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+    own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)  # `all_gather_object` would unpickle the others'
     raw = text.encode()[:_TEXT_BYTES]
     own[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
     found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]

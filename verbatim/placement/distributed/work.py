@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,21 +14,12 @@ from verbatim.errors import VerbatimError
 from verbatim.placement.distributed.layers import Layers
 from verbatim.placement.distributed.link import Link, LinkLost
 from verbatim.placement.distributed.neighbours import Neighbours
-from verbatim.placement.distributed.part import PartOutput
 from verbatim.placement.distributed.rows import Mark, RowsMessage
 from verbatim.placement.distributed.wire import Message
+from verbatim.protocols import Forward
 
 _SPANS = 4096  # of the past, for benchmarks
 _RECENT_S = 10.0  # over which the speed is told
-
-
-class ComputedPart(NamedTuple):
-    """The output of the last stage for a micro-batch, and the times of `RowsMessage`."""
-
-    out: PartOutput
-    busy: float
-    hops: float
-    num_hops: int
 
 
 class Work:
@@ -49,14 +38,12 @@ class Work:
         self.num_tokens = 0
         self.busy_s = 0.0
         self.spans: deque[tuple[int, int, float, float, int]] = deque(maxlen=_SPANS)
-        self._work: dict[Mark, Message] = {}  # micro-batches whose hidden states have not come yet
-        self._rows: dict[
-            Mark, RowsMessage
-        ] = {}  # hidden states of which there is no micro-batch yet
-        self._computed: dict[
-            int, list[ComputedPart]
-        ] = {}  # by step, what the last stage has computed
-        self._waiting: dict[int, list[tuple[Link, Message]]] = {}  # until that is there
+        # Micro-batches whose hidden states have not come yet, and hidden states without their micro-batch.
+        self._work: dict[Mark, Message] = {}
+        self._rows: dict[Mark, RowsMessage] = {}
+        # By step: what the last stage has computed, and the questions that wait for it.
+        self._computed: dict[int, list[Forward]] = {}
+        self._waiting: dict[int, list[tuple[Link, Message]]] = {}
 
     def status(self) -> Message:
         """Return counts and timings, as plain values."""
@@ -106,40 +93,30 @@ class Work:
         """Run one micro-batch, and send it to the next stage."""
         self.done = mark
         index, batch, hidden = self._neighbours.index, work["batch"], rows and rows.hidden
-        begin = time.monotonic()
+        begin = time.time()
         out = self._layers.run(batch, hidden, kept=work["kept"] and work["first"] == index)
-        ended = time.monotonic()
-        # From here to the `begin` of the next stage it is a hop. The books can wait.
-        busy, hops, num_hops = ended - begin, 0.0, 0
-        if rows is not None:
-            busy, hops, num_hops = busy + rows.busy, rows.hops, rows.num_hops
-            if rows.clock == _CLOCK:
-                hops, num_hops = hops + begin - rows.sent, num_hops + 1
+        end = time.time()  # from here to the `begin` of the next stage it is a hop
         try:
             if work["stop"] > index:
-                assert out.leaving is not None
-                self._neighbours.pass_on(
-                    RowsMessage(mark, out.leaving, _CLOCK, ended, busy, hops, num_hops)
-                )
+                self._neighbours.pass_on(RowsMessage(mark, out.logits))
             elif work["replays"]:
                 self._neighbours.tell({"ended": list(mark)})
             else:
-                self._keep(mark.step, work["parts"], ComputedPart(out, busy, hops, num_hops))
+                self._keep(mark.step, work["parts"], out)
         finally:
-            self._note(mark, batch.num_tokens, begin, ended)
+            self._note(mark, batch.num_tokens, begin, end)
 
-    def _note(self, mark: Mark, num_tokens: int, begin: float, ended: float) -> None:
-        """Record the time of a piece of work, by the monotonic clock."""
+    def _note(self, mark: Mark, num_tokens: int, begin: float, end: float) -> None:
+        """Record the time of a piece of work, and forget those before it."""
         for halves in (self._work, self._rows):
             for old in [other for other in halves if other <= mark]:
                 del halves[old]
         self.num_frames += 1
         self.num_tokens += num_tokens
-        self.busy_s += ended - begin
-        ahead = time.time() - time.monotonic()  # of the clock on the wall
-        self.spans.append((mark.step, mark.part, begin + ahead, ended + ahead, num_tokens))
+        self.busy_s += end - begin
+        self.spans.append((mark.step, mark.part, begin, end, num_tokens))
 
-    def _keep(self, step: int, parts: int, computed: ComputedPart) -> None:
+    def _keep(self, step: int, parts: int, computed: Forward) -> None:
         """Keep the logits of the last stage until they are sampled."""
         for past in (self._computed, self._waiting):
             for old in [other for other in past if other < step]:
@@ -161,20 +138,15 @@ class Work:
             self._waiting.setdefault(step, []).append((link, message))
 
     def _draw(self, message: Message) -> Message:
-        begin = time.perf_counter()
         parts = self._computed[message["step"]]
-        rows = [part.out.logits for part in parts if part.out.logits is not None]
+        rows = [part.logits for part in parts]
         logits = torch.cat(rows) if len(rows) > 1 else rows[0]
         if message["do"] == "logits":
             return {"logits": logits[message["rows"]].float()}
-        hidden = [part.out.hidden for part in parts if part.out.hidden is not None]
+        hidden = [part.hidden for part in parts if part.hidden is not None]
         return {
             "draws": self._layers.sample(logits, message["plan"]),
             "hidden": torch.cat(hidden) if hidden else None,
-            "busy": sum(part.busy for part in parts),
-            "hops": sum(part.hops for part in parts),
-            "num_hops": sum(part.num_hops for part in parts),
-            "draw_s": time.perf_counter() - begin,
         }
 
 
@@ -200,14 +172,3 @@ def described(error: Exception) -> list[str]:
 
 def _failed(mark: Mark) -> Message:
     return {"failed": mark.step, "epoch": mark.epoch}
-
-
-def _clock() -> bytes:
-    """Return an id of the monotonic clock, equal for processes of the same boot."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
-    except OSError:
-        return secrets.token_bytes(8).hex().encode()  # equal to no other
-
-
-_CLOCK = _clock()

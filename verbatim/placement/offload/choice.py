@@ -10,8 +10,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verbatim.checks import integer, switch
 from verbatim.errors import InvalidRequest
-from verbatim.options import budget, positive, switch
+from verbatim.options import budget
 
 Percents = tuple[float, float, float]  # gpu, cpu, disk; the sum is 100
 
@@ -102,7 +103,7 @@ class Offload:
             assign(name, None if value is None else percents(name, value))
         for name in ("batch_size", "micro_batches", "attention_top_k"):
             if getattr(self, name) is not None:
-                positive(name, getattr(self, name))
+                integer(name, getattr(self, name))
         switch("overlap", self.overlap)
         if self.cpu_cache_compute is not None:
             switch("cpu_cache_compute", self.cpu_cache_compute)
@@ -119,7 +120,7 @@ class Offload:
             raise InvalidRequest(
                 f"workload={self.workload!r}: must be (prompt tokens, new tokens)"
             ) from None
-        assign("workload", (positive("workload[0]", prompt), positive("workload[1]", new)))
+        assign("workload", (integer("workload[0]", prompt), integer("workload[1]", new)))
 
     def replace(self, **changes: Any) -> Offload:
         """Return a copy with some fields changed."""

@@ -23,7 +23,7 @@ def split_head(
 ) -> None:
     """Replace the unit of `head` by pieces no larger than the largest layer, where that is possible.
 
-    Each piece computes its columns of the logits with the same bits as the whole matrix, since the kernels'
+    Each piece computes its columns of the logits bit-identically to the whole matrix, since the kernels'
     products have a fixed order of operations for each element. torch's don't, so without kernels the head
     stays whole. Rows of a tied embedding are then read from its file.
 

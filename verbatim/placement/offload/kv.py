@@ -10,8 +10,8 @@ from torch import Tensor
 
 from verbatim.batch import AttentionBatch, Batch
 from verbatim.kernels.options import AnyOptions, IndexOptions
-from verbatim.kv.quantized import KVDtype, Packing
-from verbatim.kv.store import KVStore, LayerShape, bytes_per_token, make_store
+from verbatim.kv.quantized import KVDtype
+from verbatim.kv.store import KVStore, LayerShape, bytes_per_token
 from verbatim.placement.offload.choice import Percents
 from verbatim.placement.offload.kv_disk import (
     NUM_BUFFERS,
@@ -54,7 +54,7 @@ class TieredKVStore(KVStore):
     (one without `overlap`), beside what the tiers hold: `staging_bytes`.
 
     Args:
-        layers, num_blocks, block_size, device: as for `make_store`.
+        layers, num_blocks, block_size, device: as for `KVStore`.
         dtype: of K and V; a `Packing` quantizes them.
         percents: of the bytes, in (gpu, cpu, disk).
         groups: layers that each micro-batch in turn attends in one after the other, in the order of a
@@ -90,17 +90,13 @@ class TieredKVStore(KVStore):
         cpu_cache_compute: bool | None = None,
         top_k: int | None = None,
     ) -> None:
-        packing = dtype if isinstance(dtype, Packing) else None
-        super().__init__([], num_blocks, block_size, torch.float32, device)
+        super().__init__([], num_blocks, block_size, dtype, device)
         self.tiers = assign_tiers([bytes_per_token([shape], dtype) for shape in layers], percents)
         in_memory = [i for i, tier in enumerate(self.tiers) if tier != "disk"]
-        self.memory = make_store(
-            [layers[i] for i in in_memory], num_blocks, block_size, dtype, device
-        )
+        self.memory = KVStore([layers[i] for i in in_memory], num_blocks, block_size, dtype, device)
         self.place = {layer: i for i, layer in enumerate(in_memory)}  # in `memory`
-        self.dtype_name = self.memory.dtype_name
         self.layers = self.memory.layers
-        self.top_k, self.packing = top_k, packing
+        self.top_k = top_k
         self.value_sizes = [shape.value_dim for shape in layers]
         self.trace = trace
         self._groups = groups
@@ -108,7 +104,7 @@ class TieredKVStore(KVStore):
         copied = ["cpu"] if cpu_cache_compute is False else []
         self.staged = {
             i: StagedLayer(
-                make_store([layers[i]], 0, block_size, dtype, device),
+                KVStore([layers[i]], 0, block_size, dtype, device),
                 scratch if tier == "disk" else None,
                 num_blocks,
             )

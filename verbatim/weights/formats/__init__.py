@@ -20,18 +20,21 @@ from verbatim.weights.formats.bitsandbytes import read_bitsandbytes
 from verbatim.weights.formats.checkpoint import QuantizedCheckpoint
 from verbatim.weights.formats.compressed import read_compressed
 from verbatim.weights.formats.fp8 import read_fp8, read_mxfp4
-from verbatim.weights.formats.gptq import read_awq, read_gptq
+from verbatim.weights.formats.gptq import read_auto_round, read_awq, read_gptq
+from verbatim.weights.formats.modelopt import read_modelopt
 from verbatim.weights.formats.torchao import read_torchao
 from verbatim.weights.lazy import LazyWeight, Stored
 
 # By `quant_method`, as in `QUANTIZATIONS` of `untrusted.py`.
 _FORMATS: dict[str, Callable[[QuantizedCheckpoint], Iterator[tuple[str, LazyWeight]]]] = {
+    "auto-round": read_auto_round,
     "awq": read_awq,
     "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed,
     "fbgemm_fp8": read_fp8,
     "fp8": read_fp8,
     "gptq": read_gptq,
+    "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
     "torchao": read_torchao,
 }

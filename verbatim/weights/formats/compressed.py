@@ -1,4 +1,4 @@
-"""compressed-tensors: integers in words or plain, and FP8."""
+"""compressed-tensors: integers in words or plain, FP8 and FP4."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from verbatim.errors import ModelError, NotSupported
 from verbatim.model.weight_packing import Encoding
 from verbatim.weights.files import read_whole
 from verbatim.weights.formats.checkpoint import QuantizedCheckpoint, nibbles
+from verbatim.weights.formats.fp4 import mxfp4_rows, nvfp4
 from verbatim.weights.formats.fp8 import FP8, finish_fp8, scaled
 from verbatim.weights.lazy import LazyWeight, Stored
 
@@ -19,6 +20,7 @@ from verbatim.weights.lazy import LazyWeight, Stored
 def read_compressed(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
     """Yield the lazy weight of each matrix."""
     kinds = {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized"}
+    kinds |= {"nvfp4-pack-quantized", "mxfp4-pack-quantized"}
     groups = (checkpoint.quantization.get("config_groups") or {}).values()
     formats = {g.get("format") or checkpoint.quantization.get("format") for g in groups}
     options = [g.get("weights") or {} for g in groups]
@@ -31,13 +33,21 @@ def read_compressed(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, Lazy
     block = blocks[0] if blocks and all(b == blocks[0] for b in blocks) else None
     for name in checkpoint.names(".weight_scale"):
         weight = f"{name}.weight"
-        if f"{name}.weight_packed" in checkpoint.left:
+        packed, scale = f"{name}.weight_packed", f"{name}.weight_scale"
+        factor = f"{name}.weight_global_scale"
+        if factor in checkpoint.left:
+            yield weight, nvfp4(checkpoint, weight, packed, scale, factor, inverted=True)
+        elif packed in checkpoint.left and checkpoint.left[packed].dtype is torch.uint8:
+            yield weight, mxfp4_rows(checkpoint, weight, packed, scale)
+        elif packed in checkpoint.left:
             yield weight, _words(checkpoint, name, options)
         elif weight in checkpoint.left and checkpoint.left[weight].dtype in FP8:
-            yield weight, scaled(checkpoint, weight, f"{name}.weight_scale", block)
+            yield weight, scaled(checkpoint, weight, scale, block)
         else:
             yield weight, _plain(checkpoint, name, options)
-        checkpoint.drop(f"{name}.input_scale", f"{name}.input_zero_point")
+        checkpoint.drop(
+            *(f"{name}.input_{kind}" for kind in ("scale", "zero_point", "global_scale"))
+        )
         checkpoint.drop(f"{name}.weight_zero_point", f"{name}.weight_shape")
     finish_fp8(checkpoint)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from verbatim.errors import ModelError, NotSupported
 from verbatim.model.weight_packing import Encoding
 from verbatim.weights.formats.checkpoint import QuantizedCheckpoint, pairs
+from verbatim.weights.formats.fp4 import powers
 from verbatim.weights.formats.stored import Decoded
 from verbatim.weights.lazy import Computed, LazyWeight
 
@@ -117,11 +118,7 @@ def read_mxfp4(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeigh
     """Yield the lazy weight of each stack of experts."""
 
     def codes(blocks: Tensor, exponents: Tensor) -> Any:
-        return (
-            pairs(blocks).flatten(-2),
-            torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127),
-            0.0,
-        )
+        return pairs(blocks).flatten(-2), powers(exponents), 0.0
 
     for name in checkpoint.names("_blocks"):
         blocks = checkpoint.take(f"{name}_blocks")

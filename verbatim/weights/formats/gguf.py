@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError, NotSupported
-from verbatim.model.loader import auto_class
 from verbatim.model.quantization import Quantization
-from verbatim.model.weight_packing import BLOCKS, Encoding, WeightPacking
+from verbatim.model.weight_packing import Encoding, WeightPacking
 from verbatim.weights.formats.checkpoint import laid_out, pairs
 from verbatim.weights.formats.stored import Decoded, Grouped
 from verbatim.weights.lazy import Computed, LazyWeight, Stored, Traced, stamp_of, traced
@@ -29,11 +28,12 @@ _PROCESSORS = (
 )
 
 
-def read_gguf(path: Path, config: Any, dtype: torch.dtype) -> dict[str, Traced]:
+def read_gguf(path: Path, config: Any, empty: Any, dtype: torch.dtype) -> dict[str, Traced]:
     """Return the tensors of a GGUF file, traced, by transformers' names.
 
     Args:
         config: of the file's model.
+        empty: the module on the meta device.
         dtype: of decoded weights.
 
     Raises:
@@ -57,8 +57,7 @@ def read_gguf(path: Path, config: Any, dtype: torch.dtype) -> dict[str, Traced]:
             f"{path}: {architecture} in GGUF is decoded to the model's dtype when it is opened, which only a "
             "model in memory, without a placement, can be"
         )
-    with torch.device("meta"):
-        names = get_gguf_hf_weights_map(auto_class(config).from_config(config), processor)
+    names = get_gguf_hf_weights_map(empty, processor)
     with path.open("rb") as file:
         stamp = stamp_of(file.fileno())
     table: dict[str, Any] = {}
@@ -117,7 +116,7 @@ def _lazy(path: Path, tensor: Any, dtype: torch.dtype, stamp: Any) -> LazyWeight
         def compute(raw: Tensor) -> Tensor:
             blocks = raw.unflatten(1, (-1, block_bytes))
             if split is None:
-                _halves(blocks[..., BLOCKS[encoding][1]], full_name)
+                _halves(blocks[..., HALVES[encoding]], full_name)
                 return raw.flatten()
             code, heads = split(blocks, full_name)
             return laid_out(code.flatten(1), heads, one)
@@ -180,6 +179,14 @@ def _iq4_numbers(code: Tensor) -> Tensor:
     return numbers[code.int()]
 
 
+# Where the float16 numbers of a block lie.
+HALVES = {
+    Encoding.Q2_K: slice(80, 84),
+    Encoding.Q3_K: slice(108, 110),
+    Encoding.Q4_K: slice(0, 4),
+    Encoding.Q5_K: slice(0, 4),
+    Encoding.Q6_K: slice(208, 210),
+}
 # Encoding, bits, and what gives codes and heads of blocks `[N, blocks, bytes]`; None: they stay as they are.
 _KINDS: dict[str, tuple[Encoding, int, Callable[..., tuple[Tensor, Tensor]] | None]] = {
     "Q8_0": (Encoding.HALF, 8, _q8_0),
@@ -188,5 +195,5 @@ _KINDS: dict[str, tuple[Encoding, int, Callable[..., tuple[Tensor, Tensor]] | No
     "IQ4_NL": (Encoding.HALF, 8, _iq4_nl),
     "IQ4_XS": (Encoding.SIGNED, 8, _iq4_xs),
     # `quantization="int4"` is for those of more than 4 bits.
-    **{kind.name: (kind, 4 if kind.name < "Q5" else 8, None) for kind in BLOCKS},
+    **{kind.name: (kind, 4 if kind.name < "Q5" else 8, None) for kind in HALVES},
 }

@@ -1,4 +1,4 @@
-"""GPTQ and AWQ: codes in int32, a zero point and an fp16 scale for each group."""
+"""GPTQ, AWQ and AutoRound: codes in int32, a zero point and an fp16 scale for each group."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.errors import ModelError
+from verbatim.errors import ModelError, NotSupported
 from verbatim.model.weight_packing import Encoding
 from verbatim.weights.formats.checkpoint import QuantizedCheckpoint, nibbles
 from verbatim.weights.lazy import LazyWeight, Stored
@@ -81,6 +81,27 @@ def read_gptq(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight
             yield weight, checkpoint.grouped(weight, shape, kind, bits, size, codes, parts)
 
 
+def read_auto_round(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
+    """Yield the lazy weight of each matrix, which lies as GPTQ's or AWQ's do.
+
+    Raises:
+        NotSupported: matrices with several numbers of bits, or group sizes.
+    """
+    kind = checkpoint.option("packing_format", "auto_round:auto_gptq", *_AUTO_ROUND)
+    own = {name: checkpoint.quantization.get(name) for name in ("bits", "group_size", "sym")}
+    for name, settings in (checkpoint.quantization.get("extra_config") or {}).items():
+        other = {key: value for key, value in settings.items() if own.get(key, value) != value}
+        if other and settings.get("bits", 0) < 16:  # those of 16 bits are not quantized
+            raise NotSupported(
+                f"{checkpoint.folder}: config.json: extra_config: {name[:80]} has {other}, and the other "
+                "matrices have not: must be the same for all"
+            )
+    read, version = _AUTO_ROUND[kind]
+    quantization = {**checkpoint.quantization, "checkpoint_format": version, "version": version}
+    checkpoint.quantization = quantization
+    yield from read(checkpoint)
+
+
 def read_awq(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
     """Yield the lazy weight of each matrix."""
     bits = checkpoint.option("bits", checkpoint.quantization.get("w_bit"), 4)
@@ -100,3 +121,14 @@ def read_awq(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]
         shape, parts = _take(checkpoint, name, True, bits, size)
         kind = Encoding.ZERO_POINT
         yield weight, checkpoint.grouped(weight, shape, kind, bits, size, codes, parts)
+
+
+# By packing format: the one that it is, and its version.
+_AUTO_ROUND = {
+    "auto_round": (read_gptq, "gptq_v2"),
+    "auto_round:gptqmodel": (read_gptq, "gptq_v2"),
+    "auto_round:auto_gptq": (read_gptq, "gptq"),
+    "auto_round:gptq": (read_gptq, "gptq"),
+    "auto_round:auto_awq": (read_awq, "gemm"),
+    "auto_round:awq": (read_awq, "gemm"),
+}

@@ -1,4 +1,4 @@
-"""Opening of stages: their layers, memory and connections."""
+"""The stages of a model: their layers, memory and connections."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections import Counter
 from verbatim.batch import Adapter
 from verbatim.errors import NotSupported
 from verbatim.params import CHOICES
+from verbatim.placement.distributed.choice import Cluster
 from verbatim.placement.distributed.group import StageGroup, StageHandle
+from verbatim.placement.distributed.hosts import Hosts
 from verbatim.placement.distributed.plan import LayerSizes, Range
 from verbatim.placement.distributed.wire import Message
 
 
-class StageOpener:
-    """Gives processes layers and memory, and connects them.
+class StageLine(StageGroup):
+    """All stages of a model, in the order of their layers.
 
     Args:
         layout: of the model's layers.
@@ -22,15 +24,19 @@ class StageOpener:
 
     Attributes:
         adapters: those that stages hold from their opening on, by number.
-        connected: every stage of the group has its connections in the group's epoch.
+        epoch: raised whenever the stages are connected anew.
+        connected: every stage has its connections in this epoch.
     """
 
     def __init__(
-        self, group: StageGroup, layout: LayerSizes, model: Message, fingerprint: str
+        self, hosts: Hosts, cluster: Cluster, layout: LayerSizes, model: Message, fingerprint: str
     ) -> None:
-        self.group = group
+        super().__init__(
+            hosts, patience_s=cluster.patience_s, step_timeout_s=cluster.step_timeout_s
+        )
         self.layout = layout
         self.model = model
+        self.epoch = 0
         self.connected = False
         self.adapters: dict[int, Adapter] = {}
         self._fingerprint = fingerprint
@@ -52,14 +58,14 @@ class StageOpener:
             order["memory"] = member.facts["memory"] // on[member.facts["machine"]]
             order["kv_bytes"] = self._kv_bytes.get((first, end))
             orders.append((member, {**order, "adapters": list(self.adapters.values())}))
-        for member, shape in zip(members, self.group.ask_strangers(orders), strict=True):
+        for member, shape in zip(members, self.ask_strangers(orders), strict=True):
             member.shape = shape
             if shape["fingerprint"] != self._fingerprint:
                 raise NotSupported(
                     f"{member.host.machine} has another model at {self.model['source'].model!r} than this "
                     "machine: all machines of a cluster need the same files"
                 )
-        keys = {m.shape["numerics_key"]: m for m in [*self.group.members, *members] if m.shape}
+        keys = {m.shape["numerics_key"]: m for m in [*self.members, *members] if m.shape}
         if len(keys) > 1:
             (one, first_member), (other, second) = list(keys.items())[:2]
             raise NotSupported(
@@ -74,7 +80,7 @@ class StageOpener:
             blocks: `num_blocks`, `num_states` and `keep_bytes`.
         """
         self._blocks = blocks
-        self.allocate_some(self.group.members, self.group.members)
+        self.allocate_some(self.members, self.members)
 
     def allocate_some(self, members: list[StageHandle], line: list[StageHandle]) -> None:
         """Run `allocate` for some stages; `line` is all of them, in order."""
@@ -87,7 +93,7 @@ class StageOpener:
                 for name in CHOICES
             }
             orders.append((member, {"do": "allocate", **self._blocks, "first_of": first_of}))
-        for member, answer in zip(members, self.group.ask_strangers(orders), strict=True):
+        for member, answer in zip(members, self.ask_strangers(orders), strict=True):
             member.kept_blocks = answer["kept_blocks"]
             blocks, shape = self._blocks, member.shape
             size = self.model["options"].block_size
@@ -101,25 +107,30 @@ class StageOpener:
         Raises:
             StageGone: one is lost meanwhile.
         """
-        group = self.group
         self.connected = False
-        group.epoch += 1
-        for index, member in enumerate(group.members):
+        self.epoch += 1
+        for index, member in enumerate(self.members):
             member.index = index
-        group.call_each(
+        self.call_each(
             [
-                (m, {"do": "epoch", "epoch": group.epoch, "index": m.index, "restarts": m.restarts})
-                for m in group.members
+                (m, {"do": "epoch", "epoch": self.epoch, "index": m.index, "restarts": m.restarts})
+                for m in self.members
             ]
         )
-        group.reports()  # of the epoch before
+        self.reports()  # of the epoch before
         orders: list[tuple[StageHandle, Message]] = []
-        for member, behind in zip(group.members, group.members[1:], strict=False):
+        for member, behind in zip(self.members, self.members[1:], strict=False):
             orders.append(
-                (member, {"do": "link", "epoch": group.epoch, "next": behind.host.address})
+                (member, {"do": "link", "epoch": self.epoch, "next": behind.host.address})
             )
-        for (member, _), answer in zip(orders, group.call_each(orders), strict=True):
+        for (member, _), answer in zip(orders, self.call_each(orders), strict=True):
             if "unreachable" in answer:
-                group.cut_off(member, answer["unreachable"])
-        group.check()
+                self.cut_off(member, answer["unreachable"])
+        self.check()
         self.connected = True
+
+    def cut_off(self, member: StageHandle, why: object) -> StageHandle:
+        """Mark the stage after this one as lost, because it can't be reached from there."""
+        behind = self.members[member.index + 1]
+        behind.lost = behind.lost or f"{member} can't reach it: {why}"
+        return behind

@@ -1,7 +1,7 @@
 """GGUF files, llama.cpp's format: config and tokenizer, read by transformers, and weights.
 
-`weights/formats/gguf.py` leaves the weights of most architectures in the file. Those of others are decoded to
-the model's dtype by transformers.
+`formats/gguf.py` leaves the weights of most architectures in the file. Those of others are decoded to the
+model's dtype by transformers.
 """
 
 from __future__ import annotations
@@ -13,19 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from verbatim.errors import ModelError, NotSupported, first_line
-from verbatim.model.loader import (
-    Checkpoint,
-    LoadedModel,
-    Skeleton,
-    built_module,
-    read_config,
-    resolve_dtype,
-)
+from verbatim.model.loader import LoadedModel, ModelSource, read_config, resolve_dtype
 from verbatim.model.unused import refuse_unused
 from verbatim.untrusted import reason, refuse_lfs_pointer
+from verbatim.weights.skeleton import open_skeleton
 
 _NEEDS = {"gguf": "gguf", "accelerate": "accelerate"}
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
@@ -52,25 +44,18 @@ def find_gguf(model: str | os.PathLike[str]) -> Path | None:
 
 
 def load_gguf(
-    path: Path,
-    *,
-    dtype: str | torch.dtype = "auto",
-    with_tokenizer: bool = True,
-    skeleton: Skeleton | None = None,
-    decode: Skeleton | None = None,
-    unused_weights: str = "error",
+    path: Path, source: ModelSource, *, with_tokenizer: bool, in_memory: bool
 ) -> LoadedModel:
-    """Load the model of a GGUF file, and its tokenizer, if any.
+    """Open the model of a GGUF file, and its tokenizer, if any.
+
+    With `dtype="auto"` it is bfloat16, or float32 if every tensor of the file is.
 
     Args:
-        dtype: "auto" is bfloat16, or float32 if every tensor of the file is.
-        skeleton: builds the module without its weights, as of `load`. None loads the weights.
-        decode: the skeleton of architectures that it supports, if `skeleton` is None.
-        unused_weights: as of `LLM`.
+        in_memory: as of `open_files`.
 
     Raises:
-        NotSupported: missing packages, a file of several parts, or an architecture that `skeleton` does not
-            support.
+        NotSupported: missing packages, a file of several parts, or an architecture that is only decoded in
+            memory.
         ModelError, UnsupportedModel: it can't be read, or transformers does not support it.
     """
     missing = [package for name, package in _NEEDS.items() if find_spec(name) is None]
@@ -85,43 +70,25 @@ def load_gguf(
         )
     refuse_lfs_pointer(path)
     all_float32, has_tokenizer, rope = _inspect(path)
+    dtype = source.dtype
     if dtype == "auto":
         dtype = "float32" if all_float32 else "bfloat16"
     where = {"trust_remote_code": False, "local_files_only": True, "gguf_file": path.name}
-    source = str(path.parent)
-    config = read_config(source, where)
+    config = read_config(str(path.parent), where)
     _scale_rope(path, config, rope)
     resolved = resolve_dtype(dtype, config)
     tokenizer = _tokenizer(path) if with_tokenizer and has_tokenizer else None
-    if (open_ := decode if skeleton is None else skeleton) is not None:
-        try:
-            module, lazy_weights, unused = open_(path, config, resolved, False)
-        except NotSupported:
-            if skeleton is not None:
-                raise
-        else:
-            if unused_weights == "error":
-                refuse_unused(path, module, config, unused)
-            return LoadedModel(
-                module,
-                tokenizer,
-                module.generation_config,
-                str(path),
-                lazy_weights=lazy_weights,
-                folder=path.parent,
-            )
-
-    def read() -> Any:
-        return built_module(source, config, resolved, where)
-
-    def fingerprints(folder: Path) -> dict[str, tuple[int, int]]:
-        stat = path.stat() if path.exists() else None
-        return {} if stat is None else {path.name: (stat.st_size, stat.st_mtime_ns)}
-
-    module = read()
-    checkpoint = Checkpoint(path.parent, module, read=read, fingerprints=fingerprints)
+    module, lazy_weights, unused = open_skeleton(path, config, resolved, False, in_memory=in_memory)
+    if source.unused_weights == "error":
+        refuse_unused(path, module, config, unused)
+    generation_config: Any = module.generation_config
     return LoadedModel(
-        module, tokenizer, module.generation_config, str(path), checkpoint=checkpoint
+        module,
+        tokenizer,
+        generation_config,
+        str(path),
+        lazy_weights=lazy_weights,
+        folder=path.parent,
     )
 
 

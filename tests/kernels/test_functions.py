@@ -1,0 +1,48 @@
+"""The table of the kernels' functions: each has the arguments that its source declares."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from verbatim import kernels
+from verbatim.kernels import functions
+
+LETTERS = {"int64_t": "L", "int": "I", "float": "F"}
+
+
+def letters(arguments: str) -> str:
+    """Return a letter for each argument, without the number of threads."""
+    *others, threads = (argument.split() for argument in arguments.split(","))
+    assert threads == ["int", "threads"], arguments
+    return "".join("P" if "*" in "".join(each) else LETTERS[each[0]] for each in others)
+
+
+def declared() -> dict[str, str]:
+    """Return the arguments of every function with a number of threads in the sources, by name."""
+    found: dict[str, str] = {}
+    for file in Path(kernels.__file__).parent.glob("*.cpp"):
+        source = file.read_text().replace("\\\n", " ")
+        by_macro = dict(
+            re.findall(r'#define (\w+)\(name, T\)\s+extern "C" void name\(([^)]*)\)', source)
+        )
+        uses = re.findall(r"^(\w+)\((vb_\w+), \w+\)", source, re.MULTILINE)
+        named = [(name, by_macro[macro]) for macro, name in uses if macro in by_macro]
+        named += re.findall(r"\b(?:void|int) (vb_[\w#]+)\(([^)]*)\)\s*\{", source)
+        for name, arguments in named:
+            if arguments.split()[-1:] == ["threads"]:
+                found[re.sub("_(f32|bf16|##suffix)$", "", name)] = letters(arguments)
+    return found
+
+
+def test_every_function_has_the_arguments_of_its_source() -> None:
+    assert declared() == functions._ARGUMENTS
+
+
+@pytest.mark.parametrize("name", kernels.available())
+def test_every_library_has_every_function(name: str) -> None:
+    library = kernels.load(name)
+    for function in functions._ARGUMENTS:
+        assert any(hasattr(library, function + end) for end in ("", "_f32")), function

@@ -1,0 +1,63 @@
+"""Bodies for each route that takes one, and copies of them for hostile values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+SAYS = [{"role": "user", "content": "Hi"}]
+TOOL = {"name": "f", "parameters": {"type": "object"}}
+MARK = "\ue000"  # stands for a hostile value
+# Each is served, or refused for what this server does not allow.
+BODIES: dict[str, list[dict[str, Any]]] = {
+    "/v1/completions": [
+        {"prompt": [1], "stop": ["e"], "stop_token_ids": [1, [2]], "logit_bias": {"5": 1}},
+        {"prompt": ["x"], "stop": ["e"], "bad_words": ["q", [1]], "choice": ["a"]},
+        {"prompt": "x", "stop": "e", "json_schema": {"const": 1, "pattern": "a"}},
+    ],
+    "/v1/chat/completions": [
+        {"messages": SAYS, "stop": ["e"], "allowed_token_ids": [1, 2, 3]},
+        {
+            "messages": [*SAYS, {"role": "tool", "content": "x", "tool_call_id": "y"}],
+            "max_tokens": 2,
+        },
+        {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+            "max_tokens": 2,
+        },
+        {"messages": SAYS, "tools": [{"type": "function", "function": TOOL}]},
+        {"messages": SAYS, "chat_template_kwargs": {"x": 1}},
+    ],
+    "/v1/responses": [
+        {"input": "Hi", "stop": ["e"], "bad_words": [[1, 2]], "metadata": {"a": "b"}},
+        {"input": SAYS, "instructions": "x", "max_output_tokens": 2},
+    ],
+    "/v1/messages": [{"messages": SAYS, "max_tokens": 2, "system": "x"}],
+    "/v1/messages/count_tokens": [{"messages": SAYS}],
+    "/v1/generate": [
+        {"prompt": [1], "params": {"max_tokens": 2, "top_k": 1, "seed": 1, "n": 1, "stop": ["e"]}},
+        {"prompt": "x", "params": {"max_tokens": 2, "replay_routing": 1, "json_schema": {}}},
+    ],
+    "/v1/logprobs": [{"prompts": [[1, 2]]}, {"prompts": ["x"]}],
+    "/tokenize": [{"text": "x", "return_tokens": True}, {"messages": SAYS}],
+    "/detokenize": [{"ids": [1]}],
+    "/v1/load_lora_adapter": [{"lora_name": "x", "lora_path": "x"}],
+    "/v1/unload_lora_adapter": [{"lora_name": "x"}],
+    "/init_weight_transfer_engine": [
+        {"init_info": {"master_address": "x", "master_port": 1, "rank_offset": 1, "world_size": 1}}
+    ],
+    "/start_weight_update": [{"trainer": "x"}],
+    "/finish_weight_update": [{"version": 1}],
+}
+
+
+def marked(value: Any) -> Iterator[Any]:
+    """Copies of a body with the mark in the place of each part in turn, and as one more name."""
+    inner = value.items() if isinstance(value, dict) else []
+    for key, part in enumerate(value) if isinstance(value, list) else inner:
+        for changed in (MARK, *marked(part)):
+            copy = value.copy()
+            copy[key] = changed
+            yield copy
+    if isinstance(value, dict):
+        yield value | {MARK: 1}

@@ -1,0 +1,123 @@
+"""The functions and structs of the compiled kernels, as `extern "C"` in their sources declares them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from verbatim import kernels
+
+SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
+# A letter for each argument: an address (P), an integer of 64 (L) or 32 bits (I), a float (F). The number of
+# threads, which follows in all of them, is left out.
+_ARGUMENTS = {
+    "vb_activate": "PPPLI",
+    "vb_add_low_rank": "PLPLLLPL",
+    "vb_attention": "PPPPPPPLLLLLLLLLLLIIFFPP",
+    "vb_causal_conv": "PPPPPPPPPLLLL",
+    "vb_choose": "PPLPPLPP",
+    "vb_collapse_streams": "PPPPPPPLLLLF",
+    "vb_expand_streams": "PPPPPLLL",
+    "vb_experts": "PPLPPLP",
+    "vb_experts_sorted": "PPPP",
+    "vb_glu": "PPL",
+    "vb_index_scores": "PPPPLLLL",
+    "vb_interleave": "PPLLII",
+    "vb_layer": "PPPPPPPLIPPLPP",
+    "vb_layer_after": "PPPPLPPLPP",
+    "vb_layer_before": "PPLPPLIP",
+    "vb_linear_recurrence": "PPPPPPPPPPPLLLLLLI",
+    "vb_model": "PPPPPPLIPPPPLPP",
+    "vb_multiply": "PPLLPILI",
+    "vb_pack_kv": "PPPPPLLLLLPII",
+    "vb_pack_rows": "PPLLIIIP",
+    "vb_rms_norm": "PPPLLFI",
+    "vb_unpack_rows": "PPLLIII",
+    "vb_weighted_mean": "PPPPPPPPPPLLLI",
+    "vb_write_kv": "PPPPPLLLLLLLLL",
+}
+_WITH_RESULT = frozenset({"vb_pack_rows"})
+_TYPES = {"P": ctypes.c_void_p, "L": ctypes.c_int64, "I": ctypes.c_int, "F": ctypes.c_float}
+
+_Struct = TypeVar("_Struct", bound=type[ctypes.Structure])
+_structs: dict[str, type[ctypes.Structure]] = {}
+
+
+def struct_of(name: str) -> Callable[[_Struct], _Struct]:
+    """Return a decorator of a struct that is held to the size which `vb_{name}_size` returns."""
+
+    def register(cls: _Struct) -> _Struct:
+        _structs[name] = cls
+        return cls
+
+    return register
+
+
+def addresses(*tensors: Tensor | None) -> list[int | None]:
+    """Return where tensors lie in memory; None for None."""
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Return whether the compiled kernels compute tensors on `device`."""
+    return device.type == "cpu" and kernels.library() is not None
+
+
+def library_of(backend: str) -> ctypes.CDLL | None:
+    """Return the library of `backend`: "auto", "kernel", "torch" or an instruction set; None is torch.
+
+    Raises:
+        ValueError: it was not built for this processor, or is unknown.
+    """
+    if backend == "torch":
+        return None
+    if backend in ("auto", "kernel"):
+        library = kernels.library()
+        if library is None and backend == "kernel":
+            raise ValueError("backend='kernel': no kernels were built for this processor")
+        return library
+    if backend not in kernels.available():
+        known = ["auto", "kernel", "torch", *kernels.available()]
+        raise ValueError(f"backend={backend!r}: must be one of {known}")
+    return kernels.load(backend)
+
+
+def kernel(
+    name: str, dtype: torch.dtype | None = None, *, backend: str = "auto"
+) -> Callable[..., Any] | None:
+    """Return a function of the kernels, for a dtype if it has several; None where torch is to compute."""
+    library = library_of(backend)
+    if library is None or not (dtype is None or dtype in SUFFIX):
+        return None
+    return _bound(library, name, dtype)
+
+
+def run(name: str, dtype: torch.dtype | None, *arguments: Any) -> None:
+    """Call a function of the kernels, which must be there, for a dtype if it has several.
+
+    Args:
+        arguments: without the number of threads.
+    """
+    _bound(kernels.library(), name, dtype)(*arguments)
+
+
+@functools.cache
+def _bound(library: ctypes.CDLL | None, name: str, dtype: torch.dtype | None) -> Callable[..., Any]:
+    assert library is not None
+    for known, struct in _structs.items():
+        size: Any = getattr(library, f"vb_{known}_size")
+        size.restype = ctypes.c_int64
+        assert size() == ctypes.sizeof(struct)
+    function: Any = getattr(library, name if dtype is None else f"{name}_{SUFFIX[dtype]}")
+    function.argtypes = [*map(_TYPES.__getitem__, _ARGUMENTS[name]), ctypes.c_int]
+    function.restype = ctypes.c_int if name in _WITH_RESULT else None
+
+    def call(*arguments: Any) -> Any:
+        return function(*arguments, torch.get_num_threads())
+
+    return call

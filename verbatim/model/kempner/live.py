@@ -1,0 +1,160 @@
+"""A live KempnerForge `Transformer` as the equivalent transformers module, over the same parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from verbatim.errors import EngineClosed, ModelChanged, VerbatimError
+from verbatim.model.decoder import Decoder
+from verbatim.model.differential import largest_error, tolerance
+from verbatim.model.fingerprint import Place
+from verbatim.model.kempner.config import ModelConfig
+from verbatim.model.kempner.layout import adjust, key_of, transformers_config
+from verbatim.model.loader import building
+from verbatim.model.patching import exclusive, patched
+from verbatim.model.tree import Tree
+
+_CLASS = "kempnerforge.model.transformer.Transformer"
+_CODE = ("kempnerforge.model.", "torch.nn.modules.")
+_TRIAL_TOKENS = 40
+
+
+class LiveDecoder(Decoder):
+    """Runs a `Transformer` that belongs to a caller by a skeleton, whose parameters are the caller's own.
+
+    Args:
+        module: one that `skeleton_of` knows.
+        skeleton: the result of `skeleton_of`.
+        weak: hold `module` only weakly.
+    """
+
+    def __init__(
+        self, module: nn.Module, skeleton: nn.Module, *, weak: bool, fused: bool = True
+    ) -> None:
+        super().__init__(skeleton, fused=fused)
+        self._links = _links(skeleton, module) or []
+        self._live: Callable[[], Any] = weakref.ref(module) if weak else lambda: module
+        self._live_tree, self._live_settings = Tree(module), _settings(module)
+
+    @property
+    def owner(self) -> nn.Module:
+        module: nn.Module | None = self._live()
+        if module is None:
+            raise EngineClosed("this engine was closed, or the module it was made for is gone")
+        return module
+
+    def refresh(self) -> None:
+        """Share the parameters again, as the caller may have replaced some.
+
+        Raises:
+            ModelChanged: layers, hooks or the config changed.
+        """
+        with exclusive:
+            module, tree = self.owner, self._live_tree
+            same = tree.unchanged() and _settings(module) == self._live_settings
+            if not same or tree.has_hooks():
+                raise ModelChanged(
+                    "the model's layers, hooks or config (such as its max_seq_len) changed since it was "
+                    "opened; open it again"
+                )
+            _share(self._links)
+            super().refresh()
+
+    def close(self) -> None:
+        super().close()
+        self._live = lambda: None
+        self._links = []
+
+
+def skeleton_of(module: nn.Module) -> nn.Module | None:
+    """Return a transformers module that shares the parameters of `module`, and computes the same.
+
+    None: `module` is of another class, has hooks, edited layers or experts, or computes something else.
+    """
+    classes = [type(layer) for layer in module.modules()]
+    if f"{classes[0].__module__}.{classes[0].__qualname__}" != _CLASS:
+        return None
+    own_code = all(f"{cls.__module__}.".startswith(_CODE) for cls in classes)
+    edited = any("forward" in layer.__dict__ for layer in module.modules())
+    if not own_code or edited or Tree(module).has_hooks() or _settings(module)[1]:
+        return None
+    skeleton = _built(module)
+    links = None if skeleton is None else _links(skeleton, module)
+    if skeleton is None or links is None:
+        return None
+    _share(links)
+    return skeleton if _computes_the_same(skeleton, module) else None
+
+
+def _settings(module: Any) -> tuple[dict[str, Any], bool]:
+    """Return the config's fields, and whether a layer records its attention weights."""
+    fields = (field.name for field in dataclasses.fields(ModelConfig))
+    values = {name: getattr(module.config, name) for name in fields if hasattr(module.config, name)}
+    layers = module.layers.values()
+    records = any(getattr(layer.attention, "capture_attention_weights", False) for layer in layers)
+    return values, records
+
+
+def _built(module: nn.Module) -> nn.Module | None:
+    """Return the module of the equivalent architecture; None if there is none."""
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    values, _ = _settings(module)
+    plain: dict[str, Any] = {
+        k: str(v) if isinstance(v, str) else v for k, v in values.items()
+    }  # of enumerations
+    auto: Any = AutoModelForCausalLM
+    try:
+        model = ModelConfig(**plain)
+        if model.is_moe:
+            return None  # transformers keeps all experts of a layer in one parameter
+        # The memory of these weights is reserved and freed without being written.
+        with building, no_init_weights(), torch.inference_mode(False):
+            skeleton: nn.Module = auto.from_config(transformers_config(model))
+            adjust(skeleton, model, {})
+    except VerbatimError:
+        return None
+    return skeleton.eval()
+
+
+def _links(skeleton: nn.Module, module: nn.Module) -> list[tuple[Place, Place]] | None:
+    """Return each parameter of `skeleton` with that of `module`; None if they do not correspond."""
+    own: dict[str, Place] = {
+        f"{path}.{name}": (layer._parameters, name)
+        for path, layer in module.named_modules()
+        for name in layer._parameters
+    }
+    links = [
+        ((layer._parameters, name), own.pop(key_of(f"{path}.{name}"), None))
+        for path, layer in skeleton.named_modules()
+        for name, parameter in layer._parameters.items()
+        if parameter is not None
+    ]
+    found = [(ours, theirs) for ours, theirs in links if theirs is not None]
+    same = len(found) == len(links) and not any(
+        fields[name] is not None for fields, name in own.values()
+    )
+    return found if same else None
+
+
+def _share(links: list[tuple[Place, Place]]) -> None:
+    for (ours, name), (theirs, key) in links:
+        ours[name] = theirs[key]
+
+
+def _computes_the_same(skeleton: nn.Module, module: Any) -> bool:
+    """Compare the logits of some tokens, by each module's own forward."""
+    length = min(_TRIAL_TOKENS, module.config.max_seq_len)
+    ids = (torch.arange(length) * 37 % module.config.vocab_size)[None]
+    with patched(module, [], [], hooks=False), torch.compiler.set_stance("force_eager"):
+        theirs = module(ids)
+        ours = skeleton(input_ids=ids, use_cache=False).logits
+    scale = float(theirs.abs().max())
+    return largest_error(ours, theirs) <= tolerance(theirs, scale)

@@ -1,0 +1,43 @@
+"""NVIDIA's ModelOpt: FP8 and NVFP4."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from verbatim.errors import NotSupported
+from verbatim.weights.formats.checkpoint import QuantizedCheckpoint
+from verbatim.weights.formats.fp4 import nvfp4
+from verbatim.weights.formats.fp8 import FP8, finish_fp8, scaled
+from verbatim.weights.lazy import LazyWeight
+
+_BLOCK = 128  # rows and columns of a block of FP8, which the config does not name
+
+
+def read_modelopt(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
+    """Yield the lazy weight of each matrix.
+
+    Raises:
+        NotSupported: a `quant_algo` with integers, or that multiplies activations with numbers per channel.
+    """
+    for name in checkpoint.names(".weight_scale"):
+        weight, scale = f"{name}.weight", f"{name}.weight_scale"
+        stored, factor = checkpoint.left.get(weight), f"{name}.weight_scale_2"
+        dtype = None if stored is None else stored.dtype
+        if f"{name}.pre_quant_scale" in checkpoint.left:
+            dtype = None
+        if stored is not None and dtype in FP8:
+            scales = checkpoint.left[scale].shape
+            of_blocks = len(scales) == 2 and scales not in ((1, 1), (stored.shape[0], 1))
+            yield weight, scaled(checkpoint, weight, scale, [_BLOCK, _BLOCK] if of_blocks else None)
+        elif factor in checkpoint.left and dtype is torch.uint8:
+            yield weight, nvfp4(checkpoint, weight, weight, scale, factor)
+        else:
+            algorithm = str(checkpoint.quantization.get("quant_algo"))[:80]
+            raise NotSupported(
+                f"{checkpoint.folder}: {name}: quant_algo={algorithm!r} of modelopt is not supported: its "
+                "weights must be FP8 or NVFP4, without pre_quant_scale"
+            )
+        checkpoint.drop(f"{name}.input_scale")
+    finish_fp8(checkpoint)

@@ -1,0 +1,208 @@
+"""Opening the files of a model without reading its weights, also once more in another process."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from verbatim import storyteller
+from verbatim.errors import InvalidRequest, ModelError, NotSupported, first_line
+from verbatim.model.dcp.checkpoint import find_dcp
+from verbatim.model.loader import HUB_ID, LoadedModel, ModelSource, read_config, resolve_dtype
+from verbatim.model.quantization import Quantization
+from verbatim.model.unused import refuse_unused
+from verbatim.untrusted import read_json, refuse_lfs_pointer, shards_of
+from verbatim.weights.dcp import load_dcp
+from verbatim.weights.gguf import find_gguf, load_gguf
+from verbatim.weights.skeleton import INDEX, open_skeleton, weight_files, weights_name
+
+_ADAPTER = "adapter_config.json"
+
+
+def open_files(
+    source: ModelSource, tokenizer: Any = None, *, in_memory: bool = False
+) -> LoadedModel:
+    """Open a DCP folder, a GGUF file, a folder in Hugging Face's format or a hub id; None: the storyteller.
+
+    Args:
+        tokenizer: a transformers tokenizer; None: the model's own; False: none.
+        in_memory: the weights will be in this process's memory, so formats that are read whole are accepted.
+
+    Raises:
+        ModelError, UnsupportedModel, NotSupported: it can't be opened.
+        InvalidRequest: a config for another format than DCP.
+    """
+    model, is_default = source.model, source.model is None
+    dcp = None if is_default else find_dcp(model)
+    if source.config is not None and dcp is None:
+        raise InvalidRequest(
+            f"config={source.config!r:.60}: only for a torch.distributed.checkpoint, and "
+            f"{'the storyteller' if is_default else model} holds no checkpoint of that kind: neither "
+            ".metadata nor pp0, nor a link latest. Leave it at None"
+        )
+    if dcp is not None:
+        return load_dcp(dcp, source, tokenizer, with_config=not in_memory)
+    gguf = None if is_default else find_gguf(model)
+    own: dict[str, Any] = {"with_tokenizer": tokenizer is None, "in_memory": in_memory}
+    if gguf is not None:
+        loaded = load_gguf(gguf, source, **own)
+    else:
+        loaded = _load(replace(source, model=storyteller.path()) if is_default else source, **own)
+    loaded.name = "storyteller" if is_default else loaded.name
+    loaded.tokenizer = loaded.tokenizer if tokenizer is None else tokenizer or None
+    return loaded
+
+
+def _load(
+    source: ModelSource, *, with_tokenizer: bool, in_memory: bool, adapter: Path | None = None
+) -> LoadedModel:
+    """Open a folder in Hugging Face's format or a hub id, with the weights of an adapter."""
+    named = os.fspath(source.model)
+    where: dict[str, Any] = {"trust_remote_code": source.trust_remote_code}
+    folder = None
+    if os.path.isdir(os.path.expanduser(named)):
+        named, where["local_files_only"] = os.path.expanduser(named), True
+        folder = Path(named).resolve()
+        if (folder / _ADAPTER).is_file() and not (folder / "config.json").is_file():
+            base, revision = _base_of(folder)
+            loaded = _load(
+                replace(source, model=base, revision=revision),
+                with_tokenizer=with_tokenizer,
+                in_memory=in_memory,
+                adapter=folder,
+            )
+            own = _tokenizer(named, where) if with_tokenizer else None
+            tokenizer = loaded.tokenizer if own is None else own
+            return replace(loaded, name=named, adapter=folder, tokenizer=tokenizer)
+        _check_folder(Path(named))
+    elif not HUB_ID.match(named) or os.path.exists(named):
+        raise ModelError(f"no model at {named!r}: neither a folder nor a hub id such as org/name")
+    else:
+        where["revision"] = source.revision
+    config = read_config(named, where)
+    resolved = resolve_dtype(source.dtype, config)
+    tokenizer = _tokenizer(named, where) if with_tokenizer else None
+    if folder is None:
+        folder = _fetched(named, source.revision, in_memory, weights_name(config)).resolve()
+    module, lazy_weights, unused = open_skeleton(
+        folder, config, resolved, source.trust_remote_code, adapter, in_memory=in_memory
+    )
+    if source.unused_weights == "error":
+        refuse_unused(named, module, config, unused)
+    generation: Any = _generation_config(folder, config)
+    module.generation_config = generation
+    return LoadedModel(
+        module,
+        tokenizer,
+        generation,
+        named,
+        lazy_weights=lazy_weights,
+        folder=folder,
+        wrapper=config,
+    )
+
+
+def _base_of(adapter: Path) -> tuple[str, str | None]:
+    """Return the base model of a PEFT adapter, and its revision.
+
+    Raises:
+        ModelError: adapter_config.json names none that is there.
+    """
+    for path in adapter.iterdir():
+        refuse_lfs_pointer(path)
+    config = read_json(adapter / _ADAPTER)
+    base, revision = config.get("base_model_name_or_path"), config.get("revision")
+    if not isinstance(base, str) or not isinstance(revision, str | None):
+        raise ModelError(f"{adapter / _ADAPTER}: it names no base_model_name_or_path")
+    folder = os.path.expanduser(base)
+    if not os.path.isdir(folder) and not HUB_ID.match(base):
+        raise ModelError(
+            f"{adapter}: its base model {base[:200]!r} is neither a folder nor a hub id"
+        )
+    if (Path(folder) / _ADAPTER).is_file():
+        raise NotSupported(
+            f"{adapter}: its base model {base[:200]!r} is an adapter, too; merge it first"
+        )
+    return base, revision
+
+
+def _check_folder(folder: Path) -> None:
+    """Check a folder before anything is read: invalid JSON, missing shards."""
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ModelError(f"{folder} holds no config.json, so it is not a model folder")
+    for path in folder.iterdir():
+        refuse_lfs_pointer(path)
+    read_json(config)
+    if (folder / _ADAPTER).is_file():
+        raise NotSupported(f"{folder} holds an adapter; merge it into the model")
+    if not weight_files(folder)[0] and not any(folder.glob("*.safetensors")):
+        raise ModelError(f"{folder} holds no weights (model.safetensors or pytorch_model.bin)")
+
+
+def _fetched(source: str, revision: str | None, in_memory: bool, named: str | None) -> Path:
+    """Return the folder of a hub id, with its weights, fetched if missing.
+
+    Args:
+        named: the file of weights that the config names instead of the usual ones.
+    """
+    from huggingface_hub import snapshot_download
+
+    def fetch(*patterns: str) -> Path:
+        return Path(snapshot_download(source, revision=revision, allow_patterns=list(patterns)))
+
+    usual = ("model.safetensors", "pytorch_model.bin")[: 1 + in_memory]
+    try:
+        folder = fetch("*.json", "*.py")
+        for name in usual if named is None else (named,):
+            index = folder / (name if name.endswith(INDEX) else name + INDEX)
+            fetch(*(shards_of(index) if index.is_file() else [name]))
+            if weight_files(folder, named)[0]:
+                break
+        return folder
+    except ModelError:
+        raise
+    except Exception as error:  # of the network, the hub or the disk
+        raise ModelError(f"{source}: {first_line(error)}") from error
+
+
+def _generation_config(folder: Path, config: Any) -> Any:
+    from transformers import GenerationConfig
+
+    if (folder / "generation_config.json").is_file():
+        try:
+            return GenerationConfig.from_pretrained(str(folder))
+        except Exception as error:
+            raise ModelError(f"{folder}: generation_config.json: {first_line(error)}") from error
+    return GenerationConfig.from_model_config(config)
+
+
+def _tokenizer(source: str, where: dict[str, Any]) -> Any:
+    """Return the folder's tokenizer, or None without tokenizer files.
+
+    Raises:
+        ModelError: the files can't be read.
+    """
+    from verbatim.text.tokenizer import Tokenizer, has_tokenizer_files
+
+    if os.path.isdir(source) and not has_tokenizer_files(Path(source)):
+        return None
+    return Tokenizer.open(
+        source,
+        revision=where.get("revision"),
+        trust_remote_code=where["trust_remote_code"],
+    ).hf
+
+
+def reopen(source: ModelSource) -> LoadedModel:
+    """Open a model with lazy weights and without a tokenizer.
+
+    Raises:
+        ModelError, NotSupported: it can't be opened here.
+    """
+    loaded = open_files(source, False)
+    if source.quantization is not None:
+        loaded.quantization = Quantization(**source.quantization)
+    return loaded
