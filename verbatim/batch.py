@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -310,6 +310,8 @@ class Support(NamedTuple):
 class Draws:
     """The results of a `SamplePlan`, row by row."""
 
+    COLUMNS: ClassVar = ("ids", "logprobs", "sampled_logprobs", "top_ids", "top_logprobs")
+
     ids: list[int]  # the drawn id, or the row's target
     logprobs: list[float]  # of the raw model distribution at temperature 1
     sampled_logprobs: list[float]  # of the distribution the id was drawn from; 0.0 at temperature 0
@@ -320,10 +322,8 @@ class Draws:
 
     def some(self, rows: Sequence[int]) -> Draws:
         """Return the results of these rows, without candidates and supports."""
-        if len(rows) == len(self.ids):
-            return self
-        columns = (self.ids, self.logprobs, self.sampled_logprobs, self.top_ids, self.top_logprobs)
-        return Draws(*([column[i] for i in rows] for column in columns))  # type: ignore[arg-type]
+        columns: list[Any] = [[getattr(self, name)[i] for i in rows] for name in self.COLUMNS]
+        return Draws(*columns)
 
     def top(self, row: int) -> list[tuple[int, float]]:
         """Return the likeliest ids of a row with their log-probs."""

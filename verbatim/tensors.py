@@ -24,7 +24,7 @@ from verbatim.model.limits import eos_ids_of, pad_id_of
 from verbatim.options import on_cpu
 from verbatim.params import SamplingParams
 from verbatim.placement.actor import RowRunner, StepForward, limit_of
-from verbatim.placement.callbacks import CallbackRunner, Hooks
+from verbatim.placement.callbacks import CallbackRunner
 from verbatim.placement.external import ExternalRunner
 from verbatim.placement.kv_caches import speaks_kv_caches
 from verbatim.placement.options import engine_options
@@ -162,7 +162,8 @@ def open_forward(
         (ids, mask), pad = batch, pad_token_id
         if pad is None:
             pad = pad_id_of([config], eos_ids_of(None, config))
-        runner = CallbackRunner(model, Hooks(*hooks), ids, mask, arguments, pad, **sizes)
+        prepare, update = hooks
+        runner = CallbackRunner(model, prepare, update, ids, mask, arguments, pad, **sizes)
     return LLM._over(runner, options, name=name, max_length=(limit, source), config=config)
 
 

@@ -171,9 +171,14 @@ def resolve_implementations(config: Any) -> None:
     Args:
         config: a transformers config; modified.
     """
-    for sub in (config, *(getattr(config, name, None) for name in config.sub_configs)):
-        if sub is not None:
-            sub._attn_implementation = sub._experts_implementation = None
+    for part in parts_of(config):
+        part._attn_implementation = part._experts_implementation = None
+
+
+def parts_of(config: Any) -> list[Any]:
+    """Return a transformers config and those inside it."""
+    inner = (getattr(config, name, None) for name in config.sub_configs)
+    return [config, *(part for part in inner if part is not None)]
 
 
 def check_size(source: object, module: nn.Module, nbytes: int) -> None:

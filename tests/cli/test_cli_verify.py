@@ -19,7 +19,7 @@ from verbatim.cli.commands import app
 from verbatim.errors import InvalidRequest
 from verbatim.kv.store import KVStore
 from verbatim.verify import NAMES, verify
-from verbatim.verify.report import Comparison
+from verbatim.verify.report import Row
 from verbatim.verify.requests import make_requests
 
 IN_MEMORY = [name for name in NAMES if name not in ("offloaded", "two-stages")]
@@ -242,31 +242,31 @@ def altered(result, **changes):
     return dataclasses.replace(result, outputs=[dataclasses.replace(result.outputs[0], **changes)])
 
 
+def compared(expected, found, *run):
+    row = Row("a", "b")
+    row.compare(4, "greedy", expected, found, *run)
+    return row
+
+
 def test_equal_results_are_equal_and_counted(result):
-    found = Comparison()
-    found.add(0, result, result)
-    assert found.equal
-    assert found.num_tokens == 5
-    # Both log-probs and the top two of each token; of the prompt two log-probs with the top of each.
-    assert found.num_logprobs == 5 * 4 + 2 * 2
     nan = altered(result, logprobs=[math.nan] * 5)
-    found.add(0, nan, nan)
-    assert found.equal
+    for each in (result, nan):
+        row = compared(each, each)
+        assert (row.ids_equal, row.logprobs_equal, row.differing) == (True, True, ())
+        assert row.num_tokens == 5
+    # Both log-probs and the top two of each token; of the prompt two log-probs with the top of each.
+    assert row.num_logprobs == 5 * 4 + 2 * 2
 
 
 def test_one_bit_is_a_difference(result):
     logprobs = list(result.outputs[0].logprobs)
     logprobs[2] = math.nextafter(logprobs[2], 0)
-    found = Comparison()
-    found.add(4, result, altered(result, logprobs=logprobs), "once")
-    assert found.logprobs_differ == {4}
-    assert not found.ids_differ
-    assert 0 < found.largest < 1e-12
-    assert found.first.startswith("once, request 4, logprob 2: ")
+    row = compared(result, altered(result, logprobs=logprobs), "once")
+    assert (row.ids_equal, row.logprobs_equal, row.differing) == (True, False, ("greedy",))
+    assert 0 < row.largest_difference < 1e-12
+    assert row.first_difference.startswith("once, request 4, logprob 2: ")
     zeros = altered(result, logprobs=[0.0] * 5), altered(result, logprobs=[-0.0] * 5)
-    found = Comparison()
-    found.add(0, *zeros)
-    assert found.logprobs_differ == {0}
+    assert not compared(*zeros).logprobs_equal
 
 
 def test_behind_another_token_no_difference_is_measured(result):
@@ -275,12 +275,9 @@ def test_behind_another_token_no_difference_is_measured(result):
     logprobs[1] += 0.25
     logprobs[3] -= 100
     logprobs[4] -= 100
-    found = Comparison()
-    found.add(0, result, altered(result, token_ids=ids, logprobs=logprobs))
-    assert found.ids_differ == found.logprobs_differ == {0}
-    assert found.first == f"request 0, token 3: {ids[3]}, not {ids[3] - 1}"
-    assert found.largest == pytest.approx(0.25)
+    row = compared(result, altered(result, token_ids=ids, logprobs=logprobs))
+    assert not row.ids_equal and not row.logprobs_equal
+    assert row.first_difference == f"request 4, token 3: {ids[3]}, not {ids[3] - 1}"
+    assert row.largest_difference == pytest.approx(0.25)
     for changes in (dict(text="x"), dict(token_ids=ids[:4]), dict(stop_reason=7)):
-        found = Comparison()
-        found.add(0, result, altered(result, **changes))
-        assert found.ids_differ == {0}
+        assert not compared(result, altered(result, **changes)).ids_equal

@@ -53,7 +53,7 @@ from verbatim.compat.coati import (
     update_model_kwargs_fn,
 )
 from verbatim.placement.actor import RowRunner
-from verbatim.placement.callbacks import CallbackRunner, Hooks
+from verbatim.placement.callbacks import CallbackRunner
 from verbatim.placement.external import ExternalRunner, Piece
 from verbatim.placement.options import EngineOptions
 
@@ -1183,19 +1183,19 @@ def test_rows_that_lose_their_blocks_under_hooks_are_computed_anew(gpt2):
     for blocks, tokens, seats in [(64, 64, 8), (9, 7, 8), (64, 64, 3), (64, 5, 2), (64, 3, 8)]:
         begun.clear()
         options = EngineOptions(None, None, 4, tokens, seats, None, None, False, None)
-        hooks = Hooks(prepare, update_model_kwargs_fn)
+        hooks = prepare, update_model_kwargs_fn
         mask = (IDS != PAD).long()
-        runner = CallbackRunner(gpt2, hooks, IDS, mask, {}, PAD, block_size=4, num_blocks=blocks)
+        runner = CallbackRunner(gpt2, *hooks, IDS, mask, {}, PAD, block_size=4, num_blocks=blocks)
         with LLM._over(runner, options, name="callbacks", max_length=(None, "")) as llm:
             assert llm._generate_rows(ROWS, params) == expected
         assert begun[0] and any(begun[1:]) == ((blocks, tokens, seats) != (64, 64, 8))
 
 
 def test_a_row_that_missed_a_step_is_not_taken_on_behind_a_hole(gpt2):
-    hooks = Hooks(prepare_inputs_fn, update_model_kwargs_fn)
+    hooks = prepare_inputs_fn, update_model_kwargs_fn
     ids = IDS[:2]
     runner = CallbackRunner(
-        gpt2, hooks, ids, (ids != PAD).long(), {}, PAD, block_size=16, num_blocks=4
+        gpt2, *hooks, ids, (ids != PAD).long(), {}, PAD, block_size=16, num_blocks=4
     )
 
     def logits(**grown):

@@ -331,18 +331,9 @@ def test_a_command_with_the_originals_flags_and_devices(folder, tmp_path, greedy
     mixed = flex_opt.TorchMixedDevice([gpu, cpu, disk])
     env = ExecutionEnv(gpu=gpu, cpu=cpu, disk=disk, mixed=mixed)
     assert (gpu.name, cpu.name, disk.path) == ("gpu", "cpu", tmp_path)
-    settings = Policy(
-        args.gpu_batch_size,
-        args.num_gpu_batches,
-        *args.percent,
-        args.overlap,
-        args.sep_layer,
-        args.pin_weight,
-        args.cpu_cache_compute,
-        args.attn_sparsity,
-        args.compress_weight,
-        compress_cache=args.compress_cache,
-    )
+    names = [*inspect.signature(Policy).parameters][8:14]
+    flags = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    settings = Policy(args.gpu_batch_size, args.num_gpu_batches, *args.percent, **flags)
     assert settings.sep_layer and not settings.overlap
     with flex_opt.OptLM(args.model, env, args.path, settings) as model:
         out = model.generate(

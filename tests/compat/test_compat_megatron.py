@@ -601,6 +601,7 @@ def grown(llm, params, ids):
     )
     grow(sequence, draws, range(len(ids)), None)
     assert len(sequence.tokens) == len(sequence.output_ids)
+    assert all(len(token.top_logprobs) == 1 for token in sequence.tokens)
     return sequence
 
 
@@ -709,6 +710,9 @@ def test_a_batch_is_detokenized_by_its_lengths(controller):
     assert (texts, parts) == ([text for text, _ in rows], [part for _, part in rows])
     assert controller.detokenize_generations(ids, lengths, False) == (texts, None)
     assert controller.detokenize_generations(ids[:1], lengths[:1], False) == (texts[:1], None)
+    for wrong in (None, [[1, 2]], torch.zeros(2)):
+        with pytest.raises(InvalidRequest, match="must be a tensor of ids"):
+            controller.detokenize_generations(wrong, 1, False)
     for wrong in (torch.tensor([3]), torch.tensor([3, 7]), torch.tensor([-1, 3])):
         with pytest.raises(InvalidRequest, match="each 0 to L"):
             controller.detokenize_generations(ids, wrong, False)
@@ -765,7 +769,8 @@ REFUSED = [
     (InvalidRequest, dict(temperature=-1.0)),
     (InvalidRequest, dict(temperature=float("nan"))),
     (InvalidRequest, dict(top_p=1.5)),
-    (InvalidRequest, dict(top_p=-0.1)),
+    (InvalidRequest, dict(top_p=torch.ones(2))),
+    (InvalidRequest, dict(streaming=torch.ones(2))),
     (InvalidRequest, dict(top_k=-1)),
     (InvalidRequest, dict(top_k=2.0)),
     (InvalidRequest, dict(num_tokens_to_generate=-1)),
@@ -854,6 +859,29 @@ def test_requests_that_can_not_be_served_are_refused(controller):
         InferenceRequest(request_id=1, inference_parameters=SamplingParams())
     with pytest.raises(InvalidRequest, match="must be an LLM"):
         TextGenerationController(object(), None)
+    ones = torch.ones(2)
+    for wrong, name in (
+        (dict(request_id="x"), "request_id='x'"),
+        (dict(request_id=2**70), "request_id="),
+        (dict(prompt_tokens=5), "prompt_tokens=5"),
+        (dict(sampling_params=ones), "sampling_params=tensor"),
+    ):
+        with pytest.raises(InvalidRequest, match=name):
+            add(InferenceRequest(**{"request_id": 1, "prompt": "a", **wrong}))
+    run = controller.generate_all_output_tokens_static_batch
+    for arguments, name in (
+        ((None,), "active_requests is NoneType"),
+        (({1: "a"},), "'a': must be an InferenceRequest"),
+        (({1: InferenceRequest(request_id=1, prompt="a")}, [3]), "active_streams is list"),
+    ):
+        with pytest.raises(InvalidRequest, match=name):
+            run(*arguments)
+    for wrong, name in (
+        (dict(vocab_size="x"), "vocab_size='x'"),
+        (dict(sampling_params="x"), "sampling_params='x'"),
+    ):
+        with pytest.raises(InvalidRequest, match=name):
+            controller.sample_from_logits(torch.zeros(1, 4), **wrong)
     with pytest.raises(NotSupported, match="speed"):
         controller.sample_from_logits(torch.zeros(1, 4), speed=3)
 
@@ -1383,9 +1411,12 @@ def test_a_static_batch_that_is_broken_off_keeps_what_was_completed(controller, 
         return plain(batch)
 
     monkeypatch.setattr(runner, "forward", interrupted)
-    requests = requests_of(*mixed())
+    requests, streams = requests_of(*mixed()), {n: AsyncStream(n, lambda: None) for n in (10, 11)}
     with pytest.raises(KeyboardInterrupt):
-        controller.generate_all_output_tokens_static_batch(requests)
+        controller.generate_all_output_tokens_static_batch(requests, streams)
+    assert read_texts(streams[11])[-1] == requests[11].generated_text
+    with pytest.raises(KeyboardInterrupt):
+        read(streams[10])
     statuses = [request.status for request in requests.values()]
     assert statuses == [Status.FAILED, Status.COMPLETED, Status.FAILED]
     assert requests[11].error is None and requests[11].generated_length == 7

@@ -606,6 +606,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "right": (dict(attention_mask=torch.tensor([[1] * 7, [1] * 6 + [0]])), "on the left"),
     "twice": (dict(input_ids=ROWS), "input_ids"),
     "vocabulary": (dict(suppress_tokens=[999]), "999"),
+    "stop_number": (dict(stop_strings=3), "stop_strings=3: must be a string"),
+    "decay": (dict(exponential_decay_length_penalty=[]), "logits processors: IndexError"),
+    "watermark": (dict(watermarking_config={"a": 1}), "watermarking_config="),
+    "large_pad": (dict(pad_token_id=2**70), "pad_token_id="),
+    "large_eos": (dict(eos_token_id=2**70), "eos_token_id="),
 }
 
 

@@ -65,7 +65,7 @@ class Machine:
                 stands = (self.random.random() < self.acceptance(j) for j in places)
                 accepted = sum(1 for _ in itertools.takewhile(bool, stands))
                 if chunk.max_draft:
-                    self.lengths.note_draft(chunk.sequence, len(chunk.draft.ids), accepted)
+                    self.lengths.note_draft(chunk.sequence, chunk.max_draft, accepted)
                 self.tokens += accepted + 1
 
     def _noisy(self, seconds: float) -> float:

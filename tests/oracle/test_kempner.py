@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 
 from support import kempner_reference
 from verbatim import LLM, ModelError, SamplingParams, UnsupportedModel
@@ -322,6 +325,18 @@ def test_an_edited_live_module_runs_by_its_own_forward() -> None:
         module.norm = torch.nn.LayerNorm(32)
         with pytest.raises(ModelChanged, match="open it again"):
             llm.generate(IDS, SamplingParams(max_tokens=1))
+
+
+def test_activation_checkpointing_is_looked_through() -> None:
+    module = live("llama")
+    apply_activation_checkpointing(
+        module, check_fn=lambda layer: isinstance(layer, kempner_reference.Block)
+    )
+    expected = module(torch.tensor([IDS]))[0].log_softmax(-1)
+    with LLM(module, kv_memory="1MB") as llm:
+        assert llm.info()["rows"] == "together"
+        torch.testing.assert_close(logits_of(llm, IDS), expected[:-1], atol=1e-5, rtol=1e-5)
+        llm.update_weights(module.state_dict())
 
 
 @pytest.mark.parametrize("change", ["experts", "forward", "config", "subclass"])

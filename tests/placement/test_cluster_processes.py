@@ -90,6 +90,14 @@ def alive(pid: int) -> bool:
         return False
 
 
+def all_end(pids: list[int]) -> bool:
+    """Whether these processes have ended, soon."""
+    deadline = time.monotonic() + 30
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(alive, pids))
+
+
 @pytest.mark.parametrize(
     ("forward", "places", "number"),
     [
@@ -119,10 +127,7 @@ def test_a_killed_process_changes_no_word(
     after = pids(llm)
     assert [a != b for a, b in zip(before, after, strict=True)] == [i in places for i in range(3)]
     assert llm.stats()["cluster"]["restarts"] == restarts + len(places)
-    deadline = time.monotonic() + 20
-    while any(alive(before[place]) for place in places) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(alive(before[place]) for place in places), "a stopped process is ended, too"
+    assert all_end([before[place] for place in places]), "a stopped process is ended, too"
     assert llm.stats()["blocks_used"] == 0
 
 
@@ -137,11 +142,7 @@ def test_two_models_and_nothing_left_behind(folder: Path, llm: LLM) -> None:
         assert llm.generate([prompt], PARAMS)[0].outputs[0].token_ids == want
         assert other.generate([prompt], PARAMS)[0].outputs[0].token_ids == want
         others = pids(other)
-    deadline = time.monotonic() + 20
-    while any(map(alive, others)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(alive, others))
-    assert all(map(alive, pids(llm)))
+    assert all_end(others) and all(map(alive, pids(llm)))
 
 
 def test_stages_end_with_a_head_that_is_killed(folder: Path) -> None:
@@ -167,7 +168,4 @@ def test_stages_end_with_a_head_that_is_killed(folder: Path) -> None:
         stages = [int(pid) for pid in head.stdout.readline().split()]
         assert len(stages) == 2 and all(map(alive, stages))
         head.kill()
-        deadline = time.monotonic() + 30
-        while any(map(alive, stages)) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not any(map(alive, stages))
+        assert all_end(stages)

@@ -98,6 +98,16 @@ def relocated(key: str, **fields: Any) -> Change:
     return change
 
 
+def refusal(folder: Path, toml: Path, change: Change) -> str:
+    """Return the error of a folder whose metadata is changed, and put it back."""
+    whole = (folder / ".metadata").read_bytes()
+    rewrite(folder, change)
+    with pytest.raises(ModelError) as refused:
+        LLM(folder, config=toml)
+    (folder / ".metadata").write_bytes(whole)
+    return str(refused.value)
+
+
 def words(llm: LLM) -> tuple[list[int], list[float]]:
     (result,) = llm.generate(IDS, FEW)
     return result.outputs[0].token_ids, result.outputs[0].logprobs
@@ -107,7 +117,7 @@ def expected(**fields: Any) -> tuple[list[int], list[float]]:
     """Greedy, from the plain reference."""
     model, ids, found = kempner_reference.make(**fields), list(IDS), []
     for _ in range(6):
-        logprobs = model(torch.tensor([ids]))[0, -1].log_softmax(-1)
+        logprobs = model(torch.tensor([ids])).detach()[0, -1].log_softmax(-1)
         ids.append(int(logprobs.argmax()))
         found.append(float(logprobs.max()))
     return ids[len(IDS) :], found
@@ -438,36 +448,26 @@ def test_a_layer_that_drafts_for_a_kempner_checkpoint_lies_beside_it(tmp_path: P
         LLM(folder, config=toml, draft=Mtp(random_mtp(main, 1)), placement=staged)
 
 
-def test_files_that_change_or_are_damaged_are_named(folder: Path, toml: Path) -> None:
+def test_files_that_change_are_named(folder: Path, toml: Path) -> None:
     data, away = folder / "__0_0.distcp", Offload(weights=(0, 0, 100))
-    whole = data.read_bytes()
     with LLM(folder, config=toml, placement=away) as llm:
         words(llm)
         os.utime(data, (1, 1))
         with pytest.raises(TierFailed, match=r"__0_0\.distcp changed since"):
             words(llm)
-    staged = Cluster(stages=2, hosts=ThreadHosts())
-    for placement in (away, staged):
-        data.write_bytes(whole[: len(whole) // 8])
-        with pytest.raises(ModelError, match=r"__0_0\.distcp is cut short"):
-            LLM(folder, config=toml, placement=placement)
-        data.write_bytes(bytes(len(whole)))
-        with pytest.raises(ModelError, match=r"__0_0\.distcp: model\..* is no tensor"):
-            LLM(folder, config=toml, placement=placement)
 
 
 # What is refused.
 
 
-@pytest.mark.parametrize("placement", [None, Offload(weights=(0, 0, 100))])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool, torch.complex64])
-def test_integers_are_no_weights(tmp_path: Path, dtype: torch.dtype, placement: Any) -> None:
+def test_integers_are_no_weights(tmp_path: Path, dtype: torch.dtype) -> None:
     module = toys.make_toy("llama")
     state = {**module.state_dict(), "model.norm.weight": torch.ones(64).to(dtype)}
     with pytest.raises(
         ModelError, match=r"model\.norm\.weight is .*must be floating-point numbers"
     ):
-        LLM(save(tmp_path / "step", state), config=module.config, placement=placement)
+        LLM(save(tmp_path / "step", state), config=module.config)
 
 
 def test_a_config_far_larger_than_the_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -554,8 +554,6 @@ def test_the_other_format_of_dcp_is_refused(tmp_path: Path, toml: Path) -> None:
 
 
 def test_chunks_must_cover_a_tensor_once(folder: Path, toml: Path) -> None:
-    whole = (folder / ".metadata").read_bytes()
-
     def chunks(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Change:
         def change(metadata: stored.Metadata) -> None:
             place = next(p for i, p in metadata.storage_data.items() if i.fqn == NAME)
@@ -569,22 +567,18 @@ def test_chunks_must_cover_a_tensor_once(folder: Path, toml: Path) -> None:
 
         return change
 
-    def refusal(change: Change) -> str:
-        (folder / ".metadata").write_bytes(whole)
-        rewrite(folder, change)
-        with pytest.raises(ModelError) as refused:
-            LLM(folder, config=toml)
-        return str(refused.value)
-
-    assert f"chunks of {NAME} overlap" in refusal(chunks(((0, 0), (20, 32)), ((16, 0), (16, 32))))
-    assert f"chunks of {NAME} overlap" in refusal(chunks(((0, 0), (32, 32)), ((0, 0), (32, 32))))
-    assert f"chunks of {NAME} are missing" in refusal(chunks(((0, 0), (16, 32))))
-    assert f"chunks of {NAME} are missing" in refusal(
-        chunks(((0, 0), (16, 32)), ((20, 0), (12, 32)))
-    )
-    assert f"chunks of {NAME} are missing" in refusal(chunks())
-    assert "a chunk of [32, 32] begins at [1, 0]" in refusal(chunks(((1, 0), (32, 32))))
-    assert "a chunk of [32] begins at [0]" in refusal(chunks(((0,), (32,))))
+    overlap, missing = f"chunks of {NAME} overlap", f"chunks of {NAME} are missing"
+    for boxes, said in (
+        ([((0, 0), (20, 32)), ((16, 0), (16, 32))], overlap),
+        ([((0, 0), (32, 32)), ((0, 0), (32, 32))], overlap),
+        ([((0, 0), (16, 32))], missing),
+        ([((0, 0), (16, 32)), ((20, 0), (12, 32))], missing),
+        ([((0, 0), (16, 32)), ((8, 0), (8, 32)), ((24, 0), (8, 32))], "overlap or form no grid"),
+        ([], missing),
+        ([((1, 0), (32, 32))], "a chunk of [32, 32] begins at [1, 0]"),
+        ([((0,), (32,))], "a chunk of [32] begins at [0]"),
+    ):
+        assert said in refusal(folder, toml, chunks(*boxes))
 
 
 def test_empty_shards_are_let_be(folder: Path, toml: Path) -> None:
@@ -598,23 +592,13 @@ def test_empty_shards_are_let_be(folder: Path, toml: Path) -> None:
 
 
 def test_places_outside_the_folder_are_refused(folder: Path, toml: Path, tmp_path: Path) -> None:
-    whole = (folder / ".metadata").read_bytes()
     shutil.copy(folder / "__0_0.distcp", tmp_path / "outside.distcp")
-    for path in (
-        "../../outside.distcp",
-        str(tmp_path / "outside.distcp"),
-        "../step_5/__0_0.distcp",
-        "sub/../__0_0.distcp",
-    ):
-        (folder / ".metadata").write_bytes(whole)
-        rewrite(folder, relocated(NAME, relative_path=path))
-        with pytest.raises(ModelError, match="out of its folder"):
-            LLM(folder, config=toml)
+    absolute = str(tmp_path / "outside.distcp")
+    beside = "../../outside.distcp", "../step_5/__0_0.distcp", "sub/../__0_0.distcp"
+    for path in (absolute, *beside):
+        assert "out of its folder" in refusal(folder, toml, relocated(NAME, relative_path=path))
     for path in ("sub/none", "a\0b", ".", "x" * 5000):
-        (folder / ".metadata").write_bytes(whole)
-        rewrite(folder, relocated(NAME, relative_path=path))
-        with pytest.raises(ModelError):
-            LLM(folder, config=toml)
+        refusal(folder, toml, relocated(NAME, relative_path=path))
 
 
 def test_files_may_be_links_as_in_the_hubs_cache(folder: Path, toml: Path, tmp_path: Path) -> None:
@@ -634,31 +618,31 @@ def test_files_may_be_links_as_in_the_hubs_cache(folder: Path, toml: Path, tmp_p
         (snapshot / "__0_0.distcp").unlink()
 
 
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
+def test_places_that_make_no_sense_are_refused(folder: Path, toml: Path) -> None:
+    for fields, named in (
         (dict(length=2**30), "chunk of [32, 32]: at most"),
         (dict(offset=-1), "-1"),
+        (dict(offset=2**2000), "lies at"),
         (dict(length=2**63), str(2**63)),
         (dict(offset=10**12), "is cut short"),
         (dict(relative_path=5), "lies at 5"),
         (dict(transform_descriptors=["zstd"]), "zstd"),
-    ],
-)
-def test_places_that_make_no_sense_are_refused(
-    folder: Path, toml: Path, fields: dict[str, Any], named: str
-) -> None:
-    rewrite(folder, relocated(NAME, **fields))
-    with pytest.raises(ModelError) as refused:
-        LLM(folder, config=toml)
-    assert named in str(refused.value)
+    ):
+        assert named in refusal(folder, toml, relocated(NAME, **fields))
+    deep = [()]
+    for _ in range(300):  # as deep as pickle can write
+        deep = [(deep[0],)]
+    for name in ("relative_path", "transform_descriptors", "offset", "length"):
+        said = refusal(folder, toml, relocated(NAME, **{name: deep[0]}))
+        assert "(((" in said and len(said) < 500
 
 
 def test_metadata_that_is_not_what_it_should_be_is_refused(folder: Path, toml: Path) -> None:
-    whole = (folder / ".metadata").read_bytes()
-
     def set_(name: str, value: Any) -> Change:
         return lambda metadata: setattr(metadata.state_dict_metadata[NAME], name, value)
+
+    def unhashable(metadata: stored.Metadata) -> None:
+        next(i for i in metadata.storage_data if i.fqn == NAME).__dict__["fqn"] = ["a"]
 
     changes: list[Change] = [
         set_("size", (32, -32)),
@@ -679,33 +663,9 @@ def test_metadata_that_is_not_what_it_should_be_is_refused(folder: Path, toml: P
         lambda metadata: metadata.state_dict_metadata,
     ]
     for change in changes:
-        (folder / ".metadata").write_bytes(whole)
-        rewrite(folder, change)
-        with pytest.raises(ModelError, match=r"\.metadata|lacks"):
-            LLM(folder, config=toml)
-
-
-def test_names_and_places_of_any_depth_are_refused_in_a_short_line(
-    folder: Path, toml: Path
-) -> None:
-    whole, deep = (folder / ".metadata").read_bytes(), [()]
-    for _ in range(300):  # as deep as pickle can write
-        deep = [(deep[0],)]
-    for name in ("relative_path", "transform_descriptors", "offset", "length"):
-        (folder / ".metadata").write_bytes(whole)
-        rewrite(folder, relocated(NAME, **{name: deep[0]}))
-        with pytest.raises(ModelError, match=r"\(\(\(") as refused:
-            LLM(folder, config=toml)
-        assert len(str(refused.value)) < 500
-
-    def unhashable(metadata: stored.Metadata) -> None:
-        next(i for i in metadata.storage_data if i.fqn == NAME).__dict__["fqn"] = ["a"]
-
-    for change in (unhashable, relocated(NAME, offset=2**2000)):
-        (folder / ".metadata").write_bytes(whole)
-        rewrite(folder, change)
-        with pytest.raises(ModelError, match=r"has no place for its chunk|lies at"):
-            LLM(folder, config=toml)
+        said = refusal(folder, toml, change)
+        assert ".metadata" in said or "lacks" in said
+    assert "has no place for its chunk" in refusal(folder, toml, unhashable)
 
 
 _PEAK = """

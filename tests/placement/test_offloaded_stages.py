@@ -101,26 +101,32 @@ def test_lost_moved_asleep_and_updated(draft: Any, tmp_path: Path) -> None:
     check_threads_end(before)
 
 
-@pytest.mark.parametrize("tiers", [PARTLY, ON_DISK], ids=["partly", "disk"])
+@pytest.mark.parametrize(
+    ("tiers", "quantization"),
+    [(PARTLY, "int8"), (ON_DISK, "int8"), (None, "int4"), (None, "w8a8")],
+    ids=["partly", "disk", "memory-int4", "memory-w8a8"],
+)
 def test_an_update_that_fails_leaves_the_weights(
-    tiers: dict[str, Any], saved: Callable[[str], Path]
+    tiers: dict[str, Any] | None, quantization: str, saved: Callable[[str], Path]
 ) -> None:
     new = toys.make_toy("llama", seed=7)
     state = dict(new.state_dict())
     name = [n for n in state if "down_proj" in n][-1]
     bad = state | {name: torch.full_like(state[name], torch.nan)}
-    options: dict[str, Any] = dict(max_length=200, quantization="int8")
+    options: dict[str, Any] = dict(max_length=200, quantization=quantization)
     requests = mixed_requests(4)
     with LLM(saved("llama"), **options) as llm:
         expected = all_facts(llm.generate(*requests))
         llm.update_weights(state)
-        updated = all_facts(llm.generate(*requests))
-    with LLM(saved("llama"), placement=staged(tiers), **options) as llm:
+        updated, error = all_facts(llm.generate(*requests)), llm.info()["quantization"]["worst"]
+    placement = Cluster(stages=2, hosts=ThreadHosts()) if tiers is None else staged(tiers)
+    with LLM(saved("llama"), placement=placement, **options) as llm:
         with pytest.raises(ModelError, match="NaN"):
             llm.update_weights(bad)
-        assert all_facts(llm.generate(*requests)) == expected
+        assert all_facts(llm.generate(*requests)) == expected != updated
         llm.update_weights(state)
         assert all_facts(llm.generate(*requests)) == updated
+        assert error in [stage["worst"] for stage in llm.info()["quantization"]["stages"]]
 
 
 def test_what_a_stage_has_no_room_for_is_refused_by_name(saved: Callable[[str], Path]) -> None:

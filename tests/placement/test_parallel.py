@@ -89,7 +89,7 @@ def _has_kernels() -> bool:
     return kernels.library() is not None
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_heads_have_the_same_bits_alone(backend: str) -> None:
     noise = torch.Generator().manual_seed(2)
     q = torch.randn(9, 8, 20, generator=noise)

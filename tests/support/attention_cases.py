@@ -11,11 +11,10 @@ from torch import Tensor
 from verbatim import kernels
 from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
-from verbatim.kv import attention
 from verbatim.kv.attention import paged_attention, write_kv
 from verbatim.kv.quantized import Packing
 
-BACKENDS = [*kernels.available(), "reference"]
+BACKENDS = [*kernels.available(), "torch"]
 F32, BF16 = torch.float32, torch.bfloat16
 
 
@@ -122,12 +121,7 @@ def attend(
         ),
         opts,
     )
-    width = first.v.shape[2]
-    if backend != "reference":
-        packed = None if packing is None else (packing.bits, width)
-        out = attention.kernel_attention(*batch, packed=packed, backend=backend)
-    else:
-        out = paged_attention(*batch, value_size=width, packing=packing, backend=backend)
+    out = paged_attention(*batch, value_size=first.v.shape[2], packing=packing, backend=backend)
     return list(out.split(lens))
 
 

@@ -117,8 +117,9 @@ class Attention(nn.Module):
         half = self.width // 2
         speed = self.theta ** (-torch.arange(half) / half)
         angle = torch.arange(start, start + x.shape[2])[:, None] * speed
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         a, b = x[..., :half], x[..., half:]
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
     def forward(self, x: Tensor, cache: Any = None) -> Tensor:
         rows, length, _ = x.shape
@@ -134,10 +135,9 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.update(k, v)
         k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
-        scores = q @ k.transpose(2, 3) * self.width**-0.5
-        later = torch.ones(length, start + length).triu(1 + start).bool()
-        scores = scores.masked_fill(later, -torch.inf)
-        return self.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        seen = torch.ones(length, start + length, dtype=torch.bool).tril(start)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -187,7 +187,6 @@ class Transformer(nn.Module):
         if fields.get("tie_embeddings"):
             self.output_head["proj"].weight = self.token_embedding["embedding"].weight
 
-    @torch.no_grad()
     def forward(self, tokens: Tensor, *, kv_caches: Any = None) -> Tensor:
         x = self.token_embedding["embedding"](tokens)
         for i, layer in enumerate(self.layers.values()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from verbatim.errors import InvalidRequest
+from verbatim.checks import integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,9 @@ class BenchPlan:
 
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self)):
-            value, least = getattr(self, name), int(name != "mixed")
-            numbers = value if isinstance(value, tuple) else (value,)
-            if any(number < least for number in numbers):
-                shown = ",".join(map(str, numbers))
-                raise InvalidRequest(f"{name}={shown}: must be {least} or more")
+            value = getattr(self, name)
+            for number in value if isinstance(value, tuple) else (value,):
+                integer(name, number, low=int(name != "mixed"))
 
     def fitting(self, max_length: int) -> tuple[BenchPlan, list[str]]:
         """Return the plan without lengths over the model's limit, and remarks on what was left out."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from verbatim.placement.offload.choice import Offload
 
 _PANEL = "Offload: a model larger than its memory"
+_PERCENTS = "percents, such as 20,50,30"
 
 
 def _budget(text: str) -> int | str:
@@ -36,7 +37,7 @@ PLACING = (
             _PANEL,
             f"Percents of {what} in gpu, cpu and disk. Default: planned.",
             "G,C,D",
-            numbers(name, "percents, such as 20,50,30", float),
+            numbers(name, _PERCENTS, float),
         )
         for name, what in (
             ("weights", "the weights"),

@@ -26,12 +26,8 @@ class ActiveDraft:
     stop_ids: frozenset[int] = frozenset()  # ids that end the sequence
 
 
-@dataclass(slots=True)
-class Rows:
-    """The rows of one draft in one forward of the drafter; the last one predicts the next token."""
-
-    start: int  # slot of the first row in the drafter's blocks
-    token_ids: list[int]
+# The first row's slot in the drafter's blocks, and the ids of the rows; the last one predicts the next token.
+Rows = tuple[int, list[int]]
 
 
 class Chain:
@@ -59,8 +55,8 @@ class Chain:
         while live:
             rows = [self.rows(draft, step) for draft in live]
             drawn = self._draw(step, live, rows)
-            for draft, row in zip(live, rows, strict=True):
-                self.computed(draft, step, row)
+            for draft in live:
+                self.computed(draft, step)
             live = [
                 draft
                 for draft, token_id in zip(live, drawn, strict=True)
@@ -83,21 +79,19 @@ class Chain:
         """Return the missing rows, through the one that predicts the `step + 1`-th draft token."""
         raise NotImplementedError
 
-    def computed(self, draft: ActiveDraft, step: int, rows: Rows) -> None:
-        """Mark rows as computed."""
+    def computed(self, draft: ActiveDraft, step: int) -> None:
+        """Mark the rows of a step as computed."""
 
     # ----
 
     def _draw(self, step: int, drafts: list[ActiveDraft], rows: list[Rows]) -> list[int]:
         """Return the next token of each draft; -1 if none can be drawn."""
-        lasts = [end - 1 for end in accumulate(len(row.token_ids) for row in rows)]
+        lasts = [end - 1 for end in accumulate(len(ids) for _, ids in rows)]
         pairs = list(zip(drafts, rows, strict=True))
-        sources = [draft.states.get(row.start, ZERO_STATE) for draft, row in pairs]
-        targets = [
-            draft.states.get(row.start + len(row.token_ids), ZERO_STATE) for draft, row in pairs
-        ]
+        sources = [draft.states.get(start, ZERO_STATE) for draft, (start, _) in pairs]
+        targets = [draft.states.get(start + len(ids), ZERO_STATE) for draft, (start, ids) in pairs]
         batch = Batch.of(
-            [(row.token_ids, row.start, draft.blocks) for draft, row in pairs],
+            [(ids, start, draft.blocks) for draft, (start, ids) in pairs],
             lasts,
             states=(sources, lasts, targets),
         )

@@ -58,9 +58,9 @@ class EarlyExitProposer(LayersProposer):
     def rows(self, draft: ActiveDraft, step: int) -> Rows:
         sequence = draft.sequence
         if step:
-            return Rows(sequence.num_tokens + step - 1, draft.ids[-1:])
+            return sequence.num_tokens + step - 1, draft.ids[-1:]
         start = sequence.num_computed
-        return Rows(start, sequence.token_ids(start, sequence.num_tokens))
+        return start, sequence.token_ids(start, sequence.num_tokens)
 
     def info(self) -> dict[str, Any]:
         """Return the number of layers, as plain values."""
@@ -82,14 +82,14 @@ class MtpProposer(LayersProposer):
         sequence, k = draft.sequence, self._layer(step)
         num_tokens = sequence.num_tokens
         if step > k:  # the slot after the layer's last one, from the last draft token
-            return Rows(num_tokens - 1 + step - self._count, draft.ids[-1:])
+            return num_tokens - 1 + step - self._count, draft.ids[-1:]
         # At least one slot, also if the last draft was not verified, as when its step was interrupted.
         start = min(sequence.num_draft_computed.get(k, 0), num_tokens - 2)
         first = start + 1 + k  # may exceed `num_tokens` if the sequence is shorter than the layers
         ids = sequence.token_ids(first, num_tokens) + draft.ids[max(0, first - num_tokens) :]
-        return Rows(start, ids)
+        return start, ids
 
-    def computed(self, draft: ActiveDraft, step: int, rows: Rows) -> None:
+    def computed(self, draft: ActiveDraft, step: int) -> None:
         # Slots that depend on draft tokens are computed again from the drawn ones.
         if step < self._count:
             final = max(0, draft.sequence.num_tokens - 1 - step)

@@ -95,9 +95,9 @@ class DraftModelProposer(Chain):
             entry = self.cache.entry(sequence)
             start = entry.start(sequence.num_tokens, bool(self.cache.num_states))
             ids = sequence.token_ids(start, sequence.num_tokens)
-        return Rows(start, [i if i < self._num_embeddings else 0 for i in ids])
+        return start, [i if i < self._num_embeddings else 0 for i in ids]
 
-    def computed(self, draft: ActiveDraft, step: int, rows: Rows) -> None:
+    def computed(self, draft: ActiveDraft, step: int) -> None:
         entry = self.cache.entry(draft.sequence)
         if step:
             entry.draft_ids.append(draft.ids[step - 1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from verbatim.batch import Adapter, LowRank
@@ -11,14 +10,6 @@ from verbatim.core import Request
 from verbatim.errors import InvalidRequest
 from verbatim.protocols import Runner
 from verbatim.spelling import did_you_mean
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """A loaded adapter; `info` has its numbers of layers and parameters, and its rank."""
-
-    number: int
-    info: dict[str, int]
 
 
 class LoadedAdapters:
@@ -32,14 +23,15 @@ class LoadedAdapters:
 
     def __init__(self, runner: Runner, active: Mapping[str, tuple[Request, Any]]) -> None:
         self._runner, self._active = runner, active
-        self._loaded: dict[str, _Loaded] = {}
+        self._numbers: dict[str, int] = {}
+        self._info: dict[str, dict[str, int]] = {}  # numbers of layers and parameters, and the rank
         self._retired: set[int] = set()  # numbers of unloaded adapters that are still in memory
         self._last = 0
 
     @property
     def names(self) -> list[str]:
         """The names of the adapters, in the order of loading."""
-        return list(self._loaded)
+        return list(self._numbers)
 
     def number_of(self, name: str | None) -> int:
         """Return the number of an adapter, 0 for None.
@@ -49,12 +41,12 @@ class LoadedAdapters:
         """
         if name is None:
             return 0
-        loaded = self._loaded.get(name)
-        if loaded is None:
+        number = self._numbers.get(name)
+        if number is None:
             names = self.names
             known = f"must be one of {', '.join(map(repr, names))}" if names else "none is loaded"
             raise InvalidRequest(f"adapter={name[:200]!r}: {known}{did_you_mean(name, names)}")
-        return loaded.number
+        return number
 
     def load(self, name: str, layers: Mapping[str, LowRank], *, replace: bool) -> None:
         """Load an adapter; with `replace`, later requests use it in place of one of the same name.
@@ -63,20 +55,20 @@ class LoadedAdapters:
             InvalidRequest: the name is taken, or the matrices do not fit the model.
             NotSupported: as `Runner.load_adapter`.
         """
-        if name in self._loaded and not replace:
+        if name in self._numbers and not replace:
             raise InvalidRequest(
                 f"adapter {name!r} is loaded; unload it first, or load it with replace=True"
             )
         self._last += 1  # also if loading fails: a number is never used twice
         self._runner.load_adapter(Adapter(name, self._last, layers))
-        if (old := self._loaded.pop(name, None)) is not None:
-            self._retired.add(old.number)
-        info = {
+        if (old := self._numbers.pop(name, None)) is not None:
+            self._retired.add(old)
+        self._numbers[name] = self._last
+        self._info[name] = {
             "layers": len(layers),
             "rank": max(low.a.shape[0] for low in layers.values()),
             "parameters": sum(low.a.numel() + low.b.numel() for low in layers.values()),
         }
-        self._loaded[name] = _Loaded(self._last, info)
         self.free()
 
     def unload(self, name: str) -> None:
@@ -86,7 +78,7 @@ class LoadedAdapters:
             InvalidRequest: no adapter has this name.
         """
         self._retired.add(self.number_of(name))
-        del self._loaded[name]
+        del self._numbers[name]
         self.free()
 
     def free(self) -> None:
@@ -99,4 +91,4 @@ class LoadedAdapters:
 
     def info(self) -> dict[str, dict[str, int]]:
         """Return the properties of the loaded adapters by name, as plain values."""
-        return {name: dict(loaded.info) for name, loaded in self._loaded.items()}
+        return {name: dict(self._info[name]) for name in self._numbers}

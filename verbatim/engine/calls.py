@@ -1,4 +1,4 @@
-"""Calls of an engine: waiters, the requests of a call, and unread deltas."""
+"""Calls of an engine: waiters, and the requests of a call."""
 
 from __future__ import annotations
 
@@ -87,11 +87,14 @@ class Call:
     Args:
         waiter: woken when all of them have ended and, with `deliver`, after each step that added to one.
         deliver: called with their deltas in the thread that runs the steps; an exception ends the request.
-            None: the deltas are not read.
+            None: the deltas are not read, unless there is `max_unread`.
+        max_unread: keep the deltas for `take`, at most so many; those of one step are always allowed.
         driven: the handle's background thread runs the steps. False: the caller runs them.
 
     Attributes:
         num_open: requests that have not ended.
+        is_read: the deltas are passed on or kept.
+        unread: the kept deltas.
     """
 
     def __init__(
@@ -100,12 +103,39 @@ class Call:
         waiter: Waiter | None = None,
         *,
         deliver: Callable[[Delta], None] | None = None,
+        max_unread: int | None = None,
         driven: bool = True,
     ) -> None:
-        self.requests, self.waiter, self.deliver = requests, waiter, deliver
+        self.requests, self.waiter = requests, waiter
+        self.is_read = deliver is not None or max_unread is not None
+        self._deliver = deliver
+        self.unread: deque[Delta] = deque()
+        at_once = sum(max(r.params.n, r.params.num_beams) for r in requests)
+        self._max_unread = max(max_unread or 0, at_once)
         self.driven = driven
         self.num_open = len(requests)
         self._tracebacks: dict[Request, TracebackType | None] = {}
+
+    def deliver(self, delta: Delta) -> None:
+        """Pass on a delta, or keep it.
+
+        Raises:
+            RequestFailed: `max_unread` deltas are kept.
+        """
+        if self._deliver is not None:
+            self._deliver(delta)
+            return
+        if delta.result is None and len(self.unread) >= self._max_unread:
+            raise RequestFailed(
+                f"request {delta.request_id}: its stream was not read; {len(self.unread)} deltas wait, and "
+                f"max_unread is {self._max_unread}"
+            )
+        self.unread.append(delta)
+
+    def take(self) -> Iterator[Delta]:
+        """Remove and yield the unread deltas."""
+        while self.unread:
+            yield self.unread.popleft()
 
     def end(self, request: Request) -> None:
         """Count an ended request, and keep its traceback."""
@@ -143,36 +173,3 @@ def as_exception(error: BaseException) -> Exception:
     failed = RequestFailed(f"the step was interrupted by {error!r}")
     failed.__cause__ = error
     return failed
-
-
-class Unread:
-    """The unread deltas of a stream.
-
-    Args:
-        limit: maximum number of unread deltas; the deltas of one step are always allowed.
-    """
-
-    def __init__(self, requests: list[Request], limit: int) -> None:
-        self._deltas: deque[Delta] = deque()
-        self._limit = max(limit, sum(max(r.params.n, r.params.num_beams) for r in requests))
-
-    def put(self, delta: Delta) -> None:
-        """Add a delta.
-
-        Raises:
-            RequestFailed: the limit is exceeded.
-        """
-        if delta.result is None and len(self._deltas) >= self._limit:
-            raise RequestFailed(
-                f"request {delta.request_id}: its stream was not read; {len(self._deltas)} deltas wait, and "
-                f"max_unread is {self._limit}"
-            )
-        self._deltas.append(delta)
-
-    def __bool__(self) -> bool:
-        return bool(self._deltas)
-
-    def __iter__(self) -> Iterator[Delta]:
-        """Remove and yield the present deltas."""
-        while self._deltas:
-            yield self._deltas.popleft()

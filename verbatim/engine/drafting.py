@@ -105,7 +105,7 @@ class Drafting:
         if not chunk.draws or not request.params.draft:
             return
         if chunk.max_draft:
-            self._lengths.note_draft(chunk.sequence, len(chunk.draft.ids), chunk.num_accepted)
+            self._lengths.note_draft(chunk.sequence, chunk.max_draft, chunk.num_accepted)
         for stats in self._stats_of(chunk):
             stats.num_forwards += 1
             stats.num_tokens += 1 + chunk.num_accepted

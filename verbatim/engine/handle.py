@@ -23,7 +23,6 @@ from verbatim.engine.calls import (
     Call,
     TaskWaiter,
     ThreadWaiter,
-    Unread,
     Waiter,
     as_exception,
     wake_all,
@@ -252,14 +251,14 @@ class EngineHandle:
         Leaving the loop aborts them. An error of a request is raised after the last yield.
         """
         self.refuse_collective("a loop over steps")
-        waiter, unread = ThreadWaiter(), Unread(requests, self._max_unread)
-        call = Call(requests, waiter, deliver=unread.put, driven=False)
+        waiter = ThreadWaiter()
+        call = Call(requests, waiter, max_unread=self._max_unread, driven=False)
         with self._submitted(call):
             ended = False
             while not ended:
-                self._wait(waiter, lambda: bool(unread) or not call.num_open)
+                self._wait(waiter, lambda: bool(call.unread) or not call.num_open)
                 ended = not call.num_open  # before the deltas are read, as none come after that
-                yield list(unread)
+                yield list(call.take())
             call.raise_error()
 
     async def arun(self, requests: list[Request]) -> list[Result]:
@@ -278,15 +277,15 @@ class EngineHandle:
         Leaving or cancelling aborts the requests. An error of one ends all.
         """
         self._refuse_async("astream")
-        waiter, unread = TaskWaiter(), Unread(requests, self._max_unread)
+        waiter = TaskWaiter()
         indices = {request.request_id: i for i, request in enumerate(requests)}
-        call = Call(requests, waiter, deliver=unread.put)
+        call = Call(requests, waiter, max_unread=self._max_unread)
         with self._submitted(call):
             ended = False
             while not ended:
                 await waiter.wait()
                 ended = not call.num_open  # before the deltas are read, as none come after that
-                for delta in unread:
+                for delta in call.take():
                     yield indices[delta.request_id], delta
                 call.raise_error()
 
@@ -332,12 +331,9 @@ class EngineHandle:
         if not wait_s or has_output():
             return
         waiter = ThreadWaiter()
-        _join(self._waiting, waiter)
-        try:  # a `resume` since the step has woken no one
+        with Shield().up() as shield, self._in_line(self._waiting, waiter), shield.down():
+            # A `resume` since the step has woken no one.
             waiter.wait(min(wait_s, _CHECK_S if self._mode is Mode.PAUSED else _POLL_S))
-        finally:
-            self._waiting.remove(waiter)
-            self._hand_on()
 
     def abort(self, request: Request) -> None:
         """End a request after the current step, with the output it has; from any thread."""
@@ -627,7 +623,7 @@ class EngineHandle:
             if call.driven:
                 self._start_thread()
             for request in requests:
-                request.streamed = call.deliver is not None
+                request.streamed = call.is_read
                 self._calls[request] = self._entering[request] = call
             if call.driven:
                 self._num_driven += len(requests)
@@ -649,8 +645,7 @@ class EngineHandle:
             with Shield().up() as shield:
                 return self._own(work, shield)
         waiter, results = ThreadWaiter(), list[_T]()
-        _join(self._queue, waiter)
-        try:
+        with self._in_line(self._queue, waiter):
             while True:
                 nested = holds_exclusive()
                 if nested or self._queue[0] is waiter:
@@ -660,9 +655,6 @@ class EngineHandle:
                     raise VerbatimError(_NESTED)
                 with shield.down():
                     waiter.wait(_CHECK_S)
-        finally:
-            self._queue.remove(waiter)
-            self._hand_on()
 
     def _try(self, work: Callable[[], object], shield: Shield) -> bool:
         """Become the owner, process the inbox and call `work`; return False if there is another owner."""
@@ -697,19 +689,30 @@ class EngineHandle:
 
     def _wait(self, waiter: ThreadWaiter, done: Callable[[], bool]) -> None:
         """Run steps until `done`, or wait while another thread runs them."""
-        with Shield().up() as shield:
-            _join(self._waiting, waiter)
-            try:
-                while not done():
-                    wait_s, driven = _CHECK_S, self._num_driven and self._thread is not None
-                    if holds_exclusive() or (self._waiting[0] is waiter and not driven):
-                        wait_s = self._own(self._step_if_due, shield)
-                    if wait_s:
-                        with shield.down():
-                            waiter.wait(wait_s)
-            finally:
-                self._waiting.remove(waiter)
-                self._hand_on()
+        with Shield().up() as shield, self._in_line(self._waiting, waiter):
+            while not done():
+                wait_s, driven = _CHECK_S, self._num_driven and self._thread is not None
+                if holds_exclusive() or (self._waiting[0] is waiter and not driven):
+                    wait_s = self._own(self._step_if_due, shield)
+                if wait_s:
+                    with shield.down():
+                        waiter.wait(wait_s)
+
+    @contextmanager
+    def _in_line(self, queue: deque[ThreadWaiter], waiter: ThreadWaiter) -> Iterator[None]:
+        """Wait in a queue during the block, within a shield.
+
+        In front, if this thread waits there already: a signal handler has interrupted it.
+        """
+        if any(other.thread == waiter.thread for other in queue.copy()):
+            queue.appendleft(waiter)
+        else:
+            queue.append(waiter)
+        try:
+            yield
+        finally:
+            queue.remove(waiter)
+            self._hand_on()
 
     def _refuse_inside(self) -> None:
         if self._owner._is_owned():
@@ -770,7 +773,7 @@ class EngineHandle:
 
     def _deliver(self, call: Call, delta: Delta) -> None:
         """Deliver a delta during a step."""
-        if call.deliver is None:
+        if not call.is_read:
             return
         if call.waiter is not None:
             self._woken[call.waiter] = None
@@ -846,7 +849,7 @@ class EngineHandle:
             if call.driven and not self._num_driven:  # callers run the steps again
                 self._woken.update(dict.fromkeys(self._waiting))
         call.end(request)
-        if call.waiter is not None and (not call.num_open or call.deliver is not None):
+        if call.waiter is not None and (not call.num_open or call.is_read):
             self._woken[call.waiter] = None
 
     def _set_mode(self, mode: Mode) -> None:
@@ -930,14 +933,6 @@ class _Thread:
             handle = self._handle()
             if wait_s == IDLE_S and (handle is None or handle._retire()):
                 return
-
-
-def _join(queue: deque[ThreadWaiter], waiter: ThreadWaiter) -> None:
-    """Append a waiter; in front if its thread waits there already, which a signal handler has interrupted."""
-    if any(other.thread == waiter.thread for other in queue.copy()):
-        queue.appendleft(waiter)
-    else:
-        queue.append(waiter)
 
 
 def _no_work() -> bool:

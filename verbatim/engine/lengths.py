@@ -61,21 +61,20 @@ class DraftHistory:
     """Moving averages of a sequence's drafts.
 
     Attributes:
-        acceptance: entry `j`: of the `j + 1`-th token of drafts, if the tokens before it were accepted.
-        proposed: share of proposals that were not empty.
+        acceptance: entry `j`: how often the `j + 1`-th token of a draft is proposed and accepted, if those
+            before it were.
     """
 
-    def __init__(self, acceptance: list[float], proposed: float) -> None:
-        self.acceptance, self.proposed = acceptance, proposed
+    def __init__(self, acceptance: list[float]) -> None:
+        self.acceptance = acceptance
         self._num_drafts = _PRIOR_DRAFTS
 
-    def note(self, drafted: int, accepted: int) -> None:
-        """Count a draft."""
+    def note(self, length: int, accepted: int) -> None:
+        """Count a draft of at most `length` tokens, of which `accepted` were proposed and accepted."""
         self._num_drafts += 1
         weight = max(1 / self._num_drafts, _LEAST_WEIGHT)
-        self.proposed += weight * ((drafted > 0) - self.proposed)
-        for j in range(MAX_ADAPTIVE if drafted else 0):
-            seen = j < drafted and j <= accepted
+        for j in range(MAX_ADAPTIVE):
+            seen = j < length and j <= accepted
             # Positions that were not reached follow the one before.
             latest = float(j < accepted) if seen else self.acceptance[j - 1]
             self.acceptance[j] += weight * (latest - self.acceptance[j])
@@ -94,7 +93,7 @@ class DraftLengths:
 
     def __init__(self, fixed: int | None = None) -> None:
         self.fixed = fixed
-        self._all = DraftHistory([_INITIAL_ACCEPTANCE] * MAX_ADAPTIVE, 1.0)
+        self._all = DraftHistory([_INITIAL_ACCEPTANCE] * MAX_ADAPTIVE)
         self._records: weakref.WeakKeyDictionary[Sequence, DraftHistory] = (
             weakref.WeakKeyDictionary()
         )
@@ -118,10 +117,9 @@ class DraftLengths:
             return {s: min(self.fixed, n) for s, n in limits.items() if min(self.fixed, n) > 0}
         offers: list[tuple[float, int, Sequence]] = []  # acceptance probability, position, sequence
         for sequence, limit in limits.items():
-            record = self._record(sequence)
-            chance = record.proposed
-            for j in range(min(limit, MAX_ADAPTIVE)):
-                chance *= record.acceptance[j]
+            chance = 1.0
+            for j, acceptance in enumerate(self._record(sequence).acceptance[: max(0, limit)]):
+                chance *= acceptance
                 offers.append((chance, j, sequence))
         # With about equal chances, drafts grow evenly: a batch ends with its slowest sequence.
         offers.sort(key=lambda offer: (-int(5 * offer[0]), offer[1]))
@@ -172,17 +170,16 @@ class DraftLengths:
         if all(chunk.draws and chunk.num_rows == 1 for chunk in chunks):
             self._step_s.note(len(chunks) + num_drafted, spent_s)
 
-    def note_draft(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Record that the first `accepted` of `drafted` tokens were accepted."""
-        record = self._record(sequence)
-        record.note(drafted, accepted)
-        self._all.note(drafted, accepted)
+    def note_draft(self, sequence: Sequence, length: int, accepted: int) -> None:
+        """Record that `accepted` tokens of a draft of at most `length` were accepted."""
+        self._record(sequence).note(length, accepted)
+        self._all.note(length, accepted)
         if accepted:
             self._next_trial = min(self._next_trial, self._trial_again)
 
     def _record(self, sequence: Sequence) -> DraftHistory:
         record = self._records.get(sequence)
         if record is None:
-            record = DraftHistory([*self._all.acceptance], self._all.proposed)
+            record = DraftHistory([*self._all.acceptance])
             self._records[sequence] = record
         return record

@@ -10,7 +10,6 @@ import time
 from bisect import bisect_left, insort
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
 from operator import attrgetter
 
 from torch import Tensor
@@ -27,24 +26,6 @@ MASK_WAIT_S = 5e-4
 
 
 _rank = attrgetter("rank")
-
-
-@dataclass(slots=True)
-class _Budget:
-    """The remaining capacity of one batch."""
-
-    rows: int
-    prompt_rows: int
-    chunks: list[Chunk] = field(default_factory=list)
-    scheduled: set[Sequence] = field(default_factory=set)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-
-    def add(self, chunk: Chunk) -> None:
-        assert chunk.sequence not in self.scheduled
-        self.chunks.append(chunk)
-        self.scheduled.add(chunk.sequence)
-        self.rows -= chunk.num_rows
-        self.prompt_rows -= chunk.num_prompt_rows
 
 
 class Scheduler:
@@ -133,38 +114,38 @@ class Scheduler:
             draft_lengths: desired draft length of each sequence. Drafts get only capacity that is left
                 over: no sequence waits or is preempted for a draft.
         """
-        budget = _Budget(self.max_batch_tokens, self.max_prompt_rows)
+        work = Schedule(self.max_batch_tokens, self.max_prompt_rows)
         self._compute_masks()
         # A beam with candidates waits for the other beams of its request, a sequence for its mask.
         active = [s for s in self.running if s.candidates is None and s.is_ready]
         active.sort(key=lambda s: (s.num_uncomputed > 1, s.rank))
         for sequence in active:
-            self._schedule_waiting(budget, before=sequence)
-            self._schedule_running(sequence, budget)
-        self._schedule_waiting(budget)
+            self._schedule_waiting(work, before=sequence)
+            self._schedule_running(sequence, work)
+        self._schedule_waiting(work)
         if draft_lengths:
-            self._reserve_drafts(draft_lengths, budget)
-        return Schedule(budget.chunks, budget.copies) if budget.chunks else None
+            self._reserve_drafts(draft_lengths, work)
+        return work if work.chunks else None
 
-    def _schedule_waiting(self, budget: _Budget, before: Sequence | None = None) -> None:
+    def _schedule_waiting(self, work: Schedule, before: Sequence | None = None) -> None:
         """Start waiting sequences in order of rank, as far as rows, sequence slots and blocks allow.
 
         Args:
             before: start only those that go before this running sequence.
         """
         place = 0
-        while budget.rows and place < len(self.waiting):
+        while work.rows and place < len(self.waiting):
             sequence = self.waiting[place]
             if before is not None and not _goes_before(sequence, before):
                 break
             if (
                 # Another sequence is computing its prefix.
                 (not sequence.blocks and self.prefixes.is_in_flight(sequence))
-                or (sequence.request.needs_prompt_rows and not budget.prompt_rows)
+                or (sequence.request.needs_prompt_rows and not work.prompt_rows)
                 or self._start_mask(sequence) is not None
             ):
                 place += 1
-            elif not self._start(sequence, budget):
+            elif not self._start(sequence, work):
                 break
 
     def _compute_masks(self) -> None:
@@ -258,30 +239,22 @@ class Scheduler:
                 beam.candidates = None
                 self._queue(beam)
 
-    def _schedule_running(self, sequence: Sequence, budget: _Budget) -> None:
+    def _schedule_running(self, sequence: Sequence, work: Schedule) -> None:
         """Schedule the next rows of a running sequence, preempting sequences of a worse rank if needed."""
         # It may have been preempted in this step, and even been started again.
-        if not budget.rows or sequence not in self.running or sequence in budget.scheduled:
+        if not work.rows or sequence not in self.running or sequence in work.scheduled:
             return
-        chunk = self._chunk(sequence, budget)
-        if not chunk.num_rows:
-            return
-        while self._is_short(sequence, chunk.num_rows):
-            if not self._reclaim_idle():
-                others = (s for s in self.running if s not in budget.scheduled)
-                last = max(others, key=_preemption_order)
-                self._preempt(last)
-                if last is sequence:
-                    return
-        self._allocate(chunk, budget)
+        chunk = self._chunk(sequence, work)
+        if chunk.num_rows and self._make_room(sequence, chunk.num_rows, work):
+            self._allocate(chunk, work)
 
-    def _reserve_drafts(self, lengths: Mapping[Sequence, int], budget: _Budget) -> None:
+    def _reserve_drafts(self, lengths: Mapping[Sequence, int], work: Schedule) -> None:
         """Allocate rows and blocks for drafts from the remaining capacity."""
-        if budget.copies:
+        if work.block_copies:
             return  # drafting may write to a block before it is copied
-        for chunk in budget.chunks:
+        for chunk in work.chunks:
             sequence = chunk.sequence
-            wanted = min(lengths.get(sequence, 0), budget.rows, budget.prompt_rows)
+            wanted = min(lengths.get(sequence, 0), work.rows, work.prompt_rows)
             # A sequence preempted since the lengths were chosen has more than one row to compute.
             if not wanted or not chunk.draws or chunk.num_rows > 1:
                 continue
@@ -293,8 +266,8 @@ class Scheduler:
             self.states.reserve(sequence, range(end + 1, end + chunk.max_draft + 1))
             missing = -(-(end + chunk.max_draft) // self.block_size) - len(sequence.blocks)
             sequence.blocks += self.pool.take(max(0, missing))
-            budget.rows -= chunk.max_draft
-            budget.prompt_rows -= chunk.max_draft
+            work.rows -= chunk.max_draft
+            work.prompt_rows -= chunk.max_draft
 
     def _truncate(self, sequence: Sequence, num_tokens: int) -> None:
         """Free the blocks behind the first `num_tokens` positions."""
@@ -302,15 +275,15 @@ class Scheduler:
         self.pool.give_back(sequence.blocks[needed:])
         del sequence.blocks[needed:]
 
-    def _start(self, sequence: Sequence, budget: _Budget) -> bool:
+    def _start(self, sequence: Sequence, work: Schedule) -> bool:
         """Start a waiting sequence, preempting others if its priority allows; return whether it runs."""
         was_parked = bool(sequence.blocks)
         if not was_parked:
             # Else it might not start, and read the same files again in each step.
             can_start = len(self.running) < self.max_sequences
             self.prefixes.attach(sequence, load=can_start)
-        chunk = self._chunk(sequence, budget)
-        if not chunk.num_rows or not self._make_room(sequence, chunk.num_rows, budget):
+        chunk = self._chunk(sequence, work)
+        if not chunk.num_rows or not self._make_room(sequence, chunk.num_rows, work):
             if not was_parked:
                 self._free(sequence)  # the prefix is looked up again next time
             return False
@@ -318,23 +291,29 @@ class Scheduler:
         self.running[sequence] = None
         self._record_start(sequence)
         self.prefixes.promise(sequence)
-        self._allocate(chunk, budget)
+        self._allocate(chunk, work)
         return True
 
-    def _make_room(self, sequence: Sequence, rows: int, budget: _Budget) -> bool:
-        """Free a sequence slot and blocks for `rows` of a waiting sequence; False if that is impossible."""
+    def _make_room(self, sequence: Sequence, rows: int, work: Schedule) -> bool:
+        """Free blocks for `rows` of a sequence, and a slot if it waits; return whether that was possible.
+
+        A running sequence preempts any other of a worse rank, and itself if there is none.
+        """
+        runs = sequence in self.running
         while True:
             is_short = self._is_short(sequence, rows)
-            if not is_short and len(self.running) < self.max_sequences:
+            if not is_short and (runs or len(self.running) < self.max_sequences):
                 return True
             if is_short and self._reclaim_idle(but=sequence):
                 continue
-            victims = [
-                s for s in self.running if s not in budget.scheduled and _may_preempt(sequence, s)
-            ]
+            others = (s for s in self.running if s not in work.scheduled)
+            victims = [s for s in others if runs or _may_preempt(sequence, s)]
             if not victims:
                 return False
-            self._preempt(max(victims, key=_preemption_order))
+            last = max(victims, key=_preemption_order)
+            self._preempt(last)
+            if last is sequence:
+                return False
 
     def _record_start(self, sequence: Sequence) -> None:
         request, metrics = sequence.request, sequence.request.metrics
@@ -345,14 +324,14 @@ class Scheduler:
             metrics.num_cached_tokens = sequence.num_computed
             self.prefixes.num_hits += sequence.num_computed
 
-    def _chunk(self, sequence: Sequence, budget: _Budget) -> Chunk:
-        """Return the next rows of `sequence` that fit into the budget."""
+    def _chunk(self, sequence: Sequence, work: Schedule) -> Chunk:
+        """Return the next rows of `sequence` that fit into the batch."""
         request = sequence.request
-        rows = min(sequence.num_uncomputed, budget.rows)
+        rows = min(sequence.num_uncomputed, work.rows)
         prompt_rows, first = 0, sequence.next_prompt_row
         # The row at position p scores prompt token p + 1. Results from before an eviction are kept.
         if first is not None and sequence.num_computed <= first:
-            rows = min(rows, first - sequence.num_computed + budget.prompt_rows)
+            rows = min(rows, first - sequence.num_computed + work.prompt_rows)
             end = min(sequence.num_computed + rows, request.num_input_tokens - 1)
             prompt_rows = max(0, end - first)
         draws = rows == sequence.num_uncomputed and not request.is_prefill_only
@@ -368,7 +347,7 @@ class Scheduler:
         self.num_preemptions += 1
         sequence.request.metrics.preemptions += 1
 
-    def _reclaim_idle(self, but: Sequence | None = None) -> bool:
+    def _reclaim_idle(self, but: Sequence) -> bool:
         """Free blocks of an idle session, else of a waiting sequence; return False if there are none."""
         if self.sessions.free_block():
             return True
@@ -400,14 +379,14 @@ class Scheduler:
         block, offset = divmod(sequence.num_computed, self.block_size)
         return offset > 0 and self.pool.is_shared(sequence.blocks[block])
 
-    def _allocate(self, chunk: Chunk, budget: _Budget) -> None:
+    def _allocate(self, chunk: Chunk, work: Schedule) -> None:
         """Allocate the blocks of a chunk and add it to the batch; copy a shared block before the write."""
         sequence = chunk.sequence
         missing = self._blocks_missing(sequence, chunk.num_rows)
         if self._needs_copy(sequence):
             index = sequence.num_computed // self.block_size
             shared, (copy,) = sequence.blocks[index], self.pool.take(1)
-            budget.copies.append((shared, copy))
+            work.block_copies.append((shared, copy))
             self.pool.give_back([shared])
             sequence.blocks[index] = copy
             missing -= 1
@@ -416,7 +395,7 @@ class Scheduler:
         self.states.reserve(sequence, [end])
         snapshots = self.prefixes.snapshots(sequence, end)
         self.states.reserve(sequence, snapshots[: self.states.num_free(len(snapshots))])
-        budget.add(chunk)
+        work.add(chunk)
 
 
 def _preemption_order(running: Sequence) -> tuple[bool, tuple[float, int]]:

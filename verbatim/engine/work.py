@@ -46,10 +46,23 @@ class Chunk:
 
 @dataclass(slots=True)
 class Schedule:
-    """The work of one step."""
+    """The work of one step, and the remaining capacity of its batch."""
 
-    chunks: list[Chunk]
-    block_copies: list[tuple[int, int]]  # (from, to), before the forward
+    rows: int
+    prompt_rows: int
+    chunks: list[Chunk] = field(default_factory=list)
+    scheduled: set[Sequence] = field(default_factory=set)
+    block_copies: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # (from, to), before the forward
+
+    def add(self, chunk: Chunk) -> None:
+        """Add a chunk, which takes its rows from the capacity."""
+        assert chunk.sequence not in self.scheduled
+        self.chunks.append(chunk)
+        self.scheduled.add(chunk.sequence)
+        self.rows -= chunk.num_rows
+        self.prompt_rows -= chunk.num_prompt_rows
 
     def batch(self) -> Batch:
         """Return the batch with the drafts of the chunks; set each chunk's `first_logits_row`."""

@@ -45,13 +45,9 @@ def _cpu_features() -> frozenset[str]:
     return frozenset()
 
 
-def available() -> list[str]:
-    """The instruction sets that were built and that this processor has, best first."""
-    return list(_found())
-
-
 @functools.cache
-def _found() -> tuple[str, ...]:  # once: it is asked for several times in a step
+def available() -> tuple[str, ...]:
+    """The instruction sets that were built and that this processor has, best first."""
     here = Path(__file__).parent
     return tuple(
         name
@@ -86,14 +82,18 @@ def instruction_set() -> str | None:
     references, and `VERBATIM_KERNELS=triton` those and, wherever a GPU would take them, the kernels in
     Triton, under its interpreter.
     """
-    wanted = _wanted()
+    return _chosen(_wanted())
+
+
+@functools.cache
+def _chosen(wanted: str | None) -> str | None:
     names = available()
     if wanted in ("none", "triton"):
         return None
     if wanted:
         if wanted not in names:
             raise NotSupported(
-                f"VERBATIM_KERNELS={wanted!r}: this build and processor have {names}"
+                f"VERBATIM_KERNELS={wanted!r}: this build and processor have {[*names]}"
             )
         return wanted
     return names[0] if names else None

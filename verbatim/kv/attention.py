@@ -10,6 +10,8 @@ for bit.)
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,16 +35,29 @@ def write_kv(
     v_store: Tensor,
     slots: Tensor,
     packing: Packing | None = None,
+    *,
+    backend: str = "auto",
 ) -> None:
     """Write the rows `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]` to the stores.
 
     Slot `[T]` int64 is block * block_size + offset. Other dtypes are converted to the stores', and rows are
-    quantized with `packing`.
+    quantized with `packing`, on the CPU by the kernels of `backend` (`functions.library_of`).
     """
     if packing is not None:
-        supported = k.dtype == v.dtype and k.dtype in KERNEL_DTYPES
-        if has_kernels(k_store.device) and supported and k.stride(2) == v.stride(2) == 1:
-            kernel_pack(k, v, k_store, v_store, slots, packing)
+        is_supported = k.dtype == v.dtype and k.dtype in KERNEL_DTYPES and k_store.is_cpu
+        function = kernel("vb_pack_kv", backend=backend) if is_supported else None
+        if function is not None and k.stride(2) == v.stride(2) == 1:
+            assert k_store.is_contiguous() and v_store.is_contiguous() and slots.is_contiguous()
+            assert slots.dtype == torch.int64 and len(slots) == len(k) == len(v)
+            assert k_store.shape[3] == packing.row_bytes(k.shape[2])
+            assert v_store.shape[3] == packing.row_bytes(v.shape[2])
+            function(
+                *addresses(k, v, k_store, v_store, slots),
+                *(len(slots), *k_store.shape[1:3], k.shape[2], v.shape[2]),
+                (ctypes.c_int64 * 4)(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+                k.dtype == torch.bfloat16,
+                packing.bits,
+            )
             return
         k, v = pack(k, packing), pack(v, packing)
     if k.dtype != k_store.dtype or v.dtype != v_store.dtype:
@@ -86,7 +101,8 @@ def paged_attention(
         q: `[T, H, Dk]`, float32 or bfloat16; query head h reads KV head h // (H // Hkv).
         k_store, v_store: `[blocks, Hkv, block_size, Dk]` and `[..., Dv]`, contiguous, one dtype.
         batch: fields of `Batch`.
-        backend: "kernel", "reference", or "auto" for the kernel if it supports the tensors.
+        backend: "torch"; "kernel" or an instruction set, as for `functions.library_of`; or "auto" for the
+            fastest that supports the tensors.
         batch_invariant: False allows faster kernels on a GPU that are not batch-invariant.
         packing: the stores hold uint8 rows of this format, `[blocks, Hkv, block_size, row_bytes]`. Elements
             are dequantized to the dtype of the queries: for bf16, `unpack`'s float32 is rounded once more, by
@@ -97,13 +113,12 @@ def paged_attention(
     Returns:
         `[T, H, Dv]` in the dtype of `q`.
     """
-    if backend not in ("auto", "kernel", "reference"):
-        raise ValueError(f"backend={backend!r}: 'auto', 'kernel' or 'reference'")
+    function = kernel("vb_attention", backend=backend)
     stored = q.dtype if packing is not None else k_store.dtype
-    supported = q.dtype in KERNEL_DTYPES and stored in KERNEL_DTYPES
-    if supported and backend != "reference" and has_kernels(q.device):
+    is_supported = q.dtype in KERNEL_DTYPES and stored in KERNEL_DTYPES and q.is_cpu
+    if function is not None and is_supported:
         packed = None if packing is None else (packing.bits, value_size)
-        return kernel_attention(q, k_store, v_store, batch, options, packed=packed)
+        return _by_kernel(function, q, k_store, v_store, batch, options, packed)
     if backend == "auto" and packing is None and kernels.triton_serves(q.device):
         from verbatim.kernels.triton import attention
 
@@ -116,7 +131,7 @@ def paged_attention(
                 options,
                 batch_invariant=batch_invariant,
             )
-    if backend == "kernel":
+    if backend not in ("auto", "torch"):
         raise ValueError(
             f"no attention kernel for {q.dtype} queries and {stored} keys on {q.device} "
             f"(instruction set: {kernels.instruction_set()})"
@@ -132,45 +147,16 @@ def paged_attention(
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
 
-def kernel_pack(
-    k: Tensor,
-    v: Tensor,
-    k_store: Tensor,
-    v_store: Tensor,
-    slots: Tensor,
-    packing: Packing,
-    backend: str = "kernel",
-) -> None:
-    """Quantize and write rows by the compiled kernels of `backend` (`functions.library_of`)."""
-    assert k_store.is_contiguous() and v_store.is_contiguous() and slots.is_contiguous()
-    assert slots.dtype == torch.int64 and len(slots) == len(k) == len(v)
-    assert k_store.shape[3] == packing.row_bytes(k.shape[2])
-    assert v_store.shape[3] == packing.row_bytes(v.shape[2])
-    function = kernel("vb_pack_kv", backend=backend)
-    assert function is not None
-    function(
-        *addresses(k, v, k_store, v_store, slots),
-        *(len(slots), *k_store.shape[1:3], k.shape[2], v.shape[2]),
-        (ctypes.c_int64 * 4)(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-        k.dtype == torch.bfloat16,
-        packing.bits,
-    )
-
-
-def kernel_attention(
+def _by_kernel(
+    function: Callable[..., Any],
     q: Tensor,
     k_store: Tensor,
     v_store: Tensor,
     batch: AttentionBatch,
     options: AttentionOptions,
-    *,
-    packed: tuple[int, int] | None = None,
-    backend: str = "kernel",
+    packed: tuple[int, int] | None,
 ) -> Tensor:
-    """Compute `paged_attention` by the compiled kernels of `backend` (`functions.library_of`).
-
-    `packed` is (bits, Dv) if the stores hold uint8 rows of `verbatim.kv.quantized`.
-    """
+    """Compute `paged_attention` by a compiled kernel; `packed` is (bits, Dv) of quantized rows."""
     num_tokens, heads, key_size = q.shape
     _, kv_heads, block_size, value_size = v_store.shape
     kv_format = int(k_store.dtype == torch.bfloat16)
@@ -191,8 +177,6 @@ def kernel_attention(
     if q.stride(2) != 1:
         q = q.contiguous()
     out = q.new_empty((num_tokens, heads, value_size))
-    function = kernel("vb_attention", backend=backend)
-    assert function is not None
     function(
         *addresses(q, out, k_store, v_store, query_starts, context_lens, block_tables),
         *(num_sequences, max_blocks, *q.stride()[:2], heads, kv_heads, key_size, value_size),

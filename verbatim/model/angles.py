@@ -72,16 +72,10 @@ class Angles:
         return self._table
 
     def _build_table(self, hidden: Tensor, length: int) -> tuple[Tensor, Tensor] | None:
-        size = _FIRST
-        while size < length:
-            size *= 2
-        made = self.of(hidden, torch.arange(size))
-        one = self.of(hidden, torch.tensor([length - 1]))
-        self._is_cacheable = (
-            made is not None
-            and one is not None
-            and all(bit_equal(a[length - 1 : length], b) for a, b in zip(made, one, strict=True))
-        )
+        size = max(_FIRST, 1 << (length - 1).bit_length())
+        made, one = (self.of(hidden, x) for x in (torch.arange(size), torch.tensor([length - 1])))
+        last = [x[length - 1 : length] for x in made or ()]
+        self._is_cacheable = bool(made and one) and all(map(bit_equal, last, one or ()))
         return made if self._is_cacheable else None
 
     def forget(self) -> None:

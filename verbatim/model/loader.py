@@ -25,7 +25,7 @@ from verbatim.errors import (
 )
 from verbatim.model.packed import drop_weights, packed_buffers
 from verbatim.model.quantization import Quantization
-from verbatim.untrusted import check_config, read_json, resolve_implementations
+from verbatim.untrusted import check_config, parts_of, read_json, resolve_implementations
 
 if TYPE_CHECKING:
     from verbatim.model.packing import PackingReport
@@ -70,7 +70,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """What a model is opened from: the arguments of `LLM`.
+    """The source of a model: the arguments of `LLM`.
 
     Attributes:
         model: a path, a hub id, or None for the small model inside the package; or a live module.
@@ -247,7 +247,7 @@ def read_config(source: str, where: dict[str, Any]) -> Any:
         )
     # Where ModelOpt has not written config.json's field.
     of_modelopt = Path(source) / "hf_quant_config.json"
-    if not is_quantized(config) and of_modelopt.is_file():
+    if quantization_of(config) is None and of_modelopt.is_file():
         fields = read_json(of_modelopt).get("quantization")
         config.quantization_config = {"quant_method": "modelopt", **(fields or {})}
     if not where["trust_remote_code"]:
@@ -255,10 +255,13 @@ def read_config(source: str, where: dict[str, Any]) -> Any:
     return config
 
 
-def is_quantized(config: Any) -> bool:
-    """Return whether a transformers config, or one of its parts, declares quantized weights."""
-    parts = (config, *(getattr(config, name, None) for name in config.sub_configs))
-    return any(getattr(part, "quantization_config", None) is not None for part in parts)
+def quantization_of(config: Any) -> dict[str, Any] | None:
+    """Return the `quantization_config` of a transformers config, or of a model inside it."""
+    for part in parts_of(config):
+        found = getattr(part, "quantization_config", None)
+        if found is not None:
+            return dict(found) if isinstance(found, Mapping) else dict(found.to_dict())
+    return None
 
 
 def auto_class(config: Any) -> Any:

@@ -76,7 +76,6 @@ class RowRunner(ExternalRunner):
         *,
         block_size: int,
         num_blocks: int,
-        num_threads: int | None = None,
     ) -> None:
         self.arguments = check_takes_ids(model)
         for name, value in constants.items():
@@ -99,7 +98,6 @@ class RowRunner(ExternalRunner):
             vocab_size=vocabulary_of(model, self.arguments, self._constants),
             block_size=block_size,
             num_blocks=num_blocks,
-            num_threads=num_threads,
         )
 
     def run(self, pieces: list[Piece]) -> list[Tensor]:

@@ -8,7 +8,6 @@ rows continue with pads once they have ended.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,21 +36,6 @@ _CACHES = frozenset({*CACHE_NAMES, "past", "mems", "cache_params", "cache_positi
 _BESIDE = ("input_ids", "position_ids", "token_type_ids", "cache_position")
 
 
-@dataclass(frozen=True, slots=True)
-class Hooks:
-    """The caller's functions.
-
-    Attributes:
-        prepare: `f(input_ids, past=past, **model_kwargs)` returns the model's inputs; `past` is None at
-            first, then the cache in the outputs, or `outputs.mems`. None passes all ids at each step, and
-            those of `model_kwargs` that the forward names.
-        update: `f(outputs, model_kwargs)` returns the next `model_kwargs`; None keeps them.
-    """
-
-    prepare: Callable[..., Any] | None
-    update: Callable[..., Any] | None
-
-
 class CallbackRunner(ExternalRunner):
     """Runs one batch of rows, from its prompts to its end; the engine must run no other.
 
@@ -59,6 +43,10 @@ class CallbackRunner(ExternalRunner):
     it, it is widened here. Ids that are in a transformers cache already are not passed on.
 
     Args:
+        prepare: `f(input_ids, past=past, **model_kwargs)` returns the model's inputs; `past` is None at
+            first, then the cache in the outputs, or `outputs.mems`. None passes all ids at each step, and
+            those of `model_kwargs` that the forward names.
+        update: `f(outputs, model_kwargs)` returns the next `model_kwargs`; None keeps them.
         input_ids: `[B, P]` int64, padded on the left.
         attention_mask: `[B, P]`, 0 on padding.
         model_kwargs: further arguments of the hooks.
@@ -76,7 +64,8 @@ class CallbackRunner(ExternalRunner):
     def __init__(
         self,
         model: Any,
-        hooks: Hooks,
+        prepare: Callable[..., Any] | None,
+        update: Callable[..., Any] | None,
         input_ids: Tensor,
         attention_mask: Tensor,
         model_kwargs: Mapping[str, Any],
@@ -84,15 +73,12 @@ class CallbackRunner(ExternalRunner):
         *,
         block_size: int,
         num_blocks: int,
-        num_threads: int | None = None,
     ) -> None:
         for name in ("input_ids", "past"):
             if name in model_kwargs:
                 raise InvalidRequest(f"{name} is what the hooks are handed anyway; leave it out")
-        self.arguments = (
-            check_takes_ids(model) if hooks.prepare is None else ForwardArguments.of(model)
-        )
-        self._hooks = hooks
+        self.arguments = check_takes_ids(model) if prepare is None else ForwardArguments.of(model)
+        self._prepare, self._update = prepare, update
         self._prompts, self._prompt_mask = input_ids, attention_mask
         self._given = dict(model_kwargs)
         self._pad = pad_token_id
@@ -113,7 +99,6 @@ class CallbackRunner(ExternalRunner):
             vocab_size=vocabulary_of(model, self.arguments, {}),
             block_size=block_size,
             num_blocks=num_blocks,
-            num_threads=num_threads,
         )
         # Padding is masked, but its embeddings are looked up.
         fed = [
@@ -217,12 +202,12 @@ class CallbackRunner(ExternalRunner):
 
     def _inputs(self) -> dict[str, Any]:
         ids, kwargs = self._tokens.clone(), self._kwargs
-        if self._hooks.prepare is None:
+        prepare = self._prepare
+        if prepare is None:
             named = {k: v for k, v in kwargs.items() if k in self.arguments.names - _CACHES}
             if "attention_mask" in self.arguments:
                 named["attention_mask"] = kwargs["attention_mask"]
             return {**named, "input_ids": ids}
-        prepare = self._hooks.prepare
         kwargs = rename_cache(kwargs, ForwardArguments.of(prepare).names)
         inputs = _as_dict("prepare_inputs_fn", prepare(ids, past=self._past, **kwargs))
         if "past" not in self.arguments:  # transformers' own method passes on unknown arguments
@@ -266,8 +251,8 @@ class CallbackRunner(ExternalRunner):
 
     def _updated(self, outputs: Any) -> dict[str, Any]:
         kwargs = self._kwargs
-        if self._hooks.update is not None:
-            kwargs = _as_dict("update_model_kwargs_fn", self._hooks.update(outputs, kwargs))
+        if self._update is not None:
+            kwargs = _as_dict("update_model_kwargs_fn", self._update(outputs, kwargs))
         mask = kwargs.get("attention_mask")
         if isinstance(mask, Tensor) and mask.shape == self._tokens.shape:
             kwargs = {**kwargs, "attention_mask": _grown(mask)}

@@ -65,7 +65,7 @@ class ExternalRunner:
         vocab_size: int,
         block_size: int,
         num_blocks: int,
-        num_threads: int | None,
+        num_threads: int | None = None,
         weak: bool = False,
     ) -> None:
         self.vocab_size = vocab_size

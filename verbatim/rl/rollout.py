@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verbatim.checks import integer, switch
+from verbatim.checks import integer, optional_integer, switch
 from verbatim.core import FinishReason, Request, Result
 from verbatim.engine.handle import EngineHandle
 from verbatim.engine.lockstep import run_together
@@ -165,7 +165,7 @@ def rollout(
         nonlocal lay_out
         checked = _check_params(params, group_size, padding_side)
         llm = engine_of(model)
-        pad = llm.pad_token_id if pad_token_id is None else _pad(pad_token_id)
+        pad = optional_integer("pad_token_id", pad_token_id, -(2**63), 2**63 - 1)
         record = record_routing
         if record is None:
             record = checked.record_routing or llm.shape_of("routing")[0] > 0
@@ -186,7 +186,7 @@ def rollout(
             _tensors,
             group_size=group_size,
             left=padding_side == "left",
-            pad=pad,
+            pad=llm.pad_token_id if pad is None else pad,
             records={name: llm.shape_of(name) for name in checked.records},
             support=checked.support,
         )
@@ -214,12 +214,6 @@ def _check_params(
     if padding_side not in ("left", "right"):
         raise InvalidRequest(f"padding_side={padding_side!r}: must be 'left' or 'right'")
     return dataclasses.replace(params, n=group_size)
-
-
-def _pad(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
-        raise InvalidRequest(f"pad_token_id={value!r}: must be an integer of 64 bits, or None")
-    return value
 
 
 def _prompt_rows(prompts: Any, attention_mask: Tensor | None, *, may_be_empty: bool) -> list[Any]:

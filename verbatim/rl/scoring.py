@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from verbatim.checks import number, optional_integer
 from verbatim.core import Request
 from verbatim.engine.handle import EngineHandle
 from verbatim.engine.lockstep import run_together
@@ -133,16 +134,8 @@ def logprobs(
     """
     if not isinstance(module, nn.Module):
         raise InvalidRequest(f"module={type(module).__name__}: must be a torch module")
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float):
-        raise InvalidRequest(f"temperature={temperature!r}: must be a number above 0")
-    if not temperature > 0:
-        raise InvalidRequest(f"temperature={temperature}: must be above 0")
-    if micro_batch_size is not None and (
-        isinstance(micro_batch_size, bool)
-        or not isinstance(micro_batch_size, int)
-        or micro_batch_size < 1
-    ):
-        raise InvalidRequest(f"micro_batch_size={micro_batch_size!r}: must be 1 or more, or None")
+    temperature = number("temperature", temperature, 0.0, above=True)
+    micro_batch_size = optional_integer("micro_batch_size", micro_batch_size)
     if scores is not None and temperature != 1:
         raise InvalidRequest(f"temperature={temperature}: scores require temperature 1")
     if scores is not None and getattr(scores, "shape", None) != sequences.shape:
@@ -178,20 +171,16 @@ def _own_forward(module: nn.Module, ids: Tensor, mask: Tensor, temperature: floa
     # All rows begin at column 0, so positions are the default ones and causal attention excludes the padding.
     # There is always one row and two columns, so that the module runs.
     num_rows, length = ids.shape
-    ids = F.pad(ids, (0, max(0, 2 - length), 0, max(0, 1 - num_rows)))
-    mask = F.pad(mask, (0, ids.shape[1] - length, 0, len(ids) - num_rows))
+    spare = (0, max(0, 2 - length), 0, max(0, 1 - num_rows))
+    ids, mask = F.pad(ids, spare), F.pad(mask, spare)
     lengths = mask.sum(dim=1)
-    width = max(2, int(lengths.max()))
-    start = mask.int().argmax(dim=1, keepdim=True)
-    at = torch.arange(width, device=ids.device)
-    valid = at < lengths[:, None]
-    rows = ids.gather(1, (start + at).clamp(max=ids.shape[1] - 1)).masked_fill(~valid, 0)
+    valid = torch.arange(max(2, int(lengths.max())), device=ids.device) < lengths[:, None]
+    rows = torch.zeros_like(valid, dtype=ids.dtype).masked_scatter(valid, ids[mask])
     logits = _logits(module, rows, valid)[:, :-1].float() / temperature
     token_logprobs = logits.log_softmax(dim=-1).gather(-1, rows[:, 1:, None])[..., 0]
-    token_logprobs = token_logprobs.masked_fill(~valid[:, 1:], 0)
-    token_logprobs = torch.cat([torch.zeros_like(token_logprobs[:, :1]), token_logprobs], dim=1)
-    back = (torch.arange(ids.shape[1], device=ids.device) - start).clamp(0, width - 1)
-    return token_logprobs.gather(1, back).masked_fill(~mask, 0)[:num_rows, :length]
+    token_logprobs = F.pad(token_logprobs, (1, 0))  # a row's first token has none
+    found = torch.zeros_like(mask, dtype=token_logprobs.dtype)
+    return found.masked_scatter(mask, token_logprobs[valid])[:num_rows, :length]
 
 
 def _logits(module: nn.Module, rows: Tensor, valid: Tensor) -> Tensor:

@@ -403,22 +403,14 @@ os.register_at_fork(after_in_child=_after_fork)  # a child has none of the threa
 
 def _with_deep_stack(make: Callable[[], LLMatcher]) -> LLMatcher:
     """Call `make` in a thread with `_STACK_BYTES` of stack."""
-    made: Future[LLMatcher] = Future()
-
-    def run() -> None:
-        _lower_priority()
-        try:
-            made.set_result(make())
-        except BaseException as error:
-            made.set_exception(error)
-
+    pool = ThreadPoolExecutor(1, "verbatim-grammar", initializer=_lower_priority)
     with _stack_lock:
         before = threading.stack_size(_STACK_BYTES)
         try:
-            thread = threading.Thread(target=run, name="verbatim-grammar")
-            thread.start()
+            made = pool.submit(make)  # starts the thread
         finally:
             threading.stack_size(before)
+    pool.shutdown(wait=False)
     return made.result()
 
 

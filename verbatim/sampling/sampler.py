@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from verbatim import kernels
 from verbatim.batch import Candidates, Draws, SamplePlan, SampleRow
+from verbatim.checks import integer
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.options import on_cpu
 from verbatim.params import SamplingParams
@@ -145,21 +147,14 @@ def merge(parts: SequenceOf[Draws], places: SequenceOf[SequenceOf[int]]) -> Draw
         for part, part_places in enumerate(places)
         for i, place in enumerate(part_places)
     )
-    return Draws(
-        ids=[parts[part].ids[i] for _, part, i in order],
-        logprobs=[parts[part].logprobs[i] for _, part, i in order],
-        sampled_logprobs=[parts[part].sampled_logprobs[i] for _, part, i in order],
-        top_ids=[parts[part].top_ids[i] for _, part, i in order],
-        top_logprobs=[parts[part].top_logprobs[i] for _, part, i in order],
-        candidates={
-            place: parts[part].candidates[i]
-            for place, part, i in order
-            if i in parts[part].candidates
-        },
-        supports={
-            place: parts[part].supports[i] for place, part, i in order if i in parts[part].supports
-        },
-    )
+    columns: list[Any] = [
+        [getattr(parts[part], name)[i] for _, part, i in order] for name in Draws.COLUMNS
+    ]
+    by_row: list[Any] = [
+        {place: rows[i] for place, part, i in order if i in (rows := getattr(parts[part], name))}
+        for name in ("candidates", "supports")
+    ]
+    return Draws(*columns, *by_row)
 
 
 def _reference(logits: Tensor, rows: list[SampleRow], places: list[int], noise: Noise) -> Draws:
@@ -288,7 +283,4 @@ def _positions(
     positions = [position] * num_rows if isinstance(position, int) else list(position)
     if len(positions) != num_rows:
         raise InvalidRequest(f"{len(positions)} positions for {num_rows} rows of logits")
-    for value in positions:
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_POSITION:
-            raise InvalidRequest(f"position={value!r}: must be an integer, 0 to {MAX_POSITION}")
-    return positions
+    return [integer("position", value, 0, MAX_POSITION) for value in positions]

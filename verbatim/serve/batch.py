@@ -6,10 +6,11 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
+from verbatim.checks import integer
 from verbatim.errors import (
     EngineClosed,
     InvalidRequest,
@@ -53,12 +54,12 @@ class _Line(Strict):
     body: dict[str, Any]
 
 
-class _Fault(Exception):
+class _Fault(NamedTuple):
     """A line without a valid request; `custom_id` is None if missing or not unique."""
 
-    def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
-        super().__init__(message)
-        self.code, self.custom_id = code, custom_id
+    code: str
+    message: str
+    custom_id: str | None = None
 
 
 class BatchRun:
@@ -92,10 +93,8 @@ class BatchRun:
     ) -> None:
         if llm.engine.collective is not None:
             raise NotSupported("a batch for an engine driven by every rank; use Cluster(...)")
-        scheduler = llm.engine.scheduler
-        self.in_flight = 2 * scheduler.max_sequences if in_flight is None else in_flight
-        if self.in_flight < 1:
-            raise InvalidRequest(f"in_flight={in_flight}: must be 1 or more")
+        default = 2 * llm.engine.scheduler.max_sequences
+        self.in_flight = default if in_flight is None else integer("in_flight", in_flight)
         settings = ServeSettings(
             name=name,
             max_requests=self.in_flight,
@@ -157,21 +156,16 @@ class BatchRun:
                     for number, (text, nbytes) in lines:
                         if number % _SKIPS == 0:
                             await asyncio.sleep(0)
-                        try:
-                            line = self._line(number, text)
-                        except _Fault as fault:
-                            if number in self.records.answered_lines:
-                                self._skip(text, nbytes)
-                                continue
-                            message = f"line {number}: {fault}"
-                            self.records.fault(fault.custom_id, fault.code, message, number)
-                            self._count_done(nbytes, on_record)
-                        else:
-                            if line is None:
-                                self._skip(text, nbytes)
-                                continue
+                        line = self._line(number, text)
+                        if isinstance(line, _Line):
                             await gate.acquire()
                             group.create_task(answer(line, nbytes))
+                        elif line is None or number in self.records.answered_lines:
+                            self._skip(text, nbytes)
+                        else:
+                            message = f"line {number}: {line.message}"
+                            self.records.fault(line.custom_id, line.code, message, number)
+                            self._count_done(nbytes, on_record)
         except BaseExceptionGroup as failed:
             error = _first(failed)
             if isinstance(error, OSError) and not isinstance(error, VerbatimError):
@@ -189,14 +183,10 @@ class BatchRun:
         self.num_done += 1
         on_record()
 
-    def _line(self, number: int, text: bytes | None) -> _Line | None:
-        """Parse a line; return None if it is empty or has a record already.
-
-        Raises:
-            _Fault: the line is not a valid request.
-        """
+    def _line(self, number: int, text: bytes | None) -> _Line | _Fault | None:
+        """Parse a line; return None if it is empty or has a record already."""
         if text is None:
-            raise _Fault("invalid_line", f"longer than {MAX_LINE_BYTES} bytes")
+            return _Fault("invalid_line", f"longer than {MAX_LINE_BYTES} bytes")
         if number == 1:
             text = text.removeprefix(b"\xef\xbb\xbf")
         if not text.strip():
@@ -205,16 +195,16 @@ class BatchRun:
             fields = json.loads(text)
         except (ValueError, RecursionError) as error:
             why = str(error) if isinstance(error, json.JSONDecodeError) else "it can't be read"
-            raise _Fault("invalid_line", f"not JSON: {why}") from None
+            return _Fault("invalid_line", f"not JSON: {why}")
         if not isinstance(fields, dict):
             names = ", ".join(_Line.model_fields)
-            raise _Fault("invalid_line", f"must be a JSON object, with {names}")
+            return _Fault("invalid_line", f"must be a JSON object, with {names}")
         custom_id = fields.get("custom_id")
         if not isinstance(custom_id, str) or not custom_id:
-            raise _Fault("invalid_line", f"custom_id={custom_id!r:.80}: must be a string")
+            return _Fault("invalid_line", f"custom_id={custom_id!r:.80}: must be a string")
         custom_id = custom_id.encode(errors="replace").decode()  # as it is written and read back
         if custom_id in self._seen:
-            raise _Fault("duplicate_custom_id", "an earlier line has this custom_id", custom_id)
+            return _Fault("duplicate_custom_id", "an earlier line has this custom_id", custom_id)
         self._seen.add(custom_id)
         if custom_id in self.records.done:
             return None
@@ -223,7 +213,7 @@ class BatchRun:
         except ValidationError as error:
             refusal = refusal_of_body(error.errors(), _Line)
             code = _CODES.get(refusal.param or "", "invalid_request")
-            raise _Fault(code, refusal.message, custom_id) from None
+            return _Fault(code, refusal.message, custom_id)
 
     async def _answer(self, line: _Line) -> tuple[int, dict[str, Any]]:
         """Return the status and the body of a response."""

@@ -130,23 +130,23 @@ class ConversationRequest(ApiRequest[Body]):
                 self.params = self.params.replace(**structure)
         return ids
 
-    async def admit(self, reservation: Reservation, client: Client) -> list[Request]:
+    async def admit(self, reservation: Reservation) -> list[Request]:
         """Render the prompt, and queue the request for its completions."""
         prompt = await self.prompt()
-        return await self.service.admit(reservation, [prompt], self.params, client)
+        return await self.service.admit(reservation, [prompt], self.params)
 
     async def result(self, client: Client) -> Result:
         """Generate all completions, with the tokens of their reasoning counted."""
-        with self.service.reserve() as reservation:
-            requests = await self.admit(reservation, client)
+        with self.service.reserve(client) as reservation:
+            requests = await self.admit(reservation)
             (result,) = await self.service.results(requests)
         await self.count_reasoning(result)
         return result
 
     async def stream(self, client: Client) -> AsyncGenerator[tuple[Delta, list[Part]], None]:
         """Generate, and yield each delta with the parts of its completion that it ends."""
-        with self.service.reserve() as reservation:
-            requests = await self.admit(reservation, client)
+        with self.service.reserve(client) as reservation:
+            requests = await self.admit(reservation)
             (self.request,) = requests
             async with aclosing(self.service.deltas(requests)) as deltas:
                 async for _, delta in deltas:

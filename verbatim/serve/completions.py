@@ -108,8 +108,8 @@ class CompletionRequest(ApiRequest[Completions]):
 
     async def answer(self, client: Client) -> dict[str, Any]:
         """Return the whole response."""
-        with self.service.reserve() as reservation:
-            requests = await self.service.admit(reservation, self.prompts, self.params, client)
+        with self.service.reserve(client) as reservation:
+            requests = await self.service.admit(reservation, self.prompts, self.params)
             results = await self.service.results(requests)
         choices = LazyList(
             lambda: (
@@ -124,8 +124,8 @@ class CompletionRequest(ApiRequest[Completions]):
     async def events(self, client: Client) -> AsyncGenerator[Event, None]:
         """Stream the response."""
         results: list[Result] = []
-        with self.service.reserve() as reservation:
-            requests = await self.service.admit(reservation, self.prompts, self.params, client)
+        with self.service.reserve(client) as reservation:
+            requests = await self.service.admit(reservation, self.prompts, self.params)
             offsets: dict[int, int] = {}  # choice: characters so far
             async with aclosing(self.service.deltas(requests)) as deltas:
                 async for number, delta in deltas:

@@ -7,9 +7,10 @@ import base64
 import hashlib
 import hmac
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from verbatim.serve.errors import Refusal, too_many
@@ -21,7 +22,7 @@ _LARGE_BYTES = 1 << 18
 _BODIES = 16  # as many times `max_body_bytes` may large bodies in progress have
 
 
-def _password(credentials: bytes) -> bytes:
+def _password(credentials: str) -> bytes:
     """Return the password of HTTP's basic authentication; b"" without one."""
     try:
         return base64.b64decode(credentials, validate=True).partition(b":")[2]
@@ -49,10 +50,11 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        headers = Headers(scope=scope)
         try:
-            self._check_host(scope["headers"])
-            key = self._key(scope["headers"]) if scope["path"] not in OPEN else ""
-            self._check_body(scope["headers"])
+            self._check_host(headers)
+            key = self._key(headers) if scope["path"] not in OPEN else ""
+            self._check_body(headers)
         except Refusal as refusal:
             await refusal.response()(scope, receive, send)
             return
@@ -65,49 +67,40 @@ class Guard:
                 self._large_bytes -= num_bytes
                 self._on_large_body()
 
-    def _key(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
+    def _key(self, headers: Headers) -> str:
         if not self._keys:
             return ""
-        given = dict(reversed([*headers]))  # the first of equal names
-        scheme, _, key = given.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() == b"basic":  # of clients that only take a URL: http://:KEY@host
-            key = _password(key)
-        elif scheme.lower() != b"bearer":
-            key = given.get(b"x-api-key", b"")  # of Anthropic's clients
-        if not key:
-            raise Refusal(
-                401,
-                "no API key: send it as `Authorization: Bearer KEY` or `X-Api-Key: KEY`",
-                code="missing_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-        digest = hashlib.sha256(key.strip()).digest()
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "basic":  # of clients that only take a URL: http://:KEY@host
+            given = _password(key)
+        elif scheme.lower() == "bearer":
+            given = key.encode("latin-1")
+        else:  # of Anthropic's clients
+            given = headers.get("x-api-key", "").encode("latin-1")
+        challenge = {"WWW-Authenticate": "Bearer"}
+        if not given:
+            how = "send it as `Authorization: Bearer KEY` or `X-Api-Key: KEY`"
+            raise Refusal(401, f"no API key: {how}", code="missing_api_key", headers=challenge)
+        digest = hashlib.sha256(given.strip()).digest()
         # All are compared, so that the time does not depend on which one matches.
         if not sum(hmac.compare_digest(digest, known) for known in self._keys):
-            raise Refusal(
-                401,
-                "invalid API key",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            raise Refusal(401, "invalid API key", code="invalid_api_key", headers=challenge)
         return digest.hex()[:16]
 
-    def _check_host(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        if not self._settings.hosts:
+    def _check_host(self, headers: Headers) -> None:
+        host = headers.get("host")
+        # HTTP/1.0 has no such header, and no web page, since every browser sends it.
+        if not self._settings.hosts or host is None:
             return
-        given = next((value for name, value in headers if name == b"host"), None)
-        if given is None:  # HTTP/1.0: no web page, since every browser sends it
-            return
-        host = given.decode("latin-1")
         name = re.sub(r":\d*$", "", host.lower()).strip("[]")
         if name not in self._settings.hosts:
             raise Refusal(421, f"Host: {host[:80]!r}: not a name of this server")
 
-    def _check_body(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        encodings = [value for name, value in headers if name == b"content-encoding"]
-        if any(value.strip().lower() not in (b"", b"identity") for value in encodings):
+    def _check_body(self, headers: Headers) -> None:
+        encodings = {value.strip().lower() for value in headers.getlist("content-encoding")}
+        if encodings - {"", "identity"}:
             raise Refusal(415, "Content-Encoding: not supported; send the body as it is")
-        if any(name == b"transfer-encoding" for name, _ in headers):
+        if "transfer-encoding" in headers:
             # Each chunk costs as much as a kilobyte of a body, and may hold one byte. With a Content-Length
             # beside it, a proxy may see another request than this server.
             raise Refusal(
@@ -115,9 +108,9 @@ class Guard:
                 "Transfer-Encoding: not supported; send the body with its Content-Length",
                 headers={"Connection": "close"},
             )
-        length = next((value for name, value in headers if name == b"content-length"), b"0")
+        length = headers.get("content-length", "0")
         # Sliced, since int() rejects thousands of digits.
-        if length.isdigit() and int(length[:20]) > self._settings.max_body_bytes:
+        if length.isdecimal() and int(length[:20]) > self._settings.max_body_bytes:
             raise self._too_long()
 
     def _too_long(self) -> Refusal:

@@ -32,13 +32,13 @@ _COUNTS = {
 }
 
 
-class ServerMetrics:
+class ServerMetrics(Collector):
     """Counters of requests, and the engine's current statistics."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._gauges = _EngineCollector()
-        self.registry.register(self._gauges)
+        self._stats: dict[str, Any] = {}
+        self.registry.register(self)
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"verbatim_{name}", text, labels, registry=self.registry)
@@ -73,8 +73,25 @@ class ServerMetrics:
 
     def text(self, stats: dict[str, Any]) -> bytes:
         """Return all metrics as text, with the engine's current `stats`."""
-        self._gauges.stats = stats
+        self._stats = stats
         return generate_latest(self.registry)
+
+    def describe(self) -> list[Metric]:
+        return []  # called at registration, before there are statistics
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._stats
+        for name, text in _GAUGES.items():
+            if name in stats:
+                yield GaugeMetricFamily(f"verbatim_{name}", text, stats[name])
+        for name, text in _COUNTS.items():
+            if name in stats:
+                yield CounterMetricFamily(f"verbatim_{name}", text, stats[name])
+        draft = stats.get("draft")
+        if draft is not None:
+            drafted, accepted = draft["drafted"], draft["accepted"]
+            yield CounterMetricFamily("verbatim_drafted_tokens", "Drafted tokens", drafted)
+            yield CounterMetricFamily("verbatim_accepted_tokens", "Accepted draft tokens", accepted)
 
 
 class Counted:
@@ -112,27 +129,3 @@ class Counted:
                 raise
             # Outer handlers would close the connection during the client's next request.
             await refusal_of(error).response()(scope, receive, counting_send)
-
-
-class _EngineCollector(Collector):
-    """Collector of the engine's statistics."""
-
-    def __init__(self) -> None:
-        self.stats: dict[str, Any] = {}
-
-    def describe(self) -> list[Metric]:
-        return []  # called at registration, before there are statistics
-
-    def collect(self) -> Iterable[Metric]:
-        stats = self.stats
-        for name, text in _GAUGES.items():
-            if name in stats:
-                yield GaugeMetricFamily(f"verbatim_{name}", text, stats[name])
-        for name, text in _COUNTS.items():
-            if name in stats:
-                yield CounterMetricFamily(f"verbatim_{name}", text, stats[name])
-        draft = stats.get("draft")
-        if draft is not None:
-            drafted, accepted = draft["drafted"], draft["accepted"]
-            yield CounterMetricFamily("verbatim_drafted_tokens", "Drafted tokens", drafted)
-            yield CounterMetricFamily("verbatim_accepted_tokens", "Accepted draft tokens", accepted)

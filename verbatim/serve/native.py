@@ -104,18 +104,17 @@ class GenerateRequest:
 
     async def answer(self, client: Client) -> dict[str, Any]:
         """Generate, and return the `Result` as JSON."""
-        prompts, service = [self.body.prompt], self.service
-        with service.reserve() as reservation:
-            requests = await service.admit(reservation, prompts, self.params, client)
-            (result,) = await service.results(requests)
+        with self.service.reserve(client) as reservation:
+            requests = await self.service.admit(reservation, [self.body.prompt], self.params)
+            (result,) = await self.service.results(requests)
         return self._to_dict(result, set())
 
     async def events(self, client: Client) -> AsyncGenerator[Event, None]:
         """Generate, and yield `Delta`s as JSON; the last one has the result."""
-        prompts, service, known = [self.body.prompt], self.service, set[int]()
-        with service.reserve() as reservation:
-            requests = await service.admit(reservation, prompts, self.params, client)
-            async with aclosing(service.deltas(requests)) as deltas:
+        known: set[int] = set()
+        with self.service.reserve(client) as reservation:
+            requests = await self.service.admit(reservation, [self.body.prompt], self.params)
+            async with aclosing(self.service.deltas(requests)) as deltas:
                 async for _, delta in deltas:
                     yield self._to_dict(delta, known)
 
@@ -147,8 +146,8 @@ async def score(service: Service, body: Score, client: Client) -> dict[str, Any]
     """Return the log-prob of each token given the tokens before it, at temperature 1."""
     adapter = service.check_model(body.model)
     params = SamplingParams(max_tokens=0, prompt_logprobs=body.top_logprobs or 0, adapter=adapter)
-    with service.reserve() as reservation:
-        requests = await service.admit(reservation, body.prompts, params, client)
+    with service.reserve(client) as reservation:
+        requests = await service.admit(reservation, body.prompts, params)
         results = await service.results(requests)
     return {
         "model": service.name,

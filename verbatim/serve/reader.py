@@ -139,7 +139,8 @@ class Reader:
                 return parts
             if found is None:
                 self._begun = True
-                parts.append(self._take(start + len(form.mark)))
+                cut = start + len(form.mark) if form.repeats else len(self._held)
+                parts.append(self._take(cut))
                 continue
             calls, end = found
             parts += [self._held[:start].rstrip("\n"), *calls]

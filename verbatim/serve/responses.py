@@ -237,7 +237,7 @@ class ResponsesRequest(ConversationRequest[Responses]):
                 for part in parts:
                     for event in items.push(part):
                         yield event
-        for event in [] if items.done or items.is_open else items.push(""):
+        for event in [] if items.done or items.open else items.push(""):
             yield event  # an empty answer has one item
         for event in items.end():
             yield event
@@ -310,6 +310,7 @@ class _Items:
 
     Attributes:
         done: the items that have ended.
+        open: the message or the reasoning that gets text; None if none does.
         logprobs: of tokens without text so far; sent with the next text.
     """
 
@@ -317,11 +318,7 @@ class _Items:
         self.done: list[dict[str, Any]] = []
         self.logprobs: list[dict[str, Any]] = []
         self.num_events = 0
-        self._open: dict[str, Any] | None = None  # the message or the reasoning that gets text
-
-    @property
-    def is_open(self) -> bool:
-        return self._open is not None
+        self.open: dict[str, Any] | None = None
 
     def event(self, kind: str, **fields: Any) -> Event:
         """Return the next event."""
@@ -331,7 +328,7 @@ class _Items:
     def push(self, part: Part) -> Iterator[Event]:
         """Yield the events of a part."""
         item = _item(part)
-        if self._open is None or self._open["type"] != item["type"]:
+        if self.open is None or self.open["type"] != item["type"]:
             yield from self.end()
             yield from self._begin(item)
         at = {"item_id": item["id"], "output_index": len(self.done)}
@@ -341,10 +338,10 @@ class _Items:
             yield self.event(f"{kind}.done", **at, name=part.name, arguments=arguments)
             yield self._end(item)
             return
-        assert self._open is not None
+        assert self.open is not None
         at, (content,) = (
-            at | {"item_id": self._open["id"], "content_index": 0},
-            self._open["content"],
+            at | {"item_id": self.open["id"], "content_index": 0},
+            self.open["content"],
         )
         text, extra = part if isinstance(part, str) else part.text, dict[str, Any]()
         content["text"] += text
@@ -362,7 +359,7 @@ class _Items:
             yield self.event("response.output_item.added", output_index=index, item=begun)
             return
         item["content"][0]["text"] = ""
-        self._open = item
+        self.open = item
         at = {"item_id": item["id"], "output_index": index, "content_index": 0}
         begun["content"] = []
         yield self.event("response.output_item.added", output_index=index, item=begun)
@@ -371,9 +368,9 @@ class _Items:
 
     def end(self) -> Iterator[Event]:
         """Close the message or the reasoning that is open."""
-        if self._open is None:
+        if self.open is None:
             return
-        item, self._open = self._open, None
+        item, self.open = self.open, None
         (content,) = item["content"]
         at = {"item_id": item["id"], "output_index": len(self.done), "content_index": 0}
         text = {"text": content["text"]}

@@ -185,20 +185,18 @@ def _is_unexpected(record: logging.LogRecord) -> bool:
 def listen(host: str, port: int) -> socket.socket:
     """Open the listening socket, so that a port in use is reported without a traceback."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
+        family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        # asyncio disables Nagle's algorithm only if the protocol is given. The algorithm delays a token
-        # until the client acknowledges the one before, for up to 40 ms.
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(2048)
-        except OSError:
-            listener.close()
-            raise
+        both = family == socket.AF_INET6  # "::" is also every address of IPv4
+        listener = socket.create_server(
+            address, family=family, backlog=_QUEUED, dualstack_ipv6=both
+        )
     except OSError as error:
-        raise VerbatimError(f"can't listen at {host}:{port}: {error.strerror or error}") from None
+        why = (error.strerror or str(error)).partition(" (while")[0]  # the address is in front
+        raise VerbatimError(f"can't listen at {host}:{port}: {why}") from None
+    # Connections inherit it. Nagle's algorithm delays a token until the client acknowledges the one before,
+    # for up to 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.set_inheritable(True)
     return listener

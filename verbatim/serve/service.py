@@ -48,12 +48,15 @@ class Client:
     address: str = ""
 
 
+UNKNOWN = Client()
+
+
 @dataclass(slots=True)
 class Reservation:
     """One generation in progress, with the estimated size of its response."""
 
+    client: Client
     nbytes: int = 0
-    client: Client = Client()
     num_choices: int = 0
 
 
@@ -173,7 +176,7 @@ class Service:
         return piece.sampled_logprobs
 
     @contextmanager
-    def reserve(self) -> Iterator[Reservation]:
+    def reserve(self, client: Client = UNKNOWN) -> Iterator[Reservation]:
         """Return one of the `max_requests` generations in progress.
 
         Raises:
@@ -187,7 +190,7 @@ class Service:
                 f"{self.under_way} requests are in progress or queued, which is the limit"
             )
         self.under_way += 1
-        reservation = Reservation()
+        reservation = Reservation(client)
         try:
             yield reservation
         finally:
@@ -202,12 +205,10 @@ class Service:
         reservation: Reservation,
         prompts: SequenceOf[Prompt],
         params: SamplingParams,
-        client: Client,
     ) -> list[Request]:
         """Return a request for each prompt. Runs in a thread, as tokenizing and grammars take time.
 
-        Args:
-            client: prompts share cached prefixes only under the same key.
+        Prompts share cached prefixes only under the same key.
 
         Raises:
             InvalidRequest: more completions than `max_choices`, or a response larger than
@@ -224,9 +225,9 @@ class Service:
                 f"priority={params.priority}: must be 0 or more on this server, so that no request runs in "
                 "place of another client's (--negative-priorities)"
             )
-        params = self._given_way(reservation, client, len(prompts), params)
-        if client.key:
-            params = params.replace(cache_salt=f"{client.key}/{params.cache_salt or ''}")
+        params = self._given_way(reservation, len(prompts), params)
+        if key := reservation.client.key:
+            params = params.replace(cache_salt=f"{key}/{params.cache_salt or ''}")
         limit = self.settings.timeout_s
         if limit is not None and (params.timeout_s is None or params.timeout_s > limit):
             params = params.replace(timeout_s=limit)
@@ -240,19 +241,17 @@ class Service:
         return requests
 
     def _given_way(
-        self, reservation: Reservation, client: Client, num_prompts: int, params: SamplingParams
+        self, reservation: Reservation, num_prompts: int, params: SamplingParams
     ) -> SamplingParams:
         """Return `params` with a worse priority if the client already fills half of the engine's batch.
 
         Others' requests then run first, and in place of these; alone, the client has the whole batch.
         """
-        reservation.client, reservation.num_choices = (
-            client,
-            num_prompts * max(params.n, params.num_beams),
-        )
+        client = reservation.client
+        reservation.num_choices = num_prompts * max(params.n, params.num_beams)
         self._choices[client] += reservation.num_choices
         share = max(1, self.llm.engine.scheduler.max_sequences // 2)
-        if self._choices[client] <= share or client == Client():
+        if self._choices[client] <= share or client == UNKNOWN:
             return params
         return params.replace(priority=min(params.priority + 1, MAX_PRIORITY))
 

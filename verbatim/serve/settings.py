@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
-import math
 import os
 
+from verbatim.checks import integer, number
 from verbatim.errors import InvalidRequest
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")  # named as vLLM's
@@ -81,16 +81,12 @@ class ServeSettings:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             name, kind, value = field.name, str(field.type), getattr(self, field.name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if value is None and kind.endswith("None"):
                 continue
-            if kind.startswith("int") and not (is_number and isinstance(value, int) and value > 0):
-                raise InvalidRequest(f"{name}={value!r}: must be an integer, 1 or more")
+            if kind.startswith("int"):
+                integer(name, value)
             if kind.startswith("float"):
-                if not is_number:
-                    raise InvalidRequest(f"{name}={value!r}: must be a number of seconds")
-                if not (math.isfinite(value) and value > 0):
-                    raise InvalidRequest(f"{name}={value}: must be above 0")
+                number(name, value, 0.0, above=True, unit=" of seconds")
         if self.logprobs_mode not in LOGPROBS_MODES:
             raise InvalidRequest(
                 f"logprobs_mode={self.logprobs_mode!r}: must be one of {', '.join(LOGPROBS_MODES)}"

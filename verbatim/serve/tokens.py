@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
 from verbatim.core import Result, TopLogprobs
@@ -22,7 +23,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._texts: dict[int, tuple[str, bytes]] = {}
+        self._of = cache(self._look_up)
         self._context: list[int] = []
         if tokenizer is not None:
             self._bytes = [step["type"] for step in tokenizer.decoder_steps] == ["ByteLevel"]
@@ -56,12 +57,6 @@ class TokenTexts:
         last = {"logprob": _number(p), "rank": len(top) + 1, "decoded_token": self.text(token_id)}
         entries.setdefault(str(token_id), last)
         return entries
-
-    def _of(self, token_id: int) -> tuple[str, bytes]:
-        entry = self._texts.get(token_id)
-        if entry is None:
-            entry = self._texts[token_id] = self._look_up(token_id)
-        return entry
 
     def _look_up(self, token_id: int) -> tuple[str, bytes]:
         tokenizer = self._tokenizer

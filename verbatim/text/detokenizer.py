@@ -21,26 +21,13 @@ import codecs
 import copy
 import re
 from collections.abc import Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from verbatim.text.tokenizer import CLEAN_UP, Tokenizer
 
 REPLACEMENT = "\ufffd"
 _BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
 _MAX_OPEN = 8  # tokens held back for an incomplete character, which has at most 4 bytes
-
-
-class _Joiner(Protocol):
-    """Joins pieces to text. `push` and `flush` return final text."""
-
-    @property
-    def pending(self) -> str: ...
-
-    def push(self, token_id: int, piece: str) -> str: ...
-
-    def flush(self) -> str: ...
-
-    def fork(self) -> Self: ...
 
 
 class Detokenizer:
@@ -67,7 +54,7 @@ class Detokenizer:
     ) -> None:
         self._piece = tokenizer.piece
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._joiner: _Joiner
+        self._joiner: _ByteLevel | _TextPieces  # whose `push` and `flush` return final text
         if [step["type"] for step in tokenizer.decoder_steps] == ["ByteLevel"]:
             self._joiner = _ByteLevel(tokenizer)
         else:
@@ -135,7 +122,7 @@ class _ByteLevel:
 
     def fork(self) -> Self:
         fork = copy.copy(self)
-        fork._decoder = _decoder_like(self._decoder, "replace")
+        fork._decoder = copy.copy(self._decoder)
         return fork
 
 
@@ -258,7 +245,7 @@ class _ByteRun:
 
     def fork(self) -> Self:
         fork = copy.copy(self)
-        fork._decoder = _decoder_like(self._decoder, "strict")
+        fork._decoder = copy.copy(self._decoder)
         return fork
 
 
@@ -280,15 +267,6 @@ class _Replacer:
     def last(self, text: str) -> str:
         """Return the rest of the text, ending with `text`."""
         return (self.held + text).replace(self._old, self._new)
-
-
-def _decoder_like(
-    decoder: codecs.BufferedIncrementalDecoder, errors: str
-) -> codecs.BufferedIncrementalDecoder:
-    """Return a copy of a decoder with its state."""
-    other = codecs.getincrementaldecoder("utf-8")(errors)
-    other.setstate(decoder.getstate())
-    return other
 
 
 def _byte_of_char() -> dict[str, int]:

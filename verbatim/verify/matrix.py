@@ -85,9 +85,10 @@ def _reference(subject: Subject) -> Row:
     trial = Trial(subject, "alone", "one after the other")
     with trial.opened() as llm:
         subject.expected = trial.alone(llm, trial.numbers)
-    subject.most_alone = trial.most
-    tokens = sum(len(output.token_ids) for result in subject.expected for output in result.outputs)
-    return trial.row(REFERENCE, num_tokens=tokens)
+    subject.most_alone = trial.row.sequences_at_once
+    outputs = [output for result in subject.expected for output in result.outputs]
+    trial.row.num_tokens = sum(len(output.token_ids) for output in outputs)
+    return trial.ended(REFERENCE)
 
 
 def _row(subject: Subject, schedule: Schedule) -> Row:
@@ -96,19 +97,8 @@ def _row(subject: Subject, schedule: Schedule) -> Row:
     try:
         schedule.run(trial)
     except NotRun as why:
-        return trial.row(NOT_RUN, note=str(why))
+        return trial.ended(NOT_RUN, str(why))
     except Exception as error:  # the other rows are run after any error
         subject.close()
-        return trial.row(FAILED, note=f"{type(error).__name__}: {' '.join(str(error).split())}")
-    found = trial.comparison
-    differing = sorted(found.ids_differ | found.logprobs_differ)
-    return trial.row(
-        EQUAL if found.equal else DIFFERS,
-        ids_equal=not found.ids_differ,
-        logprobs_equal=not found.logprobs_differ,
-        first_difference=found.first,
-        largest_difference=found.largest,
-        differing=tuple(subject.requests[i].kind for i in differing),
-        num_tokens=found.num_tokens,
-        num_logprobs=found.num_logprobs,
-    )
+        return trial.ended(FAILED, f"{type(error).__name__}: {' '.join(str(error).split())}")
+    return trial.ended(EQUAL if trial.row.ids_equal and trial.row.logprobs_equal else DIFFERS)

@@ -1,11 +1,11 @@
-"""`Report` and `Row`, the results of `verify`, and the comparison of results, bit for bit."""
+"""`Report` and `Row`: the results of `verify`, and their comparison, bit for bit."""
 
 from __future__ import annotations
 
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from verbatim.core import Result, TopLogprobs
@@ -14,7 +14,7 @@ from verbatim.plain import to_plain
 REFERENCE, EQUAL, DIFFERS, FAILED, NOT_RUN = "reference", "equal", "differs", "failed", "not run"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
     """The result of one schedule.
 
@@ -26,7 +26,7 @@ class Row:
         ids_equal, logprobs_equal: equality bit for bit; None if nothing was compared. Finish reasons and
             texts count with the ids.
         note: evidence that the schedule took effect, the reason why it was not run, or the error.
-        first_difference: description of the first difference.
+        first_difference: description of the first difference; of a token, if there is one.
         largest_difference: largest difference between two log-probs of the same token after the same tokens.
         differing: kinds of the requests that differ.
         num_tokens, num_logprobs: numbers compared.
@@ -38,7 +38,7 @@ class Row:
 
     name: str
     what: str
-    status: str
+    status: str = REFERENCE
     ids_equal: bool | None = None
     logprobs_equal: bool | None = None
     note: str = ""
@@ -51,6 +51,50 @@ class Row:
     rows_per_forward: float = 0.0
     sequences_at_once: int = 0
     seconds: float = 0.0
+
+    def compare(
+        self, number: int, kind: str, expected: Result, found: Result, run: str = ""
+    ) -> None:
+        """Compare the results of one request.
+
+        Args:
+            number, kind: of the request.
+            run: label of the schedule's run, if there are several.
+        """
+        if self.ids_equal is None:
+            self.ids_equal, self.logprobs_equal, self.largest_difference = True, True, 0.0
+        before, now = _values(expected), _values(found)
+        self.num_tokens += sum(len(output.token_ids) for output in expected.outputs)
+        for what in before | now:
+            old, new = before.get(what), now.get(what)
+            has_logprobs = isinstance(old, dict) or isinstance(new, dict)
+            if self._equal_logprobs(old or {}, new or {}) if has_logprobs else old == new:
+                continue
+            if self.first_difference is None or (self.ids_equal and not has_logprobs):
+                shown = [
+                    {ids[-1:]: p for ids, p in value.items()} if isinstance(value, dict) else value
+                    for value in (new, old)
+                ]
+                where = f"{run}, request {number}" if run else f"request {number}"
+                self.first_difference = f"{where}, {what}: {shown[0]!r}, not {shown[1]!r}"
+            if has_logprobs:
+                self.logprobs_equal = False
+            else:
+                self.ids_equal = False
+            self.differing = (
+                (*self.differing, kind) if kind not in self.differing else self.differing
+            )
+
+    def _equal_logprobs(self, expected: _Logprobs, found: _Logprobs) -> bool:
+        self.num_logprobs += len(expected)
+        gaps = [
+            abs(expected[ids] - found[ids])
+            for ids in expected.keys() & found.keys()
+            if _bits(expected[ids]) != _bits(found[ids])
+        ]
+        finite = (math.inf if math.isnan(gap) else gap for gap in gaps)
+        self.largest_difference = max(self.largest_difference or 0.0, *finite, 0.0)
+        return not gaps and [*expected] == [*found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,58 +141,6 @@ class Report:
         """Return the report as plain values, for JSON."""
         plain: dict[str, Any] = to_plain(self)
         return {"ok": self.ok, "verdict": self.verdict()} | plain
-
-
-@dataclass(slots=True)
-class Comparison:
-    """The differences between many pairs of results.
-
-    Attributes:
-        num_tokens: completion tokens compared.
-        num_logprobs: log-probs compared.
-        ids_differ, logprobs_differ: requests whose tokens, texts or ends differ; and whose log-probs do.
-        first: description of the first difference; of a token, if there is one.
-        largest: largest difference between two log-probs of the same token after the same tokens.
-    """
-
-    num_tokens: int = 0
-    num_logprobs: int = 0
-    ids_differ: set[int] = field(default_factory=set)
-    logprobs_differ: set[int] = field(default_factory=set)
-    first: str | None = None
-    largest: float = 0.0
-
-    @property
-    def equal(self) -> bool:
-        return not self.ids_differ and not self.logprobs_differ
-
-    def add(self, number: int, expected: Result, found: Result, run: str = "") -> None:
-        """Compare one request's results; `run` is the label of the schedule's run, if there are several."""
-        before, now = _values(expected), _values(found)
-        self.num_tokens += sum(len(output.token_ids) for output in expected.outputs)
-        for what in before | now:
-            old, new = before.get(what), now.get(what)
-            has_logprobs = isinstance(old, dict) or isinstance(new, dict)
-            if self._equal_logprobs(old or {}, new or {}) if has_logprobs else old == new:
-                continue
-            if self.first is None or not (has_logprobs or self.ids_differ):
-                shown = [
-                    {ids[-1:]: p for ids, p in value.items()} if isinstance(value, dict) else value
-                    for value in (new, old)
-                ]
-                where = f"{run}, request {number}" if run else f"request {number}"
-                self.first = f"{where}, {what}: {shown[0]!r}, not {shown[1]!r}"
-            (self.logprobs_differ if has_logprobs else self.ids_differ).add(number)
-
-    def _equal_logprobs(self, expected: _Logprobs, found: _Logprobs) -> bool:
-        self.num_logprobs += len(expected)
-        gaps = [
-            abs(expected[ids] - found[ids])
-            for ids in expected.keys() & found.keys()
-            if _bits(expected[ids]) != _bits(found[ids])
-        ]
-        self.largest = max(self.largest, *(math.inf if math.isnan(gap) else gap for gap in gaps), 0)
-        return not gaps and [*expected] == [*found]
 
 
 _Logprobs = dict[tuple[int, ...], float]  # by the tokens up to and including that of the log-prob

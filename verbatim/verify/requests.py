@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from verbatim.checks import integer
 from verbatim.errors import InvalidRequest
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
@@ -44,10 +45,8 @@ def make_requests(llm: LLM, num_tokens: int, seed: int) -> list[TestRequest]:
         InvalidRequest: `num_tokens` or `seed` out of range, or a length limit below 4.
     """
     limit = llm.max_length
-    if num_tokens < 1:
-        raise InvalidRequest(f"tokens={num_tokens}: must be 1 or more")
-    if not 0 <= seed < 2**53:
-        raise InvalidRequest(f"seed={seed}: must be from 0 to {2**53 - 1}")
+    integer("tokens", num_tokens)
+    integer("seed", seed, 0, 2**53 - 1)
     if limit < _MIN_LIMIT:
         raise InvalidRequest(
             f"the model's length limit is {limit}; to verify it takes {_MIN_LIMIT}"

@@ -21,7 +21,7 @@ from verbatim.model.patching import threads
 from verbatim.params import SamplingParams
 from verbatim.placement.distributed.choice import Cluster
 from verbatim.placement.offload.choice import Offload
-from verbatim.verify.report import Comparison, Row
+from verbatim.verify.report import Row
 from verbatim.verify.requests import TestRequest
 
 _CHUNK_ROWS, _CHUNK_BLOCK = 7, 5  # neither divides the other, nor the lengths of prompts
@@ -71,34 +71,29 @@ class Subject:
 
 
 class Trial:
-    """A schedule's runs, notes and counters.
+    """A schedule that runs.
 
     Attributes:
-        comparison: of its results with the expected ones.
+        row: the result so far.
         notes: evidence that the schedule took effect.
-        forwards, rows: forwards of its engines, and rows in them.
-        most: maximum of sequences per forward.
     """
 
     def __init__(self, subject: Subject, name: str, what: str) -> None:
         self.subject = subject
-        self.name, self.what = name, what
-        self.comparison = Comparison()
+        self.row = Row(name, what)
         self.notes: list[str] = []
-        self.forwards = self.rows = self.most = 0
-        self._run = 0
+        self._run = self._num_rows = 0
         self._begin = time.perf_counter()
 
-    def row(self, status: str, **rest: Any) -> Row:
-        """Return the row of this schedule, with its notes and counters."""
-        figures: dict[str, Any] = {
-            "note": "; ".join(self.notes),
-            "forwards": self.forwards,
-            "rows_per_forward": self.rows / max(1, self.forwards),
-            "sequences_at_once": self.most,
-            "seconds": time.perf_counter() - self._begin,
-        }
-        return Row(self.name, self.what, status, **(figures | rest))
+    def ended(self, status: str, why: str | None = None) -> Row:
+        """Return the row with a status; with the reason `why` nothing counts as compared."""
+        row, note = self.row, "; ".join(self.notes)
+        if why is not None:
+            row, note = Row(row.name, row.what), why
+            for name in ("forwards", "rows_per_forward", "sequences_at_once"):
+                setattr(row, name, getattr(self.row, name))
+        row.status, row.note, row.seconds = status, note, time.perf_counter() - self._begin
+        return row
 
     @contextmanager
     def opened(self, **changes: Any) -> Iterator[LLM]:
@@ -118,9 +113,10 @@ class Trial:
         forward = runner.forward
 
         def counted(batch: Batch) -> Any:
-            self.forwards += 1
-            self.rows += batch.num_tokens
-            self.most = max(self.most, batch.num_sequences)
+            row, self._num_rows = self.row, self._num_rows + batch.num_tokens
+            row.forwards += 1
+            row.rows_per_forward = self._num_rows / row.forwards
+            row.sequences_at_once = max(row.sequences_at_once, batch.num_sequences)
             return forward(batch)
 
         runner.forward = counted
@@ -134,7 +130,7 @@ class Trial:
     def _params(self, number: int) -> SamplingParams:
         """Return the parameters of one request, with a separate prefix cache for each run."""
         params = self.subject.requests[number].params
-        salt = f"verify/{self.name}/{self._run}"
+        salt = f"verify/{self.row.name}/{self._run}"
         return params.replace(cache_salt=salt, draft=params.num_beams == 1)  # beams draw nothing
 
     def alone(self, llm: LLM, numbers: SequenceOf[int]) -> list[Result]:
@@ -168,12 +164,13 @@ class Trial:
         """Compare the results of requests, by default with those of the requests run alone."""
         for at, number in enumerate(self.numbers if numbers is None else numbers):
             before = self.subject.expected[number] if expected is None else expected[at]
-            self.comparison.add(number, before, found[at], label)
+            self.row.compare(number, self.subject.requests[number].kind, before, found[at], label)
 
     def check_batched(self) -> None:
         """Raise NotRun if the engine ran the requests one by one."""
-        if self.most <= self.subject.most_alone:
-            raise NotRun(f"no forward had more than {self.most} sequences, as in the reference")
+        most = self.row.sequences_at_once
+        if most <= self.subject.most_alone:
+            raise NotRun(f"no forward had more than {most} sequences, as in the reference")
 
 
 def _joined(deltas: list[Delta]) -> Result:

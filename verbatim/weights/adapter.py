@@ -17,10 +17,9 @@ import torch
 
 from verbatim.batch import LowRank
 from verbatim.errors import InvalidRequest, ModelError, NotSupported
+from verbatim.model.stored import Stored, read_stored
 from verbatim.untrusted import read_json, refuse_lfs_pointer
 from verbatim.weights.headers import stored_in
-from verbatim.weights.lazy import Stored
-from verbatim.weights.packed_cache import read_stored
 
 MOST_RANK = 256
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import InvalidRequest, ModelError, NotSupported
-from verbatim.model.dcp.checkpoint import DcpCheckpoint, Numbers
+from verbatim.model.dcp.checkpoint import DcpCheckpoint
 from verbatim.model.kempner import layout
 from verbatim.model.kempner.config import KempnerConfig
 from verbatim.model.kempner.config import ModelConfig as KempnerModel
@@ -33,9 +33,9 @@ from verbatim.model.loader import (
     read_config,
     resolve_dtype,
 )
+from verbatim.model.stored import read_stored
 from verbatim.model.unused import refuse_unused
-from verbatim.weights.lazy import Stamp, Stored, materialize, sources, stamp_of, traced
-from verbatim.weights.packed_cache import read_stored
+from verbatim.weights.lazy import materialize, sources, traced
 from verbatim.weights.skeleton import load_traced
 
 ALLOWED = (
@@ -100,17 +100,7 @@ def _open(
     keys = [layout.FIRST] if kempner is not None else list(empty.state_dict())
     names = checkpoint.names(keys)
     resolved = resolve_dtype(dtype, SimpleNamespace(dtype=_dtype_of(checkpoint, names.values())))
-    stamps: dict[Path, Stamp] = {}
-
-    def read(numbers: Numbers) -> Tensor:
-        path = numbers.path
-        if path not in stamps:
-            with path.open("rb") as file:
-                stamps[path] = stamp_of(file.fileno())
-        place = numbers.name, path, numbers.offset, numbers.nbytes
-        return traced(Stored(*place, numbers.dtype, numbers.shape, stamps[path]))
-
-    tensors = {short: checkpoint.tensor(name, read) for short, name in names.items()}
+    tensors = {short: checkpoint.tensor(name, traced) for short, name in names.items()}
     if kempner is None:
         _drop_copies(checkpoint, empty, tensors, resolved)
         return load_traced(checkpoint.folder, empty, resolved, tensors, checkpoint.nbytes)

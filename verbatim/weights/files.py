@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import TierFailed
-from verbatim.weights.lazy import Stamp, Stored, stamp_of
+from verbatim.model.stored import Stamp, Stored, stamp_of
 
 PAGE = 4096  # offsets, lengths and addresses of direct reads are multiples of it
 CHUNK = 8 << 20  # bytes of one read

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from verbatim.errors import ModelError
+from verbatim.model.stored import Stored, stamp_of
 from verbatim.untrusted import reason
-from verbatim.weights.lazy import Stored, stamp_of
 
 _DTYPES = {
     "F64": torch.float64,

@@ -13,7 +13,8 @@ import transformers
 from verbatim._version import __version__
 from verbatim.errors import ModelError
 from verbatim.model.loader import LoadedModel, file_times
-from verbatim.weights.lazy import Stored, sources, stamp_of
+from verbatim.model.stored import Stored, stamp_of
+from verbatim.weights.lazy import sources
 
 _MAX_SAMPLED = 1024  # tensors of which a fingerprint contains some bytes
 _SAMPLE_BYTES = 64

@@ -8,41 +8,15 @@ then assigns to the module are lazy weights, which `materialize` reads and compu
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-Stamp = tuple[int, int, int, int]
-
-
-def stamp_of(fd: int) -> Stamp:
-    """Return the device, inode, size and modification time of a file, which change when it does."""
-    stat = os.fstat(fd)
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor in a file.
-
-    Attributes:
-        offset: byte offset of its data in the file.
-        stamp: the file's stamp when its header was read; None: only this process writes to the file.
-    """
-
-    name: str
-    path: Path
-    offset: int
-    nbytes: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stamp: Stamp | None = None
+from verbatim.model.stored import Stored as Stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,20 +182,14 @@ def materialize(lazy: LazyWeight, read: Callable[[Stored], Tensor]) -> Tensor:
 
 
 def rows_can_be_read(lazy: LazyWeight) -> bool:
-    """Return whether each row of the parameter is a row of a stored tensor, or a row in another dtype.
+    """Return whether each row of a matrix is a row of a stored one, or a row in another dtype.
 
     The rows of several tensors may follow one another.
     """
-    if isinstance(lazy, Stored):
-        return len(lazy.shape) > 1
-    if isinstance(lazy, Held):
-        return False
-    if lazy.func is _aten.cat.default:
-        parts, *dim = lazy.args
-        return not any(dim) and all(
-            isinstance(part, Stored) and len(part.shape) > 1 for part in parts
-        )
-    return lazy.func is _aten._to_copy.default and rows_can_be_read(lazy.args[0])
+    row = rows_of(lazy, 0, 1)
+    while isinstance(row, Computed) and row.func is _aten._to_copy.default:
+        row = row.args[0]
+    return isinstance(row, Stored) and len(row.shape) > 1
 
 
 def rows_of(lazy: LazyWeight, begin: int, end: int) -> LazyWeight | None:

@@ -20,11 +20,12 @@ from verbatim.model.packed import hold_packed, replace_children
 from verbatim.model.packing import PackingReport, choose_packings, holdable_of, matrices_of, owners
 from verbatim.model.quantization import Quantization
 from verbatim.model.quantize import pack_and_measure
+from verbatim.model.stored import Stored, read_stored, stamp_of
 from verbatim.model.weight_packing import WeightPacking
 from verbatim.options import available_memory
 from verbatim.weights.formats.stored import held_packing
-from verbatim.weights.lazy import Cut, LazyWeight, Stored, materialize, sources, stamp_of
-from verbatim.weights.packed_cache import THREADS, PackedCache, read_stored
+from verbatim.weights.lazy import Cut, LazyWeight, materialize, sources
+from verbatim.weights.packed_cache import THREADS, PackedCache
 
 _TRIMMED = 1 << 20  # size of a weight after which freed memory is returned to the system
 _SMALL = 1 << 16  # bytes of a weight that stays in the L1 or L2 cache anyway
@@ -66,7 +67,7 @@ def open_weights(
 def _store_by_rows(module: nn.Module) -> None:
     """Lay out matrices `[in, out]`, as GPT-2, Llama 4 and gpt-oss have them, as `[out, in]`.
 
-    Products read them faster, with the same bits. The parameters keep their shapes.
+    Products read them faster, bit-identically. The parameters keep their shapes.
     """
     for parameter, columns in matrices_of(module).items():
         if columns and parameter.is_contiguous() and parameter.nbytes >= _SMALL:

@@ -16,7 +16,7 @@ from verbatim.model.unused import refuse_unused
 from verbatim.untrusted import read_json, refuse_lfs_pointer, shards_of
 from verbatim.weights.dcp import load_dcp
 from verbatim.weights.gguf import find_gguf, load_gguf
-from verbatim.weights.skeleton import INDEX, open_skeleton, weight_files, weights_name
+from verbatim.weights.skeleton import INDEX, USUAL, open_skeleton, weight_files, weights_name
 
 _ADAPTER = "adapter_config.json"
 
@@ -138,6 +138,9 @@ def _check_folder(folder: Path) -> None:
     read_json(config)
     if (folder / _ADAPTER).is_file():
         raise NotSupported(f"{folder} holds an adapter; merge it into the model")
+    for name in USUAL:
+        if (folder / (name + INDEX)).is_file():
+            shards_of(folder / (name + INDEX))
     if not weight_files(folder)[0] and not any(folder.glob("*.safetensors")):
         raise ModelError(f"{folder} holds no weights (model.safetensors or pytorch_model.bin)")
 
@@ -153,10 +156,9 @@ def _fetched(source: str, revision: str | None, in_memory: bool, named: str | No
     def fetch(*patterns: str) -> Path:
         return Path(snapshot_download(source, revision=revision, allow_patterns=list(patterns)))
 
-    usual = ("model.safetensors", "pytorch_model.bin")[: 1 + in_memory]
     try:
         folder = fetch("*.json", "*.py")
-        for name in usual if named is None else (named,):
+        for name in USUAL[: 1 + in_memory] if named is None else (named,):
             index = folder / (name if name.endswith(INDEX) else name + INDEX)
             fetch(*(shards_of(index) if index.is_file() else [name]))
             if weight_files(folder, named)[0]:

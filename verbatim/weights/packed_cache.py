@@ -22,18 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from verbatim.errors import ModelError
 from verbatim.files import replacing
 from verbatim.model.loader import LoadedModel
 from verbatim.model.quantization import Quantization
+from verbatim.model.stored import read_stored
 from verbatim.options import dtype_name
 from verbatim.weights.files import bytes_of
 from verbatim.weights.headers import stored_in
-from verbatim.weights.identity import fingerprint
-from verbatim.weights.lazy import Stored, sources, stamp_of
+from verbatim.weights.identity import files_digest
+from verbatim.weights.lazy import sources
 
 FORMAT = 3  # version of the file format and of the packed layouts
 THREADS = 2
@@ -65,11 +66,8 @@ class PackedCache:
         where = f"{loaded.folder}\n{kind}\n{dtype}"
         digest = hashlib.blake2b(where.encode(), digest_size=8).hexdigest()
         self.path = root / f"{loaded.folder.name[:80]}-{kind}-{digest}.safetensors"
-        files = sorted({(s.path.name, *(s.stamp or ())[1:], _changed(s.path)) for s in parts})
-        made_of = [FORMAT, transformers.__version__, kind, dtype, files]
-        self._key = hashlib.blake2b(
-            f"{fingerprint(loaded)} {made_of}".encode(), digest_size=16
-        ).hexdigest()
+        made_of = f"{files_digest(loaded)} {FORMAT} {kind} {dtype}"
+        self._key = hashlib.blake2b(made_of.encode(), digest_size=16).hexdigest()
 
     def read(
         self, expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -82,11 +80,8 @@ class PackedCache:
         if self.path is None or not os.path.isfile(self.path):
             return None
         try:
-            with self.path.open("rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                if length > self.path.stat().st_size:
-                    return None
-                meta = json.loads(file.read(length))["__metadata__"]
+            with safe_open(self.path, framework="pt") as file:
+                meta = file.metadata()
             stored = stored_in(self.path)
             if meta.get("key") != self._key or expected != {
                 name: (s.dtype, s.shape) for name, s in stored.items()
@@ -97,9 +92,9 @@ class PackedCache:
                 tensors = dict(zip(stored, pool.map(read_stored, stored.values()), strict=True))
                 found = dict(zip(tensors, pool.map(_sum, tensors.values()), strict=True))
             return (tensors, json.loads(meta["error"])) if found == sums else None
-        except (ModelError, OSError, ValueError, LookupError, TypeError, AttributeError):
+        except (SafetensorError, ModelError, OSError, ValueError, LookupError, TypeError):
             return None
-        except (struct.error, RecursionError, OverflowError):  # of a damaged header
+        except (AttributeError, RecursionError):  # of damaged metadata
             return None
 
     def write(self, tensors: Mapping[str, Tensor], error: Mapping[str, Iterable[float]]) -> None:
@@ -158,30 +153,5 @@ def _root() -> Path | None:
         return None
 
 
-def _changed(path: Path) -> int:
-    """Return the change time of a file; unlike size and modification time, a copy can't preserve it."""
-    return path.stat().st_ctime_ns
-
-
 def _sum(tensor: Tensor) -> int:
     return zlib.crc32(bytes_of(tensor)) if tensor.nbytes else 0
-
-
-def read_stored(stored: Stored) -> Tensor:
-    """Read one tensor of a file through the page cache.
-
-    Raises:
-        ModelError: it can't be read, or the file has changed.
-    """
-    with torch.inference_mode(False):
-        out = torch.empty(stored.nbytes, dtype=torch.uint8)
-    try:
-        with stored.path.open("rb") as file:
-            if stored.stamp is not None and stamp_of(file.fileno()) != stored.stamp:
-                raise ModelError(f"{stored.path} changed while the model was opened")
-            file.seek(stored.offset)
-            if file.readinto(bytes_of(out)) < stored.nbytes:
-                raise ModelError(f"{stored.path} ends within {stored.name}: it was cut short")
-    except OSError as error:
-        raise ModelError(f"{stored.path} can't be read: {error.strerror or error}") from None
-    return out.view(stored.dtype).view(stored.shape)

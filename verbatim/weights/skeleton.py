@@ -12,18 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.errors import ModelError, NotSupported, VerbatimError, first_line
-from verbatim.model.loader import auto_class, building, empty_module
+from verbatim.model.loader import auto_class, building, empty_module, quantization_of
 from verbatim.model.packed import placeholder
 from verbatim.model.patching import quiet
+from verbatim.model.stored import read_stored
 from verbatim.untrusted import check_dtypes, check_size, shards_of
 from verbatim.weights.adapter import read_folder
-from verbatim.weights.files import read_whole
-from verbatim.weights.formats import decode, forget_quantization, quantization_of
+from verbatim.weights.formats import decode, forget_quantization
 from verbatim.weights.formats.gguf import read_gguf
 from verbatim.weights.headers import stored_in
 from verbatim.weights.lazy import Held, LazyWeight, Traced, materialize, traced
 from verbatim.weights.lora import merge_adapter, merge_experts
 
+USUAL = ("model.safetensors", "pytorch_model.bin")  # names of files of weights
 INDEX = ".index.json"  # behind the name of a file that is in shards
 
 
@@ -66,7 +67,9 @@ def open_skeleton(
             if not in_memory:
                 raise
             check_size(folder, empty, nbytes)
-            return _decoded_gguf(folder, config, dtype)
+            where: dict[str, Any] = {"gguf_file": folder.name, "local_files_only": True}
+            where |= {"config": config, "dtype": dtype}
+            return _filled(folder, auto_class(config), str(folder.parent), **where)
     else:
         table = _tensors_of(folder, config, quantization is not None, in_memory)
         nbytes = sum(traced(lazy).nbytes for lazy in table.values())
@@ -87,29 +90,6 @@ def open_skeleton(
     if adapter is not None:
         merge_adapter(adapter, module, lazy_weights)
     return module, lazy_weights, unused
-
-
-def _decoded_gguf(
-    path: Path, config: Any, dtype: torch.dtype
-) -> tuple[nn.Module, dict[nn.Parameter, LazyWeight], list[str]]:
-    """Let transformers decode a GGUF file in memory; as `open_skeleton`."""
-    try:
-        with building, quiet(progress=False):
-            module, report = auto_class(config).from_pretrained(
-                str(path.parent),
-                config=config,
-                dtype=dtype,
-                output_loading_info=True,
-                local_files_only=True,
-                gguf_file=path.name,
-            )
-    except Exception as error:  # a damaged file leads to arbitrary exceptions
-        raise ModelError(f"{path}: can't be loaded: {first_line(error)}") from error
-    _refuse_missing(path, report, is_plain=False)
-    held: dict[nn.Parameter, LazyWeight] = {p: Held(p.data) for p in module.parameters()}
-    for parameter in held:
-        parameter.data = placeholder(parameter)
-    return module.eval(), held, sorted(map(str, report["unexpected_keys"]))
 
 
 def load_traced(
@@ -139,15 +119,33 @@ def load_traced(
     tensors = {n: t if isinstance(t, Traced) else traced(Held(t)) for n, t in tensors.items()}
     check_size(source, empty, nbytes)
     check_dtypes(source, empty, {name: str(tensor.dtype) for name, tensor in tensors.items()})
+    return _filled(
+        source,
+        type(empty),
+        None,
+        # The language model's, if the folder's also has towers.
+        config=empty.config,
+        state_dict=tensors,
+        dtype=dtype,
+        is_plain=is_plain,
+        in_memory=in_memory,
+        adjust=adjust,
+    )
+
+
+def _filled(
+    source: Path,
+    kind: Any,
+    *args: Any,
+    is_plain: bool = False,
+    in_memory: bool = True,
+    adjust: Callable[[Any], None] | None = None,
+    **options: Any,
+) -> tuple[Any, dict[nn.Parameter, LazyWeight], list[str]]:
+    """Return what `kind.from_pretrained` makes, as `open_skeleton`; the other arguments are its own."""
     try:
         with building, quiet(progress=False):
-            module, report = type(empty).from_pretrained(
-                None,
-                config=empty.config,  # the language model's, if the folder's also has towers
-                state_dict=tensors,
-                dtype=dtype,
-                output_loading_info=True,
-            )
+            module, report = kind.from_pretrained(*args, output_loading_info=True, **options)
     except VerbatimError:
         raise
     except Exception as error:  # damaged files and modules' own code raise any type
@@ -206,7 +204,7 @@ def _read_buffers(module: nn.Module) -> None:
     for layer in module.modules():
         for name, buffer in layer._buffers.items():
             if isinstance(buffer, Traced):
-                layer._buffers[name] = materialize(buffer.lazy, read_whole)
+                layer._buffers[name] = materialize(buffer.lazy, read_stored)
 
 
 def _tensors_of(folder: Path, config: Any, is_quantized: bool, in_memory: bool) -> dict[str, Any]:
@@ -244,7 +242,7 @@ def weight_files(folder: Path, named: str | None = None) -> tuple[list[Path], bo
     Raises:
         ModelError: a shard is missing.
     """
-    for name in ("model.safetensors", "pytorch_model.bin") if named is None else (named,):
+    for name in USUAL if named is None else (named,):
         is_index = name.endswith(INDEX)
         if os.path.lexists(folder / name) and not is_index:
             return [folder / name], name.endswith(".bin")

@@ -85,10 +85,18 @@ def get_opt_config(name: str, **kwargs: Any) -> OptConfig:
     """
     if not isinstance(name, str):
         raise InvalidRequest(f"name={name!r}: must be a string")
+    config = config_by_name(name, **kwargs)
+    if config is None:
+        raise InvalidRequest(f"no OPT model is called {name!r}; there are {', '.join(_SHAPES)}")
+    return config
+
+
+def config_by_name(name: str, **kwargs: Any) -> OptConfig | None:
+    """Return the config of an OPT by its name; None for other models."""
     short = name.rsplit("/", 1)[-1].lower()
     shape = _SHAPES.get(short.replace("-iml-max", "").replace("-iml", ""))
     if shape is None:
-        raise InvalidRequest(f"no OPT model is called {name!r}; there are {', '.join(_SHAPES)}")
+        return None
     layers, heads, width = shape
     fields = {"num_hidden_layers": layers, "n_head": heads, "hidden_size": width}
     fields |= {"ffn_embed_dim": 4 * width}
@@ -153,11 +161,3 @@ def check_config(config: OptConfig, model_config: Any, *, by_name: bool) -> None
 
 def _hub_id(name: str) -> str:
     return f"facebook/{name}" if "/" not in name and config_by_name(name) else name
-
-
-def config_by_name(name: str) -> OptConfig | None:
-    """Return the config of an OPT by its name; None for other models."""
-    try:
-        return get_opt_config(name)
-    except InvalidRequest:
-        return None

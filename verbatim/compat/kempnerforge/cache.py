@@ -48,7 +48,7 @@ class KVCache:
             with torch.inference_mode(False):  # it may be written to in any mode
                 self.k = torch.zeros(shape, dtype=dtype, device=device)
                 self.v = torch.zeros(shape, dtype=dtype, device=device)
-        except (TypeError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
             raise InvalidRequest(f"K and V of {shape}, {dtype} on {device}: {reason}") from None
         self.seq_len = 0

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from verbatim.checks import integer
 from verbatim.compat.batches import draw_seed
 from verbatim.compat.megatron.request import DynamicInferenceRequest, InferenceRequest, Status
 from verbatim.compat.megatron.translation import Translation
@@ -141,6 +142,7 @@ class DynamicInferenceContext:
             self._add(req)
 
     def _add(self, req: InferenceRequest) -> None:
+        integer("request_id", getattr(req, "request_id", None), -(2**63), 2**63 - 1)
         if req.request_id in self._entries:
             raise InvalidRequest(f"request_id={req.request_id} is in use")
         if not self._entries:

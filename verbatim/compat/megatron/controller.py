@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from verbatim.compat.batches import pad_rows
+from verbatim.compat.batches import by_name, pad_rows
 from verbatim.compat.megatron.context import DynamicInferenceContext
 from verbatim.compat.megatron.params import SamplingParams
 from verbatim.compat.megatron.request import InferenceRequest
@@ -25,22 +25,21 @@ from verbatim.tensors import engine_of, has_known_layers, open_forward
 TopNDict = dict[int, list[dict[str, float]]]
 _KWARGS = ("common_inference_params", "position")
 _STEP_LENGTH = 4096  # tokens of a request, where a wrapper names no limit
-_IN_A_STEP = "the engine does it inside of a step; call generate_output_tokens_dynamic_batch"
-_DRAFTS = 'drafts are verified inside of a step; open the LLM with draft=, such as draft="mtp"'
-_LOG_PROBS = (
-    "log-probs are made with the samples; set return_log_probs or top_n_logprobs of a request"
-)
 # Documented internals of a step that have no counterpart, with what to use.
-_ELSEWHERE = {
-    "_dynamic_step_context_init": _IN_A_STEP,
-    "_dynamic_step_forward_logits": _IN_A_STEP,
-    "_dynamic_step_sample_logits_and_verify_tokens": _DRAFTS,
-    "_compute_serial_mtp_and_sample": _DRAFTS,
-    "_dynamic_step_calculate_log_probs": _LOG_PROBS,
-    "_dynamic_step_calculate_log_probs_speculative": _LOG_PROBS,
-    "_dynamic_step_calculate_top_n_logprobs": _LOG_PROBS,
-    "_dynamic_step_calculate_top_n_logprobs_speculative": _LOG_PROBS,
-}
+_ELSEWHERE = by_name(
+    {
+        "the engine does it inside of a step; call generate_output_tokens_dynamic_batch": (
+            "_dynamic_step_context_init _dynamic_step_forward_logits"
+        ),
+        'drafts are verified inside of a step; open the LLM with draft=, such as draft="mtp"': (
+            "_dynamic_step_sample_logits_and_verify_tokens _compute_serial_mtp_and_sample"
+        ),
+        "log-probs are made with the samples; set return_log_probs or top_n_logprobs of a request": (
+            "_dynamic_step_calculate_log_probs _dynamic_step_calculate_log_probs_speculative "
+            "_dynamic_step_calculate_top_n_logprobs _dynamic_step_calculate_top_n_logprobs_speculative"
+        ),
+    }
+)
 
 
 class InferenceWrappedModel:
@@ -139,21 +138,22 @@ class TextGenerationController(DraftSteps):
 
         The second value is None without `detokenize_segments`.
         """
-        rows = tokens_gpu_tensor if tokens_gpu_tensor.dim() == 2 else tokens_gpu_tensor[None]
-        lengths = torch.as_tensor(lengths_gpu_tensor).flatten().tolist()
-        width = rows.shape[-1]
+        tokens, lengths = tokens_gpu_tensor, torch.as_tensor(lengths_gpu_tensor).flatten().tolist()
+        if not isinstance(tokens, Tensor) or tokens.is_floating_point():
+            raise InvalidRequest(f"tokens_gpu_tensor={tokens!r}: must be a tensor of ids")
+        rows = torch.atleast_2d(tokens)
         fits = rows.dim() == 2 and len(lengths) == len(rows)
-        if not fits or not all(0 <= n <= width for n in lengths):
+        if not fits or not all(0 <= n <= rows.shape[1] for n in lengths):
             raise InvalidRequest(
-                f"tokens {list(tokens_gpu_tensor.shape)} and lengths {lengths}: must be [L] and one "
-                "length, or [B, L] and B of them, each 0 to L"
+                f"tokens {list(tokens.shape)} and lengths {lengths}: must be [L] and one length, or "
+                "[B, L] and B of them, each 0 to L"
             )
         ids = [row[:n].tolist() for row, n in zip(rows, lengths, strict=True)]
         texts = [self._translation.detokenize(row, True, skip_special_tokens) for row in ids]
         segments = None
         if detokenize_segments:
             segments = [self._translation.segments(row, (), skip_special_tokens) for row in ids]
-        if tokens_gpu_tensor.dim() == 2:
+        if tokens.dim() == 2:
             return texts, segments
         return texts[0], None if segments is None else segments[0]
 
@@ -232,8 +232,7 @@ class TextGenerationController(DraftSteps):
         for name in kwargs:
             if name not in _KWARGS:
                 raise NotSupported(f"{name}: not known; there are {', '.join(_KWARGS)}")
-        params = kwargs.get("common_inference_params") or sampling_params or SamplingParams()
-        params.check()
+        params = SamplingParams.of(kwargs.get("common_inference_params") or sampling_params)
         if params.top_n_logprobs:
             if top_n_logprobs_dict is None:
                 raise InvalidRequest(

@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from verbatim.checks import integer, switch
@@ -102,6 +103,8 @@ class SamplingParams:
         Raises:
             NotSupported: an unknown field; nothing is set.
         """
+        if not isinstance(attribute_value_pair, Mapping):
+            raise InvalidRequest(f"{attribute_value_pair!r}: must be a dict of fields and values")
         known = {field.name for field in dataclasses.fields(self)}
         for name in attribute_value_pair:
             if name not in known:
@@ -112,6 +115,20 @@ class SamplingParams:
             prompt_top_n_requested=bool(attribute_value_pair.get("return_prompt_top_n_logprobs"))
         )
 
+    @classmethod
+    def of(cls, params: Any) -> SamplingParams:
+        """Return checked parameters; None are the defaults.
+
+        Raises:
+            InvalidRequest: of another type. As `check`.
+        """
+        if params is None:
+            return cls()
+        if not isinstance(params, cls):
+            raise InvalidRequest(f"sampling_params={params!r}: must be Megatron's SamplingParams")
+        params.check()
+        return params
+
     def serialize(self) -> dict[str, Any]:
         """Return the values of all fields."""
         return dataclasses.asdict(self)
@@ -120,6 +137,7 @@ class SamplingParams:
     def deserialize(cls, data: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters of a `serialize`."""
         params = cls()
+        # It follows from others, and is deprecated where it is set.
         params.add_attributes({**data, "return_prompt_top_n_logprobs": False})
         return params
 
@@ -128,13 +146,13 @@ class SamplingParams:
 
         Other numeric types, such as numpy's, are converted to Python's.
         """
-        for name, (allowed, why) in _REFUSED.items():
-            if getattr(self, name) != allowed:
-                raise NotSupported(f"{name}={getattr(self, name)!r}: {why}; leave it at {allowed}")
         for field in dataclasses.fields(self):
             if field.type == "bool":
                 switch(field.name, getattr(self, field.name))
-        off = not isinstance(self.top_p, bool) and self.top_p == 0
+        for name, (allowed, why) in _REFUSED.items():
+            if getattr(self, name) != allowed:
+                raise NotSupported(f"{name}={getattr(self, name)!r}: {why}; leave it at {allowed}")
+        off = isinstance(self.top_p, Real) and self.top_p is not False and self.top_p == 0
         checked = EngineParams(temperature=self.temperature, top_p=1.0 if off else self.top_p)
         self.temperature, self.top_p = checked.temperature, 0.0 if off else checked.top_p
         for name, (low, high) in _INTEGERS.items():

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import verbatim
 from verbatim.batch import SamplePlan, SampleRow
+from verbatim.checks import optional_integer
 from verbatim.compat.megatron.params import SamplingParams
 from verbatim.core import TopLogprobs
 from verbatim.errors import InvalidRequest
@@ -35,8 +36,7 @@ def draw(
     Raises:
         InvalidRequest: not logits `[B, V]`, or a row without a token that can be drawn.
     """
-    if vocab_size is not None and vocab_size < 1:
-        raise InvalidRequest(f"vocab_size={vocab_size}: must be 1 or more")
+    vocab_size = optional_integer("vocab_size", vocab_size, 1)
     if isinstance(logits, Tensor) and logits.dim():  # else refused below
         logits = logits[..., :vocab_size]
     return verbatim.sample(logits, **params.sampling(), seed=params.seed, position=position)

@@ -28,6 +28,11 @@ def run_static_batch(
     A failing request does not affect the others; the first error is raised when all
     have ended.
     """
+    for name, given in (("active_requests", requests), ("active_streams", streams)):
+        if not isinstance(given, Mapping):
+            raise InvalidRequest(
+                f"{name} is {type(given).__name__}; it must be a dict, by request id"
+            )
     admitted: dict[int, Request] = {}
     errors: list[BaseException | None] = []
     begun = False
@@ -44,10 +49,10 @@ def run_static_batch(
     if begun:
         errors += _fill_all(translation, requests, admitted, *errors)
     error = next((each for each in errors if each is not None), None)
-    if error is None:
-        return requests
     for stream in streams.values():  # unblock readers; finished streams are unchanged
         stream.finish(error)
+    if error is None:
+        return requests
     try:
         raise error
     finally:
@@ -150,7 +155,13 @@ class _StreamFeed:
         self._segments = None
         if translation.text is not None and self._params.return_segments:
             self._segments = Segments(translation.text, admitted.prompt_ids)
-        admitted.on_end = lambda: stream.finish(admitted.error)
+        admitted.on_end = self._end
+
+    def _end(self) -> None:
+        """End the stream, unless the request was aborted: the end of the batch then has the reason."""
+        result = self._admitted.result
+        if result is None or result.outputs[0].finish_reason is not FinishReason.ABORT:
+            self._stream.finish(self._admitted.error)
 
     def take(self, delta: Delta) -> None:
         """Put the output of one step; end the request if the reader has left."""

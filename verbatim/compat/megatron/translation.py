@@ -79,12 +79,11 @@ class Translation:
             row: its index in the batch: the sample index, unless the request has its own seed.
             seed: for requests without their own.
         """
+        if not isinstance(request, InferenceRequest):
+            raise InvalidRequest(f"{request!r}: must be an InferenceRequest")
         if request.encoder_prompt is not None:
             raise NotSupported("encoder_prompt: only decoders are run; leave it at None")
-        params = request.sampling_params or SamplingParams()
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequest(f"sampling_params={params!r}: must be Megatron's SamplingParams")
-        params.check()
+        params = SamplingParams.of(request.sampling_params)
         self._check_text(params)
         ids = self._prompt_ids(request, params)
         engine_params = params.to_engine(
@@ -242,5 +241,10 @@ def _caller_ids(request: InferenceRequest) -> list[int] | None:
     given = request.prompt_tokens
     if given is None:
         return None
-    ids = given.tolist() if isinstance(given, Tensor) else list(given)
+    try:
+        ids = given.tolist() if isinstance(given, Tensor) else list(given)
+    except TypeError:
+        raise InvalidRequest(
+            f"prompt_tokens={given!r}: must be a list or a tensor of ids"
+        ) from None
     return None if request.prompt is not None and ids == request._tokenized else ids

@@ -220,7 +220,6 @@ class GenerateCall:
             for _ in steps:
                 self._check_criteria()
                 self._send()
-        self._send()
         if self._streamer is not None:
             self._streamer.end()
 
@@ -285,6 +284,9 @@ def check_criteria(
         )
     checks, strings = list(checks), settings["stop_strings"]
     if strings is not None:
+        many = [strings] if isinstance(strings, str) else strings
+        if not isinstance(many, list | tuple) or not all(isinstance(s, str) and s for s in many):
+            raise InvalidRequest(f"stop_strings={strings!r}: must be a string or a list of strings")
         from transformers import StopStringCriteria
 
         if tokenizer is None and llm.tokenizer is not None:

@@ -103,7 +103,8 @@ class Processors:
 
     def _native_edits(self) -> dict[str, Any]:
         settings = self._settings
-        banned = [[i] for i in settings["suppress_tokens"] or ()]
+        suppressed = settings["suppress_tokens"]
+        banned = [[i] for i in (() if suppressed is None else suppressed)]
         words = [list(ids) for ids in settings["bad_words_ids"] or ()]
         banned += [ids for ids in words if ids not in [[eos] for eos in settings.eos_ids]]
         fields: dict[str, Any] = {"bad_words": banned} if banned else {}
@@ -154,6 +155,10 @@ class Processors:
             )
         except (TypeError, ValueError) as error:
             raise InvalidRequest(str(error)) from error
+        except (RuntimeError, LookupError) as error:
+            raise InvalidRequest(
+                f"transformers can't make the logits processors: {type(error).__name__}: {error}"
+            ) from error
         return ProcessorChain(
             processors,
             keep_logits=self._settings["output_logits"],
@@ -175,7 +180,10 @@ def _watermark(config: Any) -> Any:
     if isinstance(config, dict):
         from transformers import WatermarkingConfig
 
-        config = WatermarkingConfig.from_dict(config)
+        try:
+            config = WatermarkingConfig.from_dict(config)
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"watermarking_config={config!r}: {error}") from error
     if config is not None and type(config).__name__ != "WatermarkingConfig":
         raise NotSupported(
             f"watermarking_config={type(config).__name__}: its processor remembers earlier calls, and "

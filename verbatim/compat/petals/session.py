@@ -145,10 +145,11 @@ class InferenceSession:
 
     def _keep_hidden(self, num_columns: int) -> None:
         """Drop the hidden states after `num_columns`; NotSupported if a layer can't."""
-        layers = [] if self._hidden is None else self._hidden.layers
+        layers = [] if self._hidden is None else getattr(self._hidden, "layers", [self._hidden])
         for layer in layers:
-            full = layer.is_sliding and layer.get_seq_length() >= layer.sliding_window
-            if not layer.is_croppable or full:
+            if not getattr(layer, "is_croppable", False) or (
+                layer.is_sliding and layer.get_seq_length() >= layer.sliding_window
+            ):
                 raise NotSupported(
                     f"position={num_columns}: a {type(layer).__name__} can't be shortened; open another "
                     "session"

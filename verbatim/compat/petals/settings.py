@@ -202,7 +202,8 @@ class Settings(dict[str, Any]):
             self[name] = flag(name, False if self[name] is None else self[name])
         for name, low in _COUNTS.items():
             if self[name] is not None:
-                self[name] = integer(name, self[name], low)
+                high = 2**63 - 1 if name.endswith("_id") else None
+                self[name] = integer(name, self[name], low, high)
         beams, copies = self.num_beams, self.num_copies
         check_search(beams, self["do_sample"], self["temperature"])
         if beams > 1 and copies > beams:
@@ -259,5 +260,5 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
         return ()
     value = value.tolist() if hasattr(value, "tolist") else value
     many = value if isinstance(value, list | tuple) else [value]
-    ids = [integer(name, entry, -1) for entry in many]
+    ids = [integer(name, entry, -1, 2**63 - 1) for entry in many]
     return tuple(dict.fromkeys(i for i in ids if i >= 0))  # -1 ends nothing

@@ -9,14 +9,12 @@ import struct
 import sys
 import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.storage import _storage_type_to_dtype_map
@@ -24,6 +22,7 @@ from torch.storage import _storage_type_to_dtype_map
 from verbatim.errors import ModelError
 from verbatim.model.dcp.metadata import Metadata, Size, StoredChunk
 from verbatim.model.dcp.records import TENSOR, unpickle
+from verbatim.model.stored import Stored, read_stored, stamp_of
 
 _FILE = ".metadata"
 _LATEST = "latest"
@@ -74,34 +73,6 @@ def _stages(folder: Path) -> list[Path]:
         raise ModelError(f"{folder} can't be read: {error.strerror or error}") from None
     found = [(int(m[1]), p) for p in paths if (m := _STAGE.match(p.name)) and os.path.isdir(p)]
     return [path for _, path in sorted(found)]
-
-
-@dataclass(frozen=True, slots=True)
-class Numbers:
-    """Elements of a tensor in a file, one after another.
-
-    Attributes:
-        name: of the tensor, and where in it they begin.
-        offset: byte offset of the first one.
-        shape: of a chunk; with strides, its elements and gaps `[count]`.
-    """
-
-    name: str
-    path: Path
-    offset: int
-    shape: Size
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all elements."""
-        return prod(self.shape) * self.dtype.itemsize
-
-
-def read_numbers(numbers: Numbers) -> Tensor:
-    """Read elements of a file."""
-    raw = np.fromfile(numbers.path, np.uint8, numbers.nbytes, offset=numbers.offset)
-    return torch.from_numpy(raw).view(numbers.dtype).view(numbers.shape)
 
 
 class DcpCheckpoint:
@@ -163,11 +134,11 @@ class DcpCheckpoint:
             if short.startswith(prefix) and (prefix or not short.startswith(_OPTIMIZERS))
         }
 
-    def tensor(self, key: str, read: Callable[[Numbers], Tensor] = read_numbers) -> Tensor:
+    def tensor(self, key: str, read: Callable[[Stored], Tensor] = read_stored) -> Tensor:
         """Return a tensor, put together from its chunks.
 
         Args:
-            read: returns elements of a file, also traced ones.
+            read: returns a tensor of a file, also a traced one.
 
         Raises:
             ModelError: missing or truncated files; chunks that are not tensors of its dtype and size, or
@@ -256,24 +227,26 @@ def _uncovered(metadata: Metadata, key: str, size: Size) -> ModelError:
 
 
 def _chunk(
-    metadata: Metadata, key: str, chunk: StoredChunk, read: Callable[[Numbers], Tensor]
+    metadata: Metadata, key: str, chunk: StoredChunk, read: Callable[[Stored], Tensor]
 ) -> Tensor:
     path = _file(metadata.path, chunk.relative_path)
-    size = path.stat().st_size
-    if chunk.begin + chunk.length > size:
-        raise ModelError(
-            f"{path} is cut short: it has {size} bytes, and {key} ends at {chunk.begin + chunk.length}"
-        )
+    with path.open("rb") as file:
+        stamp = stamp_of(file.fileno())
+    end = chunk.begin + chunk.length
+    if end > stamp[2]:
+        raise ModelError(f"{path} is cut short: it has {stamp[2]} bytes, and {key} ends at {end}")
     name, dtype = f"{key}{list(chunk.offsets)}", metadata.dtype(key)
     try:
         offset, count, strides = _find_numbers(path, chunk, dtype)
     except ModelError as error:
         raise ModelError(f"{path}: {key} is no tensor as torch.save writes it: {error}") from None
-    if strides == torch.empty(chunk.sizes, device="meta").stride():
-        return read(Numbers(name, path, offset, chunk.sizes, dtype))
-    flat = read(Numbers(name, path, offset, (count,), dtype))
+    in_order = strides == torch.empty(chunk.sizes, device="meta").stride()
+    shape = chunk.sizes if in_order else (count,)
+    found = read(Stored(name, path, offset, count * dtype.itemsize, dtype, shape, stamp))
+    if in_order:
+        return found
     # Contiguous, as other strides would select other matrix products.
-    return flat.as_strided(chunk.sizes, strides).clone(memory_format=torch.contiguous_format)
+    return found.as_strided(chunk.sizes, strides).clone(memory_format=torch.contiguous_format)
 
 
 def _file(metadata: Path, relative_path: str) -> Path:

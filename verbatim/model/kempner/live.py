@@ -21,7 +21,10 @@ from verbatim.model.patching import exclusive, patched
 from verbatim.model.tree import Tree
 
 _CLASS = "kempnerforge.model.transformer.Transformer"
-_CODE = ("kempnerforge.model.", "torch.nn.modules.")
+_CODE = ("kempnerforge.model.", "torch.nn.modules.", "torch.distributed.algorithms._checkpoint.")
+_CHECKPOINTED = (
+    "._checkpoint_wrapped_module"  # in the names of layers with activation checkpointing
+)
 _TRIAL_TOKENS = 40
 
 
@@ -96,9 +99,8 @@ def _settings(module: Any) -> tuple[dict[str, Any], bool]:
     """Return the config's fields, and whether a layer records its attention weights."""
     fields = (field.name for field in dataclasses.fields(ModelConfig))
     values = {name: getattr(module.config, name) for name in fields if hasattr(module.config, name)}
-    layers = module.layers.values()
-    records = any(getattr(layer.attention, "capture_attention_weights", False) for layer in layers)
-    return values, records
+    layers = (getattr(layer, "attention", None) for layer in module.layers.values())
+    return values, any(getattr(layer, "capture_attention_weights", False) for layer in layers)
 
 
 def _built(module: nn.Module) -> nn.Module | None:
@@ -107,9 +109,8 @@ def _built(module: nn.Module) -> nn.Module | None:
     from transformers.initialization import no_init_weights
 
     values, _ = _settings(module)
-    plain: dict[str, Any] = {
-        k: str(v) if isinstance(v, str) else v for k, v in values.items()
-    }  # of enumerations
+    # Some are members of enumerations.
+    plain: dict[str, Any] = {k: str(v) if isinstance(v, str) else v for k, v in values.items()}
     auto: Any = AutoModelForCausalLM
     try:
         model = ModelConfig(**plain)
@@ -127,7 +128,7 @@ def _built(module: nn.Module) -> nn.Module | None:
 def _links(skeleton: nn.Module, module: nn.Module) -> list[tuple[Place, Place]] | None:
     """Return each parameter of `skeleton` with that of `module`; None if they do not correspond."""
     own: dict[str, Place] = {
-        f"{path}.{name}": (layer._parameters, name)
+        f"{path.replace(_CHECKPOINTED, '')}.{name}": (layer._parameters, name)
         for path, layer in module.named_modules()
         for name in layer._parameters
     }

@@ -66,12 +66,13 @@ class LocalHosts(Hosts):
 
     Args:
         key: the cluster's secret.
-        share: the function of `worker.py` that they run.
+        share: what they serve, of `worker.SHARES`.
     """
 
-    def __init__(self, key: bytes, share: str = "serve_layers") -> None:
+    def __init__(self, key: bytes, share: str = "layers") -> None:
         self.key = key
-        self._launcher = Launcher(f"verbatim.placement.distributed.worker:{share}")
+        self._share = share
+        self._launcher = Launcher("verbatim.placement.distributed.worker:serve")
         self._prepared: list[WorkerProcess] = []
 
     def start(self, count: int, avoid: set[str]) -> list[Host]:
@@ -89,7 +90,7 @@ class LocalHosts(Hosts):
         return list(hosts)
 
     def _create(self, model: dict[str, Any] | None) -> WorkerProcess:
-        return self._launcher.start(key=self.key.hex(), model=model)
+        return self._launcher.start(share=self._share, key=self.key.hex(), model=model)
 
     def prepare(self, count: int, model: dict[str, Any]) -> None:
         self._prepared += [self._create(model) for _ in range(count - len(self._prepared))]

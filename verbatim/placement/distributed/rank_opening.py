@@ -44,7 +44,7 @@ def open_tensor_parallel(model: ToOpen, choice: TensorParallel) -> Placed:
     rank, world, key = meet(choice.size)
     if rank:
         return _follow(rank, world, key, model.options, RankShare(model.loaded, model.source))
-    hosts = RankHosts(key, other_ranks(world)) if world > 1 else LocalHosts(key, "serve_rank")
+    hosts = RankHosts(key, other_ranks(world)) if world > 1 else LocalHosts(key, "rank")
     group = RankGroup(hosts, choice.size, choice.timeout_s)
     with ExitStack() as undo:
         undo.callback(group.close)

@@ -46,7 +46,9 @@ def exchange(rank: int, world: int, text: str) -> list[str]:
 
 def gather_text(text: str, group: Any) -> list[str]:
     """Return the texts of all ranks of a gloo group, in their order; of each the first `_TEXT_BYTES`."""
-    own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)  # `all_gather_object` would unpickle the others'
+    own = torch.zeros(
+        _TEXT_BYTES, dtype=torch.uint8
+    )  # `all_gather_object` would unpickle the others'
     raw = text.encode()[:_TEXT_BYTES]
     own[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
     found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]

@@ -1,4 +1,4 @@
-"""The functions that worker processes of this machine run."""
+"""The function that worker processes of this machine run."""
 
 from __future__ import annotations
 
@@ -13,32 +13,26 @@ from verbatim.placement.distributed.rank_share import RankShare
 from verbatim.placement.distributed.served import Served
 from verbatim.placement.distributed.stage import Stage
 
-Report = Callable[[Any], None]
+SHARES: dict[str, type[Served]] = {"layers": Layers, "rank": RankShare}
 
 
-def serve_layers(key: str, model: dict[str, Any] | None, report: Report) -> None:
-    """Serve layers of a model until the head is gone.
+def serve(
+    share: str, key: str, model: dict[str, Any] | None, report: Callable[[Any], None]
+) -> None:
+    """Serve a share of a model until the head is gone.
 
     Args:
+        share: which of `SHARES`.
         key: in hexadecimal digits.
         model: inspected in advance, if given.
         report: takes the port.
     """
-    _serve(Layers(), key, model, report)
-
-
-def serve_rank(key: str, model: dict[str, Any] | None, report: Report) -> None:
-    """Serve a rank's share of each layer; arguments as of `serve_layers`."""
-    _serve(RankShare(), key, model, report)
-
-
-def _serve(share: Served, key: str, model: dict[str, Any] | None, report: Report) -> None:
-    ended = threading.Event()
-    stage = Stage(bytes.fromhex(key), HOST, share, ended.set)
+    ended, served = threading.Event(), SHARES[share]()
+    stage = Stage(bytes.fromhex(key), HOST, served, ended.set)
     report(stage.address[1])
     if model is not None:
         try:
-            share.warm(model)
+            served.warm(model)
         except VerbatimError:
             pass  # reported when the model is opened
     ended.wait()

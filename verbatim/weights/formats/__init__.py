@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from verbatim.errors import ModelError, VerbatimError
-from verbatim.untrusted import reason
+from verbatim.untrusted import parts_of, reason
 from verbatim.weights.formats.bitsandbytes import read_bitsandbytes
 from verbatim.weights.formats.checkpoint import QuantizedCheckpoint
 from verbatim.weights.formats.compressed import read_compressed
@@ -40,19 +40,10 @@ _FORMATS: dict[str, Callable[[QuantizedCheckpoint], Iterator[tuple[str, LazyWeig
 }
 
 
-def quantization_of(config: Any) -> dict[str, Any] | None:
-    """Return the `quantization_config` of a transformers config, or of a model inside it."""
-    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
-        found = getattr(part, "quantization_config", None)
-        if found is not None:
-            return dict(found) if isinstance(found, Mapping) else dict(found.to_dict())
-    return None
-
-
 def forget_quantization(config: Any) -> None:
     """Remove every `quantization_config`, so that transformers builds plain modules."""
-    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
-        if part is not None and "quantization_config" in part.__dict__:
+    for part in parts_of(config):
+        if "quantization_config" in part.__dict__:
             del part.quantization_config
 
 

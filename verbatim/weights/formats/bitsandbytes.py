@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError
+from verbatim.model.stored import read_stored
 from verbatim.model.weight_packing import TABLES, Encoding
-from verbatim.weights.files import read_whole
-from verbatim.weights.formats.checkpoint import QuantizedCheckpoint, pairs
+from verbatim.weights.formats.checkpoint import SCALES, QuantizedCheckpoint, pairs
 from verbatim.weights.formats.compressed import unsigned
-from verbatim.weights.lazy import LazyWeight, Stored
+from verbatim.weights.lazy import LazyWeight
 
 
 def read_bitsandbytes(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
@@ -26,10 +26,9 @@ def read_bitsandbytes(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, La
 
     for name in checkpoint.names(".SCB"):
         weight = f"{name}.weight"
-        parts = checkpoint.take(weight), checkpoint.take_scale(f"{name}.SCB")
-        shape = parts[0].shape
-        if parts[0].dtype is not torch.int8 or parts[1].shape != shape[:1]:
-            raise checkpoint.wrong(weight)
+        stored = checkpoint.take(weight, torch.int8)
+        shape = stored.shape
+        parts = stored, checkpoint.take(f"{name}.SCB", *SCALES, shape=shape[:1])
         checkpoint.drop(f"{name}.weight_format")
         yield weight, checkpoint.grouped(weight, shape, Encoding.SIGNED, 8, 0, codes, parts)
     for kind in (Encoding.NF4, Encoding.FP4):
@@ -38,7 +37,7 @@ def read_bitsandbytes(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, La
 
 
 def _four_bits(checkpoint: QuantizedCheckpoint, name: str, kind: Encoding) -> LazyWeight:
-    state = read_whole(
+    state = read_stored(
         checkpoint.take(f"{name}.quant_state.bitsandbytes__{kind.name.lower()}")
     ).flatten()
     try:
@@ -49,21 +48,19 @@ def _four_bits(checkpoint: QuantizedCheckpoint, name: str, kind: Encoding) -> La
         offset = float(fields.get("nested_offset") or 0)
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ModelError(f"{checkpoint.folder}: the quant_state of {name} is damaged") from None
-    # Scales that are quantized as well are bytes.
-    peaks_of = checkpoint.take if nested > 0 else checkpoint.take_scale
-    parts: tuple[Stored, ...] = (checkpoint.take(name), peaks_of(f"{name}.absmax"))
-    keys = [".quant_map"] + [".nested_absmax", ".nested_quant_map"] * (nested > 0)
-    parts += tuple(checkpoint.take_scale(f"{name}{key}") for key in keys)
     numel = torch.Size(shape).numel()
     peaks = -(-numel // block) if block > 0 else -1
-    if len(shape) != 2 or parts[0].nbytes != -(-numel // 2) or parts[2].shape != (16,):
-        raise checkpoint.wrong(name)
-    if torch.Size(parts[1].shape).numel() != peaks or (
-        nested > 0 and parts[1].dtype is not torch.uint8
-    ):
-        raise checkpoint.wrong(f"{name}.absmax")
-    if nested > 0 and (parts[3].shape != (-(-peaks // nested),) or parts[4].shape != (256,)):
-        raise checkpoint.wrong(f"{name}.nested_absmax")
+    # Scales that are quantized as well are bytes.
+    absmax = checkpoint.take(f"{name}.absmax", *((torch.uint8,) if nested > 0 else SCALES))
+    parts = [checkpoint.take(name), absmax]
+    if torch.Size(absmax.shape).numel() != peaks:
+        raise checkpoint.wrong(absmax)
+    if len(shape) != 2 or parts[0].nbytes != -(-numel // 2):
+        raise checkpoint.wrong(parts[0])
+    sizes = {"quant_map": 16}
+    if nested > 0:
+        sizes |= {"nested_absmax": -(-peaks // nested), "nested_quant_map": 256}
+    parts += [checkpoint.take(f"{name}.{key}", *SCALES, shape=(n,)) for key, n in sizes.items()]
 
     def flat(codes: Tensor, absmax: Tensor, *nests: Tensor) -> tuple[Tensor, Tensor]:
         data = codes.contiguous().view(torch.uint8).flatten()  # stored in any dtype
@@ -84,7 +81,7 @@ def _four_bits(checkpoint: QuantizedCheckpoint, name: str, kind: Encoding) -> La
 
     # Blocks run on from row to row; a group of ours lies in one block.
     size = math.gcd(block, shape[1])
-    known = torch.equal(read_whole(parts[2]).float(), TABLES[kind])
+    known = torch.equal(read_stored(parts[2]).float(), TABLES[kind])
     if not known or size % 32:
-        return checkpoint.rounded(shape, values, parts, name)
-    return checkpoint.grouped(name, shape, kind, 4, size, codes, parts)
+        return checkpoint.rounded(shape, values, tuple(parts), name)
+    return checkpoint.grouped(name, shape, kind, 4, size, codes, tuple(parts))

@@ -21,7 +21,7 @@ from verbatim.weights.lazy import Computed, LazyWeight, Stored
 # Of the tensors of a matrix: codes `[N, K]`, scales `[N, groups]`, zero points, if the encoding has any.
 Codes = Callable[..., tuple[Tensor, Tensor, Tensor | float]]
 _LARGEST = 2.0**118  # a scale; FP8 scales are multiplied by 2^8
-_SCALES = (torch.float16, torch.bfloat16, torch.float32)
+SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(slots=True)
@@ -43,26 +43,34 @@ class QuantizedCheckpoint:
         """Return the names that end in `suffix`, without it."""
         return [name.removesuffix(suffix) for name in self.left if name.endswith(suffix)]
 
-    def take(self, name: str) -> Stored:
-        """Remove and return a tensor."""
-        if name not in self.left:
-            raise ModelError(f"{self.folder} lacks {name}, which its quantization needs")
-        return self.left.pop(name)
-
-    def take_scale(self, name: str, *others: torch.dtype) -> Stored:
-        """Remove and return a tensor of scales.
+    def take(
+        self, name: str, *dtypes: torch.dtype, shape: tuple[int | None, ...] | None = None
+    ) -> Stored:
+        """Remove and return a tensor.
 
         Args:
-            others: dtypes that it may have, besides the usual floating-point numbers.
-        """
-        scale = self.take(name)
-        if scale.dtype not in (*_SCALES, *others):
-            raise ModelError(f"{self.folder}: {name} is {scale.dtype}, which scales are not")
-        return scale
+            dtypes: those that it may have; none: any.
+            shape: the one that it must have, with None for any size; None: any.
 
-    def take_if_there(self, name: str) -> tuple[Stored, ...]:
-        """Remove and return a tensor, or nothing."""
-        return (self.left.pop(name),) if name in self.left else ()
+        Raises:
+            ModelError: it is missing, or another one.
+        """
+        if name not in self.left:
+            raise ModelError(f"{self.folder} lacks {name}, which its quantization needs")
+        tensor = self.left.pop(name)
+        fits = shape is None or (
+            len(shape) == len(tensor.shape)
+            and all(n in (None, m) for n, m in zip(shape, tensor.shape, strict=True))
+        )
+        if not fits or (dtypes and tensor.dtype not in dtypes):
+            raise self.wrong(tensor)
+        return tensor
+
+    def take_if_there(
+        self, name: str, *dtypes: torch.dtype, shape: tuple[int | None, ...] | None = None
+    ) -> tuple[Stored, ...]:
+        """Remove and return a tensor as `take` does, or nothing."""
+        return (self.take(name, *dtypes, shape=shape),) if name in self.left else ()
 
     def drop(self, *names: str) -> None:
         """Remove what is not needed for the weights, if it is there."""
@@ -153,10 +161,11 @@ class QuantizedCheckpoint:
 
         return Computed(Grouped(f"{self.folder}: {name}", packing, compute), parts, {}, None)
 
-    def wrong(self, name: str) -> ModelError:
+    def wrong(self, stored: Stored) -> ModelError:
         """Return the error for a tensor of another shape or dtype."""
         return ModelError(
-            f"{self.folder}: {name} has not the shape or dtype that its quantization says"
+            f"{self.folder}: {stored.name} is {stored.dtype} {list(stored.shape)}, which is not the shape or "
+            "dtype that its quantization says"
         )
 
 

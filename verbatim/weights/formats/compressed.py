@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError, NotSupported
+from verbatim.model.stored import read_stored
 from verbatim.model.weight_packing import Encoding
-from verbatim.weights.files import read_whole
-from verbatim.weights.formats.checkpoint import QuantizedCheckpoint, nibbles
+from verbatim.weights.formats.checkpoint import SCALES, QuantizedCheckpoint, nibbles
 from verbatim.weights.formats.fp4 import mxfp4_rows, nvfp4
 from verbatim.weights.formats.fp8 import FP8, finish_fp8, scaled
 from verbatim.weights.lazy import LazyWeight, Stored
@@ -53,10 +53,8 @@ def read_compressed(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, Lazy
 
 
 def _words(checkpoint: QuantizedCheckpoint, name: str, options: list[dict[str, Any]]) -> LazyWeight:
-    words = checkpoint.take(f"{name}.weight_packed")
-    scales = checkpoint.take_scale(f"{name}.weight_scale")
-    if words.dtype is not torch.int32 or not len(words.shape) == len(scales.shape) == 2:
-        raise checkpoint.wrong(f"{name}.weight_packed")
+    words = checkpoint.take(f"{name}.weight_packed", torch.int32, shape=(None, None))
+    scales = checkpoint.take(f"{name}.weight_scale", *SCALES, shape=(words.shape[0], None))
     all_bits = {option.get("num_bits") for option in options}
     if all_bits not in ({4}, {8}):
         raise NotSupported(
@@ -66,18 +64,17 @@ def _words(checkpoint: QuantizedCheckpoint, name: str, options: list[dict[str, A
     bits = 4 if all_bits == {4} else 8
     per_word = 32 // bits
     depth = words.shape[1] * per_word
-    for stored in checkpoint.take_if_there(f"{name}.weight_shape"):
-        told = read_whole(stored).tolist()
-        if not isinstance(told, list) or len(told) != 2 or told[0] != words.shape[0]:
-            raise checkpoint.wrong(f"{name}.weight_shape")
-        depth = int(told[1])
+    for stored in checkpoint.take_if_there(f"{name}.weight_shape", shape=(2,)):
+        width, depth = map(int, read_stored(stored).tolist())
+        if width != words.shape[0]:
+            raise checkpoint.wrong(words)
     by_order = {o.get("actorder") for o in options} & {"group", "dynamic"}
     if by_order or f"{name}.weight_g_idx" in checkpoint.left:
         raise NotSupported(f"{checkpoint.folder}: {name}.weight_g_idx: groups that are reordered")
     shape = (words.shape[0], depth)
     size = _group_size(options) or -(-depth // max(1, scales.shape[1]))
-    if scales.shape != (shape[0], -(-depth // size)) or -(-depth // per_word) != words.shape[1]:
-        raise checkpoint.wrong(f"{name}.weight_scale")
+    if scales.shape[1] != -(-depth // size) or -(-depth // per_word) != words.shape[1]:
+        raise checkpoint.wrong(scales)
 
     def codes(words: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Any:
         code = nibbles(words, bits)[:, :depth]
@@ -92,16 +89,14 @@ def _words(checkpoint: QuantizedCheckpoint, name: str, options: list[dict[str, A
 
 
 def _plain(checkpoint: QuantizedCheckpoint, name: str, options: list[dict[str, Any]]) -> LazyWeight:
-    weight = checkpoint.take(f"{name}.weight")
-    scales = checkpoint.take_scale(f"{name}.weight_scale")
+    weight = checkpoint.take(f"{name}.weight", torch.int8, shape=(None, None))
+    scales = checkpoint.take(f"{name}.weight_scale", *SCALES)
     shape = weight.shape
-    if weight.dtype is not torch.int8 or len(shape) != 2:
-        raise checkpoint.wrong(f"{name}.weight")
     groups = scales.shape[1] if len(scales.shape) == 2 else 1
     size = _group_size(options) or -(-shape[1] // max(1, groups))
     for_tensor = torch.Size(scales.shape).numel() == 1
     if not for_tensor and (scales.shape[0] != shape[0] or groups != -(-shape[1] // size)):
-        raise checkpoint.wrong(f"{name}.weight_scale")
+        raise checkpoint.wrong(scales)
     size = 0 if for_tensor else size
 
     def by_rows(x: Tensor) -> Tensor:
@@ -130,13 +125,11 @@ def _zero_points(
     shape: tuple[int, ...],
 ) -> tuple[Stored, ...]:
     """Return the zero points of a matrix, if it has any."""
-    zeros = checkpoint.take_if_there(f"{name}.weight_zero_point")
+    zeros = checkpoint.take_if_there(f"{name}.weight_zero_point", dtype, shape=shape)
     if not zeros and all(option.get("symmetric") is False for option in options):
         raise ModelError(
             f"{checkpoint.folder} lacks {name}.weight_zero_point, as config.json says symmetric=false"
         )
-    if any(zero.dtype is not dtype or zero.shape != shape for zero in zeros):
-        raise checkpoint.wrong(f"{name}.weight_zero_point")
     return zeros
 
 

@@ -13,7 +13,7 @@ from verbatim.model.gguf_blocks import SMALLEST_FACTOR, nvfp4_blocks
 from verbatim.model.groups import PIECE
 from verbatim.model.quantization import Quantization
 from verbatim.model.weight_packing import BLOCK, E2M1, Encoding, WeightPacking
-from verbatim.weights.formats.checkpoint import QuantizedCheckpoint, pairs
+from verbatim.weights.formats.checkpoint import SCALES, QuantizedCheckpoint, pairs
 from verbatim.weights.formats.stored import Decoded, Grouped
 from verbatim.weights.lazy import Computed, LazyWeight, Stored
 
@@ -54,9 +54,9 @@ def nvfp4(
         inverted: the factor is stored as 1 over it.
     """
     parts, shape = _parts(checkpoint, packed, scale, 16, torch.float8_e4m3fn)
-    parts = (*parts, checkpoint.take_scale(factor))
+    parts = (*parts, checkpoint.take(factor, *SCALES))
     if math.prod(parts[2].shape) != 1:
-        raise checkpoint.wrong(factor)
+        raise checkpoint.wrong(parts[2])
     full_name = f"{checkpoint.folder}: {weight}"
 
     def read(data: Tensor, scales: Tensor, number: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,10 +96,7 @@ def _parts(
     checkpoint: QuantizedCheckpoint, packed: str, scale: str, size: int, dtype: torch.dtype
 ) -> tuple[tuple[Stored, ...], tuple[int, int]]:
     """Return codes and scales of a matrix `[N, K]`, and its shape."""
-    parts = checkpoint.take(packed), checkpoint.take(scale)
-    if parts[0].dtype is not torch.uint8 or len(parts[0].shape) != 2:
-        raise checkpoint.wrong(packed)
-    shape = (parts[0].shape[0], 2 * parts[0].shape[1])
-    if parts[1].dtype is not dtype or parts[1].shape != (shape[0], -(-shape[1] // size)):
-        raise checkpoint.wrong(scale)
-    return parts, shape
+    codes = checkpoint.take(packed, torch.uint8, shape=(None, None))
+    shape = codes.shape[0], 2 * codes.shape[1]
+    scales = checkpoint.take(scale, dtype, shape=(shape[0], -(-shape[1] // size)))
+    return (codes, scales), shape

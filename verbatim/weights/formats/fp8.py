@@ -10,7 +10,7 @@ from torch import Tensor
 
 from verbatim.errors import ModelError, NotSupported
 from verbatim.model.weight_packing import Encoding
-from verbatim.weights.formats.checkpoint import QuantizedCheckpoint, pairs
+from verbatim.weights.formats.checkpoint import SCALES, QuantizedCheckpoint, pairs
 from verbatim.weights.formats.fp4 import powers
 from verbatim.weights.formats.stored import Decoded
 from verbatim.weights.lazy import Computed, LazyWeight
@@ -29,7 +29,7 @@ def scaled(
         block: rows and columns of a block; None: a scale for the tensor, for each row, or for each column of
             a stack `[experts, K, N]`.
     """
-    parts = checkpoint.take(name), checkpoint.take_scale(scale, torch.float8_e8m0fnu)
+    parts = checkpoint.take(name), checkpoint.take(scale, *SCALES, torch.float8_e8m0fnu)
     shape, blocks = parts[0].shape, parts[1].shape
     stacks = len(shape) == 3 and not block
     columns = stacks and blocks == (shape[0], 1, shape[2])
@@ -37,7 +37,7 @@ def scaled(
         # Llama 4: the scales of columns, which are `[experts, N, 1]` of one of the two stacks.
         columns, width = True, (shape[0], 1, shape[2])
         if blocks not in (width, (shape[0], shape[2], 1)):
-            raise checkpoint.wrong(scale)
+            raise checkpoint.wrong(parts[1])
         blocks = width
     if block and len(blocks) == len(shape):
         # The last block of a dimension may be short.
@@ -54,7 +54,7 @@ def scaled(
     if (sizes and any(-(-n // b) != m for n, b, m in zip(shape, sizes, blocks, strict=True))) or (
         not sizes and torch.Size(blocks).numel() not in (1, shape[0])
     ):
-        raise checkpoint.wrong(scale)
+        raise checkpoint.wrong(parts[1])
 
     def by_rows(scales: Tensor, rows: int) -> Tensor:
         """Return the scales of each row of a matrix: `[N, blocks of K]`."""
@@ -121,15 +121,12 @@ def read_mxfp4(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeigh
         return pairs(blocks).flatten(-2), powers(exponents), 0.0
 
     for name in checkpoint.names("_blocks"):
-        blocks = checkpoint.take(f"{name}_blocks")
-        parts = blocks, checkpoint.take(f"{name}_scales")
-        if (
-            blocks.shape[:-1] != parts[1].shape
-            or blocks.shape[-1:] != (16,)
-            or {part.dtype for part in parts} != {torch.uint8}
-        ):
-            raise checkpoint.wrong(f"{name}_blocks")
-        *outer, width, groups, _ = blocks.shape
+        blocks = checkpoint.take(f"{name}_blocks", torch.uint8)
+        *outer, width, groups, last = blocks.shape
+        if last != 16:
+            raise checkpoint.wrong(blocks)
+        scales = (*outer, width, groups)
+        parts = blocks, checkpoint.take(f"{name}_scales", torch.uint8, shape=scales)
         # transformers keeps these experts as [experts, K, N].
         shape = (*outer, groups * 32, width)
         kind = Encoding.MXFP4

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from verbatim.errors import ModelError, NotSupported
 from verbatim.model.quantization import Quantization
+from verbatim.model.stored import Stored, stamp_of
 from verbatim.model.weight_packing import Encoding, WeightPacking
 from verbatim.weights.formats.checkpoint import laid_out, pairs
 from verbatim.weights.formats.stored import Decoded, Grouped
-from verbatim.weights.lazy import Computed, LazyWeight, Stored, Traced, stamp_of, traced
+from verbatim.weights.lazy import Computed, LazyWeight, Traced, traced
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What transformers does to the tensors of these can be done to tensors that are not read yet.

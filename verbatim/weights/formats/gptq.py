@@ -10,7 +10,7 @@ from torch import Tensor
 
 from verbatim.errors import ModelError, NotSupported
 from verbatim.model.weight_packing import Encoding
-from verbatim.weights.formats.checkpoint import QuantizedCheckpoint, nibbles
+from verbatim.weights.formats.checkpoint import SCALES, QuantizedCheckpoint, nibbles
 from verbatim.weights.lazy import LazyWeight, Stored
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble of a word
@@ -26,15 +26,13 @@ def _take(
         size: of a group; at most 0: all of K.
     """
     per_word = 32 // bits
-    words, zeros = (checkpoint.take(f"{name}.{key}") for key in ("qweight", "qzeros"))
-    scales = checkpoint.take_scale(f"{name}.scales")
-    if any(part.dtype is not torch.int32 or len(part.shape) != 2 for part in (words, zeros)):
-        raise checkpoint.wrong(f"{name}.qweight")
+    words = checkpoint.take(f"{name}.qweight", torch.int32, shape=(None, None))
     depth, width = words.shape
     shape = (width * per_word, depth) if by_columns else (width, depth * per_word)
     groups = -(-shape[1] // size) if size > 0 else 1
-    if scales.shape != (groups, shape[0]) or zeros.shape != (groups, -(-shape[0] // per_word)):
-        raise checkpoint.wrong(f"{name}.scales")
+    zero_shape = groups, -(-shape[0] // per_word)
+    zeros = checkpoint.take(f"{name}.qzeros", torch.int32, shape=zero_shape)
+    scales = checkpoint.take(f"{name}.scales", *SCALES, shape=(groups, shape[0]))
     return shape, (words, zeros, scales)
 
 
@@ -67,13 +65,13 @@ def read_gptq(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight
 
     for name in checkpoint.names(".qweight"):
         shape, parts = _take(checkpoint, name, False, bits, size)
-        order = checkpoint.take_if_there(f"{name}.g_idx")
-        integers = (torch.int32, torch.int64)
-        if (ordered and not order) or any(
-            part.shape != shape[1:] or part.dtype not in integers for part in order
-        ):
-            raise checkpoint.wrong(f"{name}.g_idx")
-        weight, parts = f"{name}.weight", parts + order
+        if ordered and f"{name}.g_idx" not in checkpoint.left:
+            raise ModelError(
+                f"{checkpoint.folder} lacks {name}.g_idx, as config.json says desc_act"
+            )
+        integers = torch.int32, torch.int64
+        weight = f"{name}.weight"
+        parts += checkpoint.take_if_there(f"{name}.g_idx", *integers, shape=shape[1:])
         if ordered:
             yield weight, checkpoint.rounded(shape, values, parts, weight)
         else:

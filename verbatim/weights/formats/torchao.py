@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import NotSupported
+from verbatim.model.stored import read_stored
 from verbatim.model.weight_packing import Encoding
-from verbatim.weights.files import read_whole
-from verbatim.weights.formats.checkpoint import QuantizedCheckpoint, pairs
+from verbatim.weights.formats.checkpoint import SCALES, QuantizedCheckpoint, pairs
 from verbatim.weights.formats.compressed import unsigned
 from verbatim.weights.formats.fp8 import scaled
 from verbatim.weights.lazy import LazyWeight
@@ -60,20 +60,19 @@ def _float8(
 
 
 def _int8(checkpoint: QuantizedCheckpoint, name: str, prefix: str, block: list[int]) -> LazyWeight:
-    weight, scales = checkpoint.take(f"{prefix}qdata"), checkpoint.take_scale(f"{prefix}scale")
-    zeros = checkpoint.take_if_there(f"{prefix}zero_point")
+    weight = checkpoint.take(f"{prefix}qdata", torch.int8)
+    scales = checkpoint.take(f"{prefix}scale", *SCALES)
+    zeros = checkpoint.take_if_there(f"{prefix}zero_point", torch.int8)
     *outer, width, depth = weight.shape
     rows, size = block
     groups = (*outer, width // rows if rows else 0, -(-depth // size) if size else 0)
-    if weight.dtype is not torch.int8 or rows not in (1, width) or len(outer) > 1:
-        raise checkpoint.wrong(f"{prefix}qdata")
+    if rows not in (1, width) or len(outer) > 1:
+        raise checkpoint.wrong(weight)
     for part in (scales, *zeros):
         if torch.Size(part.shape).numel() != torch.Size(groups).numel():
-            raise checkpoint.wrong(part.name)
-    if any(zero.dtype is not torch.int8 for zero in zeros):
-        raise checkpoint.wrong(f"{prefix}zero_point")
+            raise checkpoint.wrong(part)
     # Symmetric ones are stored with zeros; without them a scale keeps all its bits.
-    zeros = tuple(zero for zero in zeros if bool(read_whole(zero).any()))
+    zeros = tuple(zero for zero in zeros if bool(read_stored(zero).any()))
 
     def by_rows(x: Tensor) -> Tensor:
         return x.reshape(groups[-2:]).expand(width, -1)
@@ -87,17 +86,20 @@ def _int8(checkpoint: QuantizedCheckpoint, name: str, prefix: str, block: list[i
 
 
 def _int4(checkpoint: QuantizedCheckpoint, name: str, prefix: str, block: list[int]) -> LazyWeight:
-    parts = tuple(checkpoint.take(f"{prefix}{key}") for key in ("qdata", "scale", "zero_point"))
-    *outer, width, half = parts[0].shape
+    data = checkpoint.take(f"{prefix}qdata", torch.int8, torch.uint8)
+    *outer, width, half = data.shape
     shape, size = (*outer, width, 2 * half), block[1]
     groups = (*outer, shape[-1] // size if size > 0 else 0, width)
-    if parts[0].dtype not in (torch.int8, torch.uint8) or block[0] != 1 or len(outer) > 1:
-        raise checkpoint.wrong(f"{prefix}qdata")
-    for part in parts[1:]:
-        if part.shape != groups or part.dtype is not torch.bfloat16:
-            raise checkpoint.wrong(part.name)
+    if block[0] != 1 or len(outer) > 1:
+        raise checkpoint.wrong(data)
+    scales, zero_points = (
+        checkpoint.take(f"{prefix}{key}", torch.bfloat16, shape=groups)
+        for key in ("scale", "zero_point")
+    )
 
     def codes(words: Tensor, scales: Tensor, zeros: Tensor) -> Any:
         return pairs(words.view(torch.uint8)) ^ 8, scales.t(), zeros.float().t()
 
-    return checkpoint.grouped(name, shape, Encoding.CENTERED, 4, size, codes, parts)
+    return checkpoint.grouped(
+        name, shape, Encoding.CENTERED, 4, size, codes, (data, scales, zero_points)
+    )
