@@ -33,9 +33,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from verbatim.placement.offload.shape import ModelShape
 
 
 def shape(gb: float) -> dict[str, Any]:
@@ -178,60 +181,19 @@ class Group:
         self._out.write_text(str(os.getpid()))
 
 
-def read_alone(folder: Path, nbytes: int) -> float:
-    """Bytes a second of direct reads with nothing else running, with as many readers as Verbatim has."""
-    from verbatim.placement.offload.stream import Stream, lay_out
-    from verbatim.placement.offload.trace import Trace
+def limits(folder: Path, shape: ModelShape, rows: int) -> tuple[float, float]:
+    """Bytes a second of direct reads, and seconds of a step's products, with nothing else running."""
+    from verbatim.placement.offload import machine
+    from verbatim.placement.offload.cost import products_s
     from verbatim.weights.lazy import Stored
 
     path = max(folder.glob("*.safetensors"), key=lambda p: p.stat().st_size)
-    step = 64 << 20
-    pieces = [
-        Stored(str(at), path, at, step, torch.uint8, (step,))
-        for at in range(0, min(nbytes, path.stat().st_size) - step, step)
-    ]
-    stream = Stream([lay_out(p.name, [p]) for p in pieces], 2 * step + 8192, 2, Trace())
-    begin = time.perf_counter()
-    for i in range(len(pieces)):
-        stream.take(i)
-        stream.give_back()
-    taken = time.perf_counter() - begin
-    stream.close()
-    return step * len(pieces) / taken
-
-
-def chosen_experts(config: dict[str, Any], rows: int) -> float:
-    """Experts of a layer that `rows` rows choose, if all are as likely."""
-    count = config.get("num_experts", 0)
-    return count * (1 - (1 - 1 / count) ** (rows * config["num_experts_per_tok"])) if count else 0.0
-
-
-def products_alone(config: dict[str, Any], rows: int) -> float:
-    """Seconds of a step's matrix products, on weights that lie in memory: one layer's, over and over."""
-    from verbatim.model.products import linear
-
-    hidden, inter = config["hidden_size"], config["intermediate_size"]
-    q, kv = config["num_attention_heads"] * 128, config["num_key_value_heads"] * 128
-    shapes = [(rows, q, hidden), (rows, kv, hidden), (rows, kv, hidden), (rows, hidden, q)]
-    if busy := round(chosen_experts(config, rows)):
-        inter, own = (
-            config["moe_intermediate_size"],
-            -(-rows * config["num_experts_per_tok"] // busy),
-        )
-        shapes += busy * [(own, inter, hidden), (own, inter, hidden), (own, hidden, inter)]
-    else:
-        shapes += [(rows, inter, hidden), (rows, inter, hidden), (rows, hidden, inter)]
-    weights = [torch.randn(s[1:]).bfloat16() for s in shapes]
-    inputs = [torch.randn(s[0], s[2]).bfloat16() for s in shapes]
-    times = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        for x, w in zip(inputs, weights, strict=True):
-            linear(x, w)
-        times.append(time.perf_counter() - begin)
-    size = sum(w.numel() for w in weights)
-    head = config["vocab_size"] * hidden
-    return statistics.median(times) * (config["num_hidden_layers"] * size + head) / size
+    size = path.stat().st_size
+    machine._found.clear()  # of the plan
+    whole = Stored("file", path, 0, size, torch.uint8, (size,))
+    found = machine.measure([whole], None, torch.bfloat16)
+    used = [unit for unit in shape.units if not unit.gathers]
+    return found.read_rate, sum(products_s(shape, unit, rows, found) for unit in used)
 
 
 def prompts(config: dict[str, Any], count: int, length: int) -> list[list[int]]:
@@ -259,6 +221,9 @@ def child_verbatim(args: argparse.Namespace, config: dict[str, Any]) -> dict[str
 
     if args.whole:  # experts come with their layers
         Units.split_experts = lambda self: None  # type: ignore[method-assign]
+    # All modules and the threads' stacks, which count against nobody's limit.
+    with LLM(placement=Offload(gpu="200MB", weights=(0, 0, 100), policy=None)) as small:
+        small.generate(["Once"], SamplingParams(max_tokens=2))
     group, base = begin(args)
     start = time.perf_counter()
     llm = LLM(
@@ -270,7 +235,8 @@ def child_verbatim(args: argparse.Namespace, config: dict[str, Any]) -> dict[str
     )
     opened = time.perf_counter() - start
     work = prompts(config, args.sequences, args.prompt)
-    runner, folder = llm.engine.runner, Path(args.folder)
+    runner: Any = llm.engine.runner
+    folder = Path(args.folder)
     if args.throttle:
         throttle(args.throttle)
     marks: list[
@@ -296,8 +262,9 @@ def child_verbatim(args: argparse.Namespace, config: dict[str, Any]) -> dict[str
     for _ in range(args.rounds):
         marks.clear()
         group.leave()
-        bandwidths.append(args.throttle or read_alone(folder, 2_000_000_000))
-        computes.append(products_alone(config, args.sequences))
+        bandwidth, compute_s = limits(folder, runner.forecast.shape, args.sequences)
+        bandwidths.append(args.throttle or bandwidth)
+        computes.append(compute_s)
         group.enter()
         Path("/proc/self/clear_refs").write_text("5")  # what the two took is not the model's
         whole = run(1 + args.new)

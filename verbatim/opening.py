@@ -47,7 +47,7 @@ from verbatim.placement.distributed.runner import Clustered
 from verbatim.placement.kv_caches import open_kv_caches, speaks_kv_caches
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.offload.forecast import Forecast, forecast
-from verbatim.placement.offload.opening import open_offloaded
+from verbatim.placement.offload.runner import open_offloaded
 from verbatim.placement.offload.tiers import units_of
 from verbatim.placement.options import EngineOptions, Placed, ToOpen
 from verbatim.placement.resident import move, open_resident

@@ -27,9 +27,9 @@ from verbatim.placement.distributed.part import Part
 from verbatim.placement.distributed.served import Served
 from verbatim.placement.distributed.split import Split
 from verbatim.placement.distributed.wire import Message, dtype_named
-from verbatim.placement.offload.opening import open_tiered
 from verbatim.placement.offload.planner import BUDGET_SHARE
 from verbatim.placement.offload.report import plan_line
+from verbatim.placement.offload.runner import open_tiered
 from verbatim.placement.offload.tiers import Tiers
 from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions
 from verbatim.placement.resident import Resident

@@ -90,6 +90,19 @@ def sample_s(shape: ModelShape, machine: Machine, rows: int, draws: int = 1) -> 
     return rows * shape.vocab * _LOGIT * machine.product(1) + draws * _UNIT_S
 
 
+def products_s(shape: ModelShape, unit: UnitShape, rows: float, m: Machine) -> float:
+    """Return the seconds of one unit's products with `rows` rows, of which each goes to a few experts."""
+    stacked = {*unit.experts, *(i for i in unit.slots if shape.slots[i].of_experts)}
+    dense = sum(shape.slots[i].elements for i in unit.slots if i not in stacked)
+    seconds = dense * m.product(rows)
+    if stacked:
+        busy = shape.experts * shape.chosen_experts(rows)
+        sent = rows * max(1, shape.experts_per_token)
+        routed = sum(shape.slots[i].elements for i in stacked)
+        seconds += routed / shape.experts * busy * m.product(sent / busy)
+    return seconds
+
+
 def compute_s(
     shape: ModelShape, unit: UnitShape, plan: Plan, load: Load, parts: int, m: Machine
 ) -> float:
@@ -105,14 +118,9 @@ def compute_s(
     if unit.gathers:
         return load.rows * _ROW_S if any(tiers[i] == "disk" for i in unit.slots) else 0.0
     rows = (load.rows if unit.attends else load.logit_rows) / parts
-    stacked = {*unit.experts, *(i for i in unit.slots if shape.slots[i].of_experts)}
-    dense = sum(shape.slots[i].elements for i in unit.slots if i not in stacked)
-    one = _UNIT_S + dense * m.product(rows)
-    if stacked:
-        routed = sum(shape.slots[i].elements for i in stacked)
-        busy = shape.experts * shape.chosen_experts(rows)
-        sent = rows * max(1, shape.experts_per_token)
-        one += routed / shape.experts * busy * m.product(sent / busy) + busy * _UNIT_S / 8
+    one = _UNIT_S + products_s(shape, unit, rows, m)
+    if unit.experts or any(shape.slots[i].of_experts for i in unit.slots):
+        one += shape.experts * shape.chosen_experts(rows) * _UNIT_S / 8
     if unit.attends:
         one += _PASSES * working_bytes(shape, ceil(rows)) * 2 / memory_rate
         pairs = rows * load.context

@@ -117,24 +117,26 @@ class Weights:
         if self._order:
             self.stream.follow(self._order)
 
-    def release(self, asleep: Scratch) -> None:
-        """Free all memory until `allocate`.
+    def release(self, beside: Scratch) -> None:
+        """Free all memory until `allocate`; weights in memory that are in no file as they are go to one.
 
         Args:
-            asleep: takes weights in memory that are in no file as they are; closed by `allocate`.
+            beside: as for `overlay`.
 
         Raises:
             TierFailed: they can't be written; nothing is freed then.
         """
-        if self._asleep is not None:
-            asleep.close()
+        if self.is_asleep:
             return
-        self._slept = {
-            slot: asleep.keep(slot.name, slot.lazy.tensor)
-            for slot in self.units.slots
-            if isinstance(slot.lazy, Held)
-        }
-        self._asleep = asleep
+        asleep, held = self.overlay(beside), dict[Slot, Stored]()
+        try:
+            for slot in self.units.slots:
+                if isinstance(slot.lazy, Held):
+                    held[slot] = asleep.keep(slot.name, slot.lazy.tensor)
+        except BaseException:
+            asleep.close()
+            raise
+        self._asleep, self._slept = asleep, held
         self._drop()
 
     @property
