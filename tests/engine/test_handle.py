@@ -236,7 +236,7 @@ def test_the_loop_thread_goes_with_an_engine_that_is_collected() -> None:
     gone = weakref.ref(llm.engine)
     del llm
     gc.collect()
-    assert gone() is None
+    until(lambda: gone() is None)  # the thread may hold it for the end of its turn
     until(lambda: not engine_threads())
 
 
