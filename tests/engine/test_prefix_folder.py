@@ -155,6 +155,17 @@ def test_other_weights_under_the_same_name_find_nothing(
         assert result(llm)[1] == 0
 
 
+def test_other_defaults_of_sampling_leave_prefixes_valid(
+    open_: Callable[..., LLM], folders: Callable[[str], Path]
+) -> None:
+    with open_("phi3") as llm:
+        result(llm)
+    path = folders("phi3") / "generation_config.json"
+    path.write_text(path.read_text() + "\n")
+    with open_("phi3") as llm:
+        assert result(llm)[1] > 0
+
+
 def test_updated_weights_neither_read_nor_write(open_: Callable[..., LLM], tmp_path: Path) -> None:
     with open_() as llm:
         first, _ = result(llm)
