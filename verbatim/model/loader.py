@@ -245,14 +245,25 @@ def read_config(source: str, where: dict[str, Any]) -> Any:
         raise UnsupportedModel(
             f"{source}: model type {config.model_type!r} is not a causal language model in transformers"
         )
-    # Where ModelOpt has not written config.json's field.
-    of_modelopt = Path(source) / "hf_quant_config.json"
-    if quantization_of(config) is None and of_modelopt.is_file():
-        fields = read_json(of_modelopt).get("quantization")
-        config.quantization_config = {"quant_method": "modelopt", **(fields or {})}
+    read_modelopt_config(Path(source), config)
     if not where["trust_remote_code"]:
         resolve_implementations(config)
     return config
+
+
+def read_modelopt_config(folder: Path, config: Any) -> None:
+    """Add the `quantization_config` that ModelOpt wrote to a file of its own instead of config.json.
+
+    Raises:
+        ModelError: the file can't be read.
+    """
+    path = folder / "hf_quant_config.json"
+    if quantization_of(config) is not None or not path.is_file():
+        return
+    fields = read_json(path).get("quantization")
+    if not isinstance(fields, dict):
+        raise ModelError(f"{path}: quantization={str(fields)[:80]!r}: must be an object")
+    config.quantization_config = fields | {"quant_method": "modelopt"}
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:

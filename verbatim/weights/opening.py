@@ -10,7 +10,14 @@ from typing import Any
 from verbatim import storyteller
 from verbatim.errors import InvalidRequest, ModelError, NotSupported, first_line
 from verbatim.model.dcp.checkpoint import find_dcp
-from verbatim.model.loader import HUB_ID, LoadedModel, ModelSource, read_config, resolve_dtype
+from verbatim.model.loader import (
+    HUB_ID,
+    LoadedModel,
+    ModelSource,
+    read_config,
+    read_modelopt_config,
+    resolve_dtype,
+)
 from verbatim.model.quantization import Quantization
 from verbatim.model.unused import refuse_unused
 from verbatim.untrusted import read_json, refuse_lfs_pointer, shards_of
@@ -86,6 +93,7 @@ def _load(
     tokenizer = _tokenizer(named, where) if with_tokenizer else None
     if folder is None:
         folder = _fetched(named, source.revision, in_memory, weights_name(config)).resolve()
+        read_modelopt_config(folder, config)
     module, lazy_weights, unused = open_skeleton(
         folder, config, resolved, source.trust_remote_code, adapter, in_memory=in_memory
     )
