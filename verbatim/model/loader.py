@@ -77,7 +77,8 @@ class ModelSource:
         dtype: "auto" takes the checkpoint's (float16 becomes bfloat16, which CPUs support).
         revision: a branch, tag or commit of a hub id.
         trust_remote_code: run the checkpoint's Python code.
-        config: of a DCP folder, as `LLM` takes it, or as plain data; None for other models.
+        config: of a DCP folder, as `LLM` takes it, or as plain data for another process; None for other
+            models.
         unused_weights: "error" or "ignore".
         quantization: the fields of a `Quantization`, as plain data.
     """

@@ -21,7 +21,7 @@ from verbatim.model.loader import (
 from verbatim.model.quantization import Quantization
 from verbatim.model.unused import refuse_unused
 from verbatim.untrusted import read_json, refuse_lfs_pointer, shards_of
-from verbatim.weights.dcp import load_dcp
+from verbatim.weights.dcp import config_from_dict, load_dcp
 from verbatim.weights.gguf import find_gguf, load_gguf
 from verbatim.weights.skeleton import INDEX, USUAL, open_skeleton, weight_files, weights_name
 
@@ -212,7 +212,8 @@ def reopen(source: ModelSource) -> LoadedModel:
     Raises:
         ModelError, NotSupported: it can't be opened here.
     """
-    loaded = open_files(source, False)
+    config = None if source.config is None else config_from_dict(source.config)
+    loaded = open_files(replace(source, config=config), False)
     if source.quantization is not None:
         loaded.quantization = Quantization(**source.quantization)
     return loaded
