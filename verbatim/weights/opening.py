@@ -25,7 +25,7 @@ from verbatim.weights.dcp import config_from_dict, load_dcp
 from verbatim.weights.gguf import find_gguf, load_gguf
 from verbatim.weights.skeleton import INDEX, USUAL, open_skeleton, weight_files, weights_name
 
-_ADAPTER = "adapter_config.json"
+ADAPTER = "adapter_config.json"
 
 
 def open_files(
@@ -72,7 +72,7 @@ def _load(
     if os.path.isdir(os.path.expanduser(named)):
         named, where["local_files_only"] = os.path.expanduser(named), True
         folder = Path(named).resolve()
-        if (folder / _ADAPTER).is_file() and not (folder / "config.json").is_file():
+        if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
             base, revision = _base_of(folder)
             loaded = _load(
                 replace(source, model=base, revision=revision),
@@ -120,16 +120,16 @@ def _base_of(adapter: Path) -> tuple[str, str | None]:
     """
     for path in adapter.iterdir():
         refuse_lfs_pointer(path)
-    config = read_json(adapter / _ADAPTER)
+    config = read_json(adapter / ADAPTER)
     base, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(base, str) or not isinstance(revision, str | None):
-        raise ModelError(f"{adapter / _ADAPTER}: it names no base_model_name_or_path")
+        raise ModelError(f"{adapter / ADAPTER}: it names no base_model_name_or_path")
     folder = os.path.expanduser(base)
     if not os.path.isdir(folder) and not HUB_ID.match(base):
         raise ModelError(
             f"{adapter}: its base model {base[:200]!r} is neither a folder nor a hub id"
         )
-    if (Path(folder) / _ADAPTER).is_file():
+    if (Path(folder) / ADAPTER).is_file():
         raise NotSupported(
             f"{adapter}: its base model {base[:200]!r} is an adapter, too; merge it first"
         )
@@ -144,7 +144,7 @@ def _check_folder(folder: Path) -> None:
     for path in folder.iterdir():
         refuse_lfs_pointer(path)
     read_json(config)
-    if (folder / _ADAPTER).is_file():
+    if (folder / ADAPTER).is_file():
         raise NotSupported(f"{folder} holds an adapter; merge it into the model")
     for name in USUAL:
         if (folder / (name + INDEX)).is_file():
