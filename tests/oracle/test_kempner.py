@@ -327,6 +327,23 @@ def test_an_edited_live_module_runs_by_its_own_forward() -> None:
             llm.generate(IDS, SamplingParams(max_tokens=1))
 
 
+@pytest.mark.parametrize("change", ["number", "code"])
+def test_an_engine_sees_what_is_edited_inside_its_live_module(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = live("llama")
+    with LLM(module, kv_memory="1MB") as llm:
+        assert llm.info()["rows"] == "together"
+        generated = llm.generate(IDS, SamplingParams(max_tokens=1))
+        assert len(generated[0].outputs[0].token_ids) == 1
+        if change == "number":
+            monkeypatch.setattr(module.norm, "eps", 3.0)
+        else:
+            monkeypatch.setattr(type(module.norm), "forward", lambda _self, x: 2 * x)
+        with pytest.raises(ModelChanged, match="open it again"):
+            llm.generate(IDS, SamplingParams(max_tokens=1))
+
+
 def test_activation_checkpointing_is_looked_through() -> None:
     module = live("llama")
     apply_activation_checkpointing(
