@@ -52,6 +52,7 @@ class LoadedModel:
     checkpoint: Checkpoint | None = None  # None for a live one
     lazy_weights: Mapping[nn.Parameter, Any] | None = None  # if not loaded
     folder: Path | None = None  # of its files
+    files: Sequence[Path] = ()  # of weights, also deeper in the folder
     adapter: Path | None = None  # the folder of an adapter that is added to them
     packed: PackingReport | None = None  # the quantized weights; None: none
     quantization: Quantization | None = None  # for lazy weights, when they are read
@@ -120,10 +121,10 @@ class Checkpoint:
         loaded: a model whose weights were just read.
         read: reads its module again.
         """
-        self.folders = loaded.folders
+        self.folders, self._weights = loaded.folders, loaded.files
         self.dropped = False
         self._read = read
-        self._files = file_times(loaded.folders)
+        self._files = file_times(self.folders, self._weights)
         self._state = _state(loaded.module)
 
     def drop(self, module: nn.Module) -> None:
@@ -172,21 +173,22 @@ class Checkpoint:
         self._state = _state(module)
 
     def _check_files(self) -> None:
-        now = file_times(self.folders)
+        now = file_times(self.folders, self._weights)
         changed = sorted(n for n in now | self._files if now.get(n) != self._files.get(n))
         if changed:
             raise ModelChanged(f"{changed[0]} changed since the model was opened")
 
 
-def file_times(folders: Iterable[Path]) -> dict[Path, tuple[int, int]]:
-    """Return size and time of the files that determine the weights."""
-    found = {}
-    for folder in folders:
-        for path in (*folder.glob("*"), *folder.glob("pp*/*")):  # stages of DCP
-            if path.name.endswith(_FILES):
-                stat = path.stat()
-                found[path] = stat.st_size, stat.st_mtime_ns
-    return found
+def file_times(folders: Iterable[Path], files: Iterable[Path]) -> dict[Path, tuple[int, int]]:
+    """Return size and time of the files that determine the weights.
+
+    Args:
+        folders, files: of a `LoadedModel`.
+    """
+    inside = (path for folder in folders for at in ("*", "pp*/*") for path in folder.glob(at))
+    paths = {path for path in inside if path.name.endswith(_FILES)}  # pp: stages of DCP
+    there = {path: path.stat() for path in paths.union(file for file in files if file.exists())}
+    return {path: (stat.st_size, stat.st_mtime_ns) for path, stat in there.items()}
 
 
 def _state(module: nn.Module) -> dict[str, tuple[Any, ...]]:

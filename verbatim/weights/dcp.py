@@ -89,6 +89,7 @@ def load_dcp(
         str(folder),
         lazy_weights=lazy_weights,
         folder=folder,
+        files=[*{part.path for lazy in lazy_weights.values() for part in sources(lazy)}],
         config=_as_dict(config, kempner) if with_config else None,
     )
 

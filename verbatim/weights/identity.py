@@ -58,7 +58,9 @@ def files_digest(loaded: LoadedModel) -> str:
     Files are identified by name, size, inode and times; the change time can't be forged. A copy of the files
     is another model.
     """
-    paths = [path for path in file_times(loaded.folders) if path.name not in _NOT_WEIGHTS]
+    paths = [
+        path for path in file_times(loaded.folders, loaded.files) if path.name not in _NOT_WEIGHTS
+    ]
     files = sorted((path.name, path.stat()) for path in paths)
     plain = [(n, s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for n, s in files]
     module: Any = loaded.module

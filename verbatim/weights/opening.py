@@ -108,6 +108,7 @@ def _load(
         named,
         lazy_weights=lazy_weights,
         folder=folder,
+        files=weight_files(folder, weights_name(config))[0],
         wrapper=config,
     )
 
