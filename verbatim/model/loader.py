@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from verbatim.model.packing import PackingReport
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
-# Ends of the names of files that determine the weights; the last two of DCP.
-_FILES = (".safetensors", ".bin", ".gguf", ".index.json", "config.json", ".distcp", ".metadata")
+# Ends of the names of files that determine the weights, apart from `LoadedModel.files`; the last two of DCP.
+_FILES = (".safetensors", ".bin", ".index.json", "config.json", ".distcp", ".metadata")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # transformers patches its own and torch's functions while it builds a model. Two threads at once would
@@ -52,7 +52,9 @@ class LoadedModel:
     checkpoint: Checkpoint | None = None  # None for a live one
     lazy_weights: Mapping[nn.Parameter, Any] | None = None  # if not loaded
     folder: Path | None = None  # of its files
-    files: Sequence[Path] = ()  # of weights, also deeper in the folder
+    files: Sequence[
+        Path
+    ] = ()  # of weights: a GGUF file, or those that may lie deeper in the folder
     adapter: Path | None = None  # the folder of an adapter that is added to them
     packed: PackingReport | None = None  # the quantized weights; None: none
     quantization: Quantization | None = None  # for lazy weights, when they are read
