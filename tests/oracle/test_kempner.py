@@ -311,6 +311,17 @@ def test_an_engine_goes_with_its_live_module() -> None:
     assert gone() is None
 
 
+def test_a_closed_engine_holds_no_weights_of_a_live_module() -> None:
+    module = live("llama")
+    llm = LLM(module, kv_memory="1MB")
+    assert llm.info()["rows"] == "together"
+    llm.close()
+    gone = weakref.ref(module.norm.weight)
+    del module
+    gc.collect()
+    assert gone() is None
+
+
 def test_an_edited_live_module_runs_by_its_own_forward() -> None:
     module = live("llama")
     assert engine_of(module).info()["rows"] == "together"

@@ -75,7 +75,8 @@ class LiveDecoder(Decoder):
     def close(self) -> None:
         super().close()
         self._live = lambda: None
-        self._links = []
+        for name in ("_links", "_live_tree", "_live_code"):
+            vars(self).pop(name, None)
 
 
 def skeleton_of(module: nn.Module) -> nn.Module | None:
