@@ -126,7 +126,7 @@ def check_config(source: str, config: Mapping[str, Any], trust_remote_code: bool
 
     Raises:
         NotSupported: it names a kernel of the hub, or an unsupported quantization.
-        ModelError: a number of layers or parts out of range.
+        ModelError: a number of layers or parts out of range, or weights in no file of its folder.
     """
     for key, value in _fields(config):
         if _IMPLEMENTATIONS.match(key):
@@ -145,12 +145,16 @@ def check_config(source: str, config: Mapping[str, Any], trust_remote_code: bool
                     f"{source}: config.json: quant_method={str(method)[:80]!r} is not supported: must be "
                     f"one of {', '.join(QUANTIZATIONS)}; or open the model unquantized, with quantization="
                 )
+        elif key == "transformers_weights" and value is not None:
+            if not isinstance(value, str):
+                raise ModelError(
+                    f"{source}: config.json: {key}={str(value)[:80]!r}: must be the name of a file"
+                )
+            check_names(Path(source) / "config.json", [value])
         elif isinstance(value, int) and not isinstance(value, bool):
             most = MOST_LAYERS if _LAYERS.match(key) else MOST_PARTS if _PARTS.match(key) else None
             if most is not None and not 0 <= value <= most:
                 raise ModelError(f"{source}: config.json: {key}={value}: must be from 0 to {most}")
-        elif key == "transformers_weights" and isinstance(value, str):
-            check_names(Path(source) / "config.json", [value])
 
 
 def _fields(value: Any) -> Iterator[tuple[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import errno
+import json
 import os
 import re
 import subprocess
@@ -153,6 +154,37 @@ def test_other_weights_under_the_same_name_find_nothing(
     assert path.stat().st_size == before.st_size
     with open_("qwen2") as llm:
         assert result(llm)[1] == 0
+
+
+def test_other_weights_deeper_in_the_folder_find_nothing(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder, settings = tmp_path / "model", dict(block_size=8, prefix_folder=tmp_path / "kept")
+    make_toy("llama").save_pretrained(folder)
+    (folder / "inside").mkdir()
+    path = (folder / "model.safetensors").rename(folder / "inside" / "weights.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    named = {"transformers_weights": "inside/weights.safetensors"}
+    (folder / "config.json").write_text(json.dumps(config | named))
+    (folder / "model.safetensors").write_bytes(path.read_bytes())  # another one, which is not read
+    with LLM(folder, **settings) as llm:  # type: ignore[arg-type]
+        result(llm)
+    tensors = load_file(path)
+    tensors["model.norm.weight"] *= 1.5
+    save_file(tensors, path, metadata={"format": "pt"})
+    with LLM(folder, **settings) as llm:  # type: ignore[arg-type]
+        assert result(llm)[1] == 0
+
+
+def test_other_defaults_of_sampling_leave_prefixes_valid(
+    open_: Callable[..., LLM], folders: Callable[[str], Path]
+) -> None:
+    with open_("phi3") as llm:
+        result(llm)
+    path = folders("phi3") / "generation_config.json"
+    path.write_text(path.read_text() + "\n")
+    with open_("phi3") as llm:
+        assert result(llm)[1] > 0
 
 
 def test_updated_weights_neither_read_nor_write(open_: Callable[..., LLM], tmp_path: Path) -> None:

@@ -282,6 +282,19 @@ def test_new_weights_of_the_base_leave_adapters_loaded(toy: Toy, tmp_path: Path)
         assert llm.generate([toy.prompts[0]], params)[0].prompt_logprobs == found
 
 
+def test_new_weights_are_read_from_the_folder_of_an_adapter(tmp_path: Path) -> None:
+    module = make_toy("llama")
+    module.save_pretrained(tmp_path / "base")
+    folder = save_adapter(
+        tmp_path / "adapter", module, base_model_name_or_path=str(tmp_path / "base")
+    )
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    with LLM(tmp_path / "base") as llm, LLM(folder) as merged:
+        llm.update_weights(folder)
+        ours, theirs = (x.generate([[5, 6, 7]], params)[0] for x in (llm, merged))
+    assert ours.prompt_logprobs == theirs.prompt_logprobs
+
+
 def test_a_rollout_is_scored_with_its_adapter(toy: Toy, llm: LLM) -> None:
     """And the log-probs of another adapter are others."""
     params = SamplingParams(max_tokens=6, ignore_eos=True, adapter=NAMES[1])

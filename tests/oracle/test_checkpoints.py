@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from support import checkpoints
+from support import checkpoints, toy_tokenizers
 from support.checkpoints import check_other_placements, save
 from support.lora import merge, save_adapter
 from support.requests_mixed import all_facts, generated, mixed_requests
@@ -466,6 +466,53 @@ def test_modelopt_may_describe_its_format_in_a_file_of_its_own(tmp_path: Path) -
     with LLM(tmp_path) as llm:
         found = torch.tensor(llm.score(PROMPTS[0])[1:])
     torch.testing.assert_close(found, expected_scores(module, PROMPTS[0]), atol=2e-4, rtol=0)
+
+
+def test_the_file_of_modelopt_is_read_from_the_hub_too(tmp_path: Path, monkeypatch: Any) -> None:
+    commit, home = "0" * 40, tmp_path / "hub" / "models--some--model"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text(commit)
+    module = written("modelopt-fp8", folder := home / "snapshots" / commit)
+    config = json.loads((path := folder / "config.json").read_text())
+    fields = {"quantization": config.pop("quantization_config")}
+    path.write_text(json.dumps(config))
+    (folder / "hf_quant_config.json").write_text(json.dumps(fields))
+    for name in ("huggingface_hub.constants", "huggingface_hub.file_download"):
+        monkeypatch.setattr(f"{name}.HF_HUB_OFFLINE", True, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    with LLM("some/model", tokenizer=toy_tokenizers.byte_level().hf) as llm:
+        found = torch.tensor(llm.score(PROMPTS[0])[1:])
+    torch.testing.assert_close(found, expected_scores(module, PROMPTS[0]), atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("quantization", ["FP8", [1], None])
+def test_a_file_of_modelopt_without_fields_is_refused(tmp_path: Path, quantization: Any) -> None:
+    make_toy("llama").save_pretrained(tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    with pytest.raises(
+        ModelError, match=r"hf_quant_config\.json: quantization=.* must be an object"
+    ):
+        LLM(tmp_path)
+
+
+def test_a_file_of_modelopt_names_no_other_method(tmp_path: Path) -> None:
+    make_toy("llama").save_pretrained(tmp_path)
+    fields = json.dumps({"quantization": {"quant_method": "odd"}})
+    (tmp_path / "hf_quant_config.json").write_text(fields)
+    LLM(tmp_path).close()
+
+
+def test_modelopt_writes_the_scales_of_blocks_in_four_dimensions(tmp_path: Path) -> None:
+    written("modelopt-fp8-blocks", tmp_path)
+    with LLM(tmp_path) as llm:
+        expected = llm.score(PROMPTS[0])
+    tensors = load_file(path := tmp_path / "model.safetensors")
+    for name in tensors:
+        if name.endswith(".weight_scale"):
+            tensors[name] = tensors[name][:, None, :, None].contiguous()
+    save_file(tensors, path, {"format": "pt"})
+    with LLM(tmp_path) as llm:
+        assert llm.score(PROMPTS[0]) == expected
 
 
 @needs_torchao

@@ -17,6 +17,7 @@ from support.pairwise import slow_but
 from support.requests_mixed import all_facts, generated, mixed_requests
 from support.toys import make_toy, random_ids
 from verbatim import LLM, Cluster, ModelError, NotSupported, Offload, TensorParallel
+from verbatim.errors import ModelChanged
 from verbatim.model.weight_packing import Encoding
 from verbatim.weights import gguf as reading
 from verbatim.weights.formats import gguf as formats
@@ -238,6 +239,20 @@ def test_weights_sleep_and_are_quantized_to_fewer_bits(name: str, tmp_path: Path
     offload = Offload(weights=(0, 100, 0))
     with LLM(tmp_path / "toy.gguf", dtype=dtype, placement=offload, **settings) as llm:
         assert all_facts(llm.generate(*requests)) == tokens
+
+
+def test_other_gguf_files_may_come_into_the_folder(tmp_path: Path) -> None:
+    written("Q8_0", tmp_path)
+    with LLM(tmp_path / "toy.gguf") as llm:
+        expected = llm.score(random_ids(20, 1))
+        llm.sleep(weights=True)
+        (tmp_path / "another.gguf").write_bytes(b"GGUF")
+        llm.wake()
+        assert llm.score(random_ids(20, 1)) == expected
+        llm.sleep(weights=True)
+        (tmp_path / "toy.gguf").write_bytes(b"GGUF")
+        with pytest.raises(ModelChanged, match=r"toy\.gguf changed"):
+            llm.wake()
 
 
 def test_damaged_scales_and_unused_tensors_are_named(tmp_path: Path) -> None:

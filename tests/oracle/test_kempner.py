@@ -311,6 +311,17 @@ def test_an_engine_goes_with_its_live_module() -> None:
     assert gone() is None
 
 
+def test_a_closed_engine_holds_no_weights_of_a_live_module() -> None:
+    module = live("llama")
+    llm = LLM(module, kv_memory="1MB")
+    assert llm.info()["rows"] == "together"
+    llm.close()
+    gone = weakref.ref(module.norm.weight)
+    del module
+    gc.collect()
+    assert gone() is None
+
+
 def test_an_edited_live_module_runs_by_its_own_forward() -> None:
     module = live("llama")
     assert engine_of(module).info()["rows"] == "together"
@@ -323,6 +334,23 @@ def test_an_edited_live_module_runs_by_its_own_forward() -> None:
     handle.remove()
     with LLM(module, kv_memory="1MB") as llm:
         module.norm = torch.nn.LayerNorm(32)
+        with pytest.raises(ModelChanged, match="open it again"):
+            llm.generate(IDS, SamplingParams(max_tokens=1))
+
+
+@pytest.mark.parametrize("change", ["number", "code"])
+def test_an_engine_sees_what_is_edited_inside_its_live_module(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = live("llama")
+    with LLM(module, kv_memory="1MB") as llm:
+        assert llm.info()["rows"] == "together"
+        generated = llm.generate(IDS, SamplingParams(max_tokens=1))
+        assert len(generated[0].outputs[0].token_ids) == 1
+        if change == "number":
+            monkeypatch.setattr(module.norm, "eps", 3.0)
+        else:
+            monkeypatch.setattr(type(module.norm), "forward", lambda _self, x: 2 * x)
         with pytest.raises(ModelChanged, match="open it again"):
             llm.generate(IDS, SamplingParams(max_tokens=1))
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -485,8 +486,9 @@ def test_config_is_needed_and_only_there(folder: Path, toml: Path, tmp_path: Pat
         LLM(folder)
     with pytest.raises(ModelError, match="no model can be built by the config"):
         LLM(folder, config=transformers.T5Config())
-    with pytest.raises(InvalidRequest, match="config=5: must be"):
-        LLM(folder, config=5)
+    for other in (5, {}, {"model_type": "llama"}, {"kempner": {}}):
+        with pytest.raises(InvalidRequest, match=rf"config={re.escape(str(other))}: must be"):
+            LLM(folder, config=other)
     for nothing in (tmp_path / "x.yaml", "", "a/b/c", "x\0"):
         with pytest.raises(InvalidRequest, match="it is not there, and no hub id; it must be"):
             LLM(folder, config=nothing)
@@ -517,6 +519,17 @@ def test_tensors_that_do_not_fit_the_config_are_named(folder: Path, tmp_path: Pa
     assert "lacks 4 of 25 tensors" in refusal(qk_norm=True)
     with pytest.raises(ModelError, match="holds none of the model's tensors"):
         LLM(folder, config=toys.make_toy("gpt2").config)
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_the_bias_of_a_router_has_the_size_of_its_config(tmp_path: Path, size: int) -> None:
+    fields: dict[str, Any] = dict(num_experts=4, moe_top_k=2, moe_router="sigmoid_topk")
+    state = kempner_reference.make(**fields).state_dict()
+    name = "layers.0.mlp.router.expert_bias"
+    folder = save(tmp_path / "step", {"model": state | {name: torch.zeros(size)}})
+    toml = kempner_reference.write_toml(tmp_path / "x.toml", **fields)
+    with pytest.raises(ModelError, match=rf"{name} is \[{size}\], and by the config it is \[4\]"):
+        LLM(folder, config=toml)
 
 
 def test_damaged_files_are_named(folder: Path, toml: Path) -> None:

@@ -76,6 +76,24 @@ def test_an_index_names_no_file_outside(folder: Path, where: str, placement: Any
     refused(folder, "is refused: it names .*outside of its folder", placement)
 
 
+@pytest.mark.parametrize("name", [5, ["model.safetensors"]])
+def test_a_config_names_its_weights_by_a_text(folder: Path, name: Any) -> None:
+    change(folder / "config.json", transformers_weights=name)
+    refused(folder, "transformers_weights=.* must be the name of a file")
+
+
+def test_a_small_pickle_holds_no_large_model(folder: Path) -> None:
+    rows = json.loads((folder / "config.json").read_text())["vocab_size"]
+    change(folder / "config.json", vocab_size=10**5)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if len(tensor) == rows:  # with a stride of 0
+            tensors[name] = tensor[:1].clone().expand(10**5, -1)
+    torch.save(tensors, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    refused(folder, "describes .* weights, and the checkpoint has")
+
+
 def test_an_index_of_pickles_names_no_file_outside(folder: Path) -> None:
     outside = folder.parent / "outside.bin"
     by_index(folder, "../outside.bin", "pytorch_model.bin")

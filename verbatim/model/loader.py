@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from verbatim.model.packing import PackingReport
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
-# Ends of the names of files that determine the weights; the last two of DCP.
-_FILES = (".safetensors", ".bin", ".gguf", ".index.json", "config.json", ".distcp", ".metadata")
+# Ends of the names of files that determine the weights, apart from `LoadedModel.files`; the last two of DCP.
+_FILES = (".safetensors", ".bin", ".index.json", "config.json", ".distcp", ".metadata")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # transformers patches its own and torch's functions while it builds a model. Two threads at once would
@@ -52,6 +52,9 @@ class LoadedModel:
     checkpoint: Checkpoint | None = None  # None for a live one
     lazy_weights: Mapping[nn.Parameter, Any] | None = None  # if not loaded
     folder: Path | None = None  # of its files
+    files: Sequence[
+        Path
+    ] = ()  # of weights: a GGUF file, or those that may lie deeper in the folder
     adapter: Path | None = None  # the folder of an adapter that is added to them
     packed: PackingReport | None = None  # the quantized weights; None: none
     quantization: Quantization | None = None  # for lazy weights, when they are read
@@ -77,7 +80,8 @@ class ModelSource:
         dtype: "auto" takes the checkpoint's (float16 becomes bfloat16, which CPUs support).
         revision: a branch, tag or commit of a hub id.
         trust_remote_code: run the checkpoint's Python code.
-        config: of a DCP folder, as `LLM` takes it, or as plain data; None for other models.
+        config: of a DCP folder, as `LLM` takes it, or as plain data for another process; None for other
+            models.
         unused_weights: "error" or "ignore".
         quantization: the fields of a `Quantization`, as plain data.
     """
@@ -119,10 +123,10 @@ class Checkpoint:
         loaded: a model whose weights were just read.
         read: reads its module again.
         """
-        self.folders = loaded.folders
+        self.folders, self._weights = loaded.folders, loaded.files
         self.dropped = False
         self._read = read
-        self._files = file_times(loaded.folders)
+        self._files = file_times(self.folders, self._weights)
         self._state = _state(loaded.module)
 
     def drop(self, module: nn.Module) -> None:
@@ -171,21 +175,22 @@ class Checkpoint:
         self._state = _state(module)
 
     def _check_files(self) -> None:
-        now = file_times(self.folders)
+        now = file_times(self.folders, self._weights)
         changed = sorted(n for n in now | self._files if now.get(n) != self._files.get(n))
         if changed:
             raise ModelChanged(f"{changed[0]} changed since the model was opened")
 
 
-def file_times(folders: Iterable[Path]) -> dict[Path, tuple[int, int]]:
-    """Return size and time of the files that determine the weights."""
-    found = {}
-    for folder in folders:
-        for path in (*folder.glob("*"), *folder.glob("pp*/*")):  # stages of DCP
-            if path.name.endswith(_FILES):
-                stat = path.stat()
-                found[path] = stat.st_size, stat.st_mtime_ns
-    return found
+def file_times(folders: Iterable[Path], files: Iterable[Path]) -> dict[Path, tuple[int, int]]:
+    """Return size and time of the files that determine the weights.
+
+    Args:
+        folders, files: of a `LoadedModel`.
+    """
+    inside = (path for folder in folders for at in ("*", "pp*/*") for path in folder.glob(at))
+    paths = {path for path in inside if path.name.endswith(_FILES)}  # pp: stages of DCP
+    there = {path: path.stat() for path in paths.union(file for file in files if file.exists())}
+    return {path: (stat.st_size, stat.st_mtime_ns) for path, stat in there.items()}
 
 
 def _state(module: nn.Module) -> dict[str, tuple[Any, ...]]:
@@ -245,14 +250,25 @@ def read_config(source: str, where: dict[str, Any]) -> Any:
         raise UnsupportedModel(
             f"{source}: model type {config.model_type!r} is not a causal language model in transformers"
         )
-    # Where ModelOpt has not written config.json's field.
-    of_modelopt = Path(source) / "hf_quant_config.json"
-    if quantization_of(config) is None and of_modelopt.is_file():
-        fields = read_json(of_modelopt).get("quantization")
-        config.quantization_config = {"quant_method": "modelopt", **(fields or {})}
+    read_modelopt_config(Path(source), config)
     if not where["trust_remote_code"]:
         resolve_implementations(config)
     return config
+
+
+def read_modelopt_config(folder: Path, config: Any) -> None:
+    """Add the `quantization_config` that ModelOpt wrote to a file of its own instead of config.json.
+
+    Raises:
+        ModelError: the file can't be read.
+    """
+    path = folder / "hf_quant_config.json"
+    if quantization_of(config) is not None or not path.is_file():
+        return
+    fields = read_json(path).get("quantization")
+    if not isinstance(fields, dict):
+        raise ModelError(f"{path}: quantization={str(fields)[:80]!r}: must be an object")
+    config.quantization_config = fields | {"quant_method": "modelopt"}
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:

@@ -89,6 +89,7 @@ def load_dcp(
         str(folder),
         lazy_weights=lazy_weights,
         folder=folder,
+        files=[*{part.path for lazy in lazy_weights.values() for part in sources(lazy)}],
         config=_as_dict(config, kempner) if with_config else None,
     )
 
@@ -168,8 +169,6 @@ def _config_of(
                 where = {"trust_remote_code": where["trust_remote_code"], "local_files_only": True}
             return read_config(source, where), None, _generation(source, where)
         config = KempnerConfig.read(source)
-    if isinstance(config, Mapping):
-        config = _config_from_dict(config)
     if isinstance(config, KempnerConfig):
         return layout.transformers_config(config.model), config, None
     if isinstance(config, PretrainedConfig):
@@ -190,7 +189,7 @@ def _generation(source: str, where: dict[str, Any]) -> Any:
 
 
 def _as_dict(config: Any, kempner: KempnerConfig | None) -> dict[str, Any]:
-    """Return a config as plain data, the input of `_config_from_dict`.
+    """Return a config as plain data, the input of `config_from_dict`.
 
     Raises:
         NotSupported: its class is not transformers'.
@@ -209,8 +208,8 @@ def _as_dict(config: Any, kempner: KempnerConfig | None) -> dict[str, Any]:
     return {"transformers": json.loads(config.to_json_string(use_diff=False))}
 
 
-def _config_from_dict(plain: Mapping[str, Any]) -> Any:
-    """Return a config from a `LoadedModel.config`."""
+def config_from_dict(plain: Mapping[str, Any]) -> Any:
+    """Return `load_dcp`'s config from a `LoadedModel.config`."""
     from transformers import CONFIG_MAPPING
 
     if "kempner" in plain:

@@ -89,6 +89,7 @@ def load_gguf(
         str(path),
         lazy_weights=lazy_weights,
         folder=path.parent,
+        files=[path],
     )
 
 

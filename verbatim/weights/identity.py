@@ -18,6 +18,13 @@ from verbatim.weights.lazy import sources
 
 _MAX_SAMPLED = 1024  # tensors of which a fingerprint contains some bytes
 _SAMPLE_BYTES = 64
+# Files of a folder that do not change what a forward computes.
+_NOT_WEIGHTS = frozenset(
+    {
+        *("generation_config.json", "tokenizer_config.json"),
+        *("preprocessor_config.json", "processor_config.json"),
+    }
+)
 
 
 def fingerprint(loaded: LoadedModel) -> str:
@@ -51,7 +58,10 @@ def files_digest(loaded: LoadedModel) -> str:
     Files are identified by name, size, inode and times; the change time can't be forged. A copy of the files
     is another model.
     """
-    files = sorted((path.name, path.stat()) for path in file_times(loaded.folders))
+    paths = [
+        path for path in file_times(loaded.folders, loaded.files) if path.name not in _NOT_WEIGHTS
+    ]
+    files = sorted((path.name, path.stat()) for path in paths)
     plain = [(n, s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for n, s in files]
     module: Any = loaded.module
     versions = [__version__, torch.__version__, transformers.__version__]

@@ -10,15 +10,22 @@ from typing import Any
 from verbatim import storyteller
 from verbatim.errors import InvalidRequest, ModelError, NotSupported, first_line
 from verbatim.model.dcp.checkpoint import find_dcp
-from verbatim.model.loader import HUB_ID, LoadedModel, ModelSource, read_config, resolve_dtype
+from verbatim.model.loader import (
+    HUB_ID,
+    LoadedModel,
+    ModelSource,
+    read_config,
+    read_modelopt_config,
+    resolve_dtype,
+)
 from verbatim.model.quantization import Quantization
 from verbatim.model.unused import refuse_unused
 from verbatim.untrusted import read_json, refuse_lfs_pointer, shards_of
-from verbatim.weights.dcp import load_dcp
+from verbatim.weights.dcp import config_from_dict, load_dcp
 from verbatim.weights.gguf import find_gguf, load_gguf
 from verbatim.weights.skeleton import INDEX, USUAL, open_skeleton, weight_files, weights_name
 
-_ADAPTER = "adapter_config.json"
+ADAPTER = "adapter_config.json"
 
 
 def open_files(
@@ -65,7 +72,7 @@ def _load(
     if os.path.isdir(os.path.expanduser(named)):
         named, where["local_files_only"] = os.path.expanduser(named), True
         folder = Path(named).resolve()
-        if (folder / _ADAPTER).is_file() and not (folder / "config.json").is_file():
+        if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
             base, revision = _base_of(folder)
             loaded = _load(
                 replace(source, model=base, revision=revision),
@@ -86,6 +93,7 @@ def _load(
     tokenizer = _tokenizer(named, where) if with_tokenizer else None
     if folder is None:
         folder = _fetched(named, source.revision, in_memory, weights_name(config)).resolve()
+        read_modelopt_config(folder, config)
     module, lazy_weights, unused = open_skeleton(
         folder, config, resolved, source.trust_remote_code, adapter, in_memory=in_memory
     )
@@ -100,6 +108,7 @@ def _load(
         named,
         lazy_weights=lazy_weights,
         folder=folder,
+        files=weight_files(folder, weights_name(config))[0],
         wrapper=config,
     )
 
@@ -112,16 +121,16 @@ def _base_of(adapter: Path) -> tuple[str, str | None]:
     """
     for path in adapter.iterdir():
         refuse_lfs_pointer(path)
-    config = read_json(adapter / _ADAPTER)
+    config = read_json(adapter / ADAPTER)
     base, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(base, str) or not isinstance(revision, str | None):
-        raise ModelError(f"{adapter / _ADAPTER}: it names no base_model_name_or_path")
+        raise ModelError(f"{adapter / ADAPTER}: it names no base_model_name_or_path")
     folder = os.path.expanduser(base)
     if not os.path.isdir(folder) and not HUB_ID.match(base):
         raise ModelError(
             f"{adapter}: its base model {base[:200]!r} is neither a folder nor a hub id"
         )
-    if (Path(folder) / _ADAPTER).is_file():
+    if (Path(folder) / ADAPTER).is_file():
         raise NotSupported(
             f"{adapter}: its base model {base[:200]!r} is an adapter, too; merge it first"
         )
@@ -136,7 +145,7 @@ def _check_folder(folder: Path) -> None:
     for path in folder.iterdir():
         refuse_lfs_pointer(path)
     read_json(config)
-    if (folder / _ADAPTER).is_file():
+    if (folder / ADAPTER).is_file():
         raise NotSupported(f"{folder} holds an adapter; merge it into the model")
     for name in USUAL:
         if (folder / (name + INDEX)).is_file():
@@ -204,7 +213,8 @@ def reopen(source: ModelSource) -> LoadedModel:
     Raises:
         ModelError, NotSupported: it can't be opened here.
     """
-    loaded = open_files(source, False)
+    config = None if source.config is None else config_from_dict(source.config)
+    loaded = open_files(replace(source, config=config), False)
     if source.quantization is not None:
         loaded.quantization = Quantization(**source.quantization)
     return loaded

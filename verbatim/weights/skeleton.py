@@ -71,8 +71,7 @@ def open_skeleton(
             where |= {"config": config, "dtype": dtype}
             return _filled(folder, auto_class(config), str(folder.parent), **where)
     else:
-        table = _tensors_of(folder, config, quantization is not None, in_memory)
-        nbytes = sum(traced(lazy).nbytes for lazy in table.values())
+        table, nbytes = _tensors_of(folder, config, quantization is not None, in_memory)
         if quantization is not None:
             table = decode(folder, table, quantization, dtype)
         if adapter is not None:
@@ -207,8 +206,13 @@ def _read_buffers(module: nn.Module) -> None:
                 layer._buffers[name] = materialize(buffer.lazy, read_stored)
 
 
-def _tensors_of(folder: Path, config: Any, is_quantized: bool, in_memory: bool) -> dict[str, Any]:
-    """Return the lazy weight of every tensor of a folder, in the files that transformers would read.
+def _tensors_of(
+    folder: Path, config: Any, is_quantized: bool, in_memory: bool
+) -> tuple[dict[str, Any], int]:
+    """Return the lazy weight of every tensor of a folder, and the bytes of their files.
+
+    The files are those that transformers would read. A pickled tensor may be larger than its file: its
+    strides may be 0.
 
     Raises:
         ModelError: a file is damaged, cut short or missing.
@@ -225,7 +229,7 @@ def _tensors_of(folder: Path, config: Any, is_quantized: bool, in_memory: bool) 
     found: dict[str, Any] = {}
     for path in files:
         found.update(_unpickled(path) if is_pickle else stored_in(path))
-    return found
+    return found, sum(path.stat().st_size for path in files)
 
 
 def weights_name(config: Any) -> str | None:

@@ -25,7 +25,7 @@ from verbatim.model.shard import Columns
 from verbatim.model.weight_packing import WeightPacking
 from verbatim.weights.lazy import Cut
 from verbatim.weights.load import open_weights
-from verbatim.weights.opening import open_files
+from verbatim.weights.opening import ADAPTER, open_files
 
 Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | str | os.PathLike[str] | nn.Module
 
@@ -71,7 +71,7 @@ def named_weights(weights: Weights) -> dict[str, Tensor]:
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    if (path / "config.json").is_file():
+    if any((path / name).is_file() for name in ("config.json", ADAPTER)):
         # transformers may rename a checkpoint's tensors, or merge several of them.
         loaded = open_weights(lambda _: open_files(ModelSource(path), False, in_memory=True), None)
         if loaded.packed is not None:

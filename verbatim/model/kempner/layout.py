@@ -241,7 +241,7 @@ def adjust(module: Any, model: ModelConfig, tensors: dict[str, Tensor]) -> None:
         tensors: those left by `renamed`; those that are used, or only in training, are removed.
 
     Raises:
-        ModelError: the bias of a router is missing.
+        ModelError: the bias of a router is missing, or of another size.
     """
     for i, layer in enumerate(module.model.layers):
         if model.qk_norm:
@@ -253,7 +253,10 @@ def adjust(module: Any, model: ModelConfig, tensors: dict[str, Tensor]) -> None:
                 name = f"layers.{i}.mlp.router.expert_bias"
                 if name not in tensors:
                     raise ModelError(f"the checkpoint lacks {name}")
-                weight, bias = (
-                    x.to(module.dtype) for x in (layer.mlp.gate.weight, tensors.pop(name))
-                )
+                given = tensors.pop(name)
+                if given.shape != (model.num_experts,):
+                    raise ModelError(
+                        f"{name} is {list(given.shape)}, and by the config it is {[model.num_experts]}"
+                    )
+                weight, bias = (x.to(module.dtype) for x in (layer.mlp.gate.weight, given))
                 layer.mlp.gate = SigmoidRouter(weight, bias, model.moe_top_k)

@@ -13,7 +13,7 @@ from torch import nn
 from verbatim.errors import EngineClosed, ModelChanged, VerbatimError
 from verbatim.model.decoder import Decoder
 from verbatim.model.differential import largest_error, tolerance
-from verbatim.model.fingerprint import Place
+from verbatim.model.fingerprint import Fingerprint, Place, numbers_of
 from verbatim.model.kempner.config import ModelConfig
 from verbatim.model.kempner.layout import adjust, key_of, transformers_config
 from verbatim.model.loader import building
@@ -44,6 +44,8 @@ class LiveDecoder(Decoder):
         self._links = _links(skeleton, module) or []
         self._live: Callable[[], Any] = weakref.ref(module) if weak else lambda: module
         self._live_tree, self._live_settings = Tree(module), _settings(module)
+        layers = self._live_tree.modules
+        self._live_code = Fingerprint([], numbers_of(layers), map(type, layers))
 
     @property
     def owner(self) -> nn.Module:
@@ -56,11 +58,12 @@ class LiveDecoder(Decoder):
         """Share the parameters again, as the caller may have replaced some.
 
         Raises:
-            ModelChanged: layers, hooks or the config changed.
+            ModelChanged: layers, numbers in them, their code, hooks or the config changed.
         """
         with exclusive:
-            module, tree = self.owner, self._live_tree
-            same = tree.unchanged() and _settings(module) == self._live_settings
+            module, tree, code = self.owner, self._live_tree, self._live_code
+            same = tree.unchanged() and code.same_numbers() and code.same_code()
+            same = same and _settings(module) == self._live_settings
             if not same or tree.has_hooks():
                 raise ModelChanged(
                     "the model's layers, hooks or config (such as its max_seq_len) changed since it was "
@@ -72,7 +75,8 @@ class LiveDecoder(Decoder):
     def close(self) -> None:
         super().close()
         self._live = lambda: None
-        self._links = []
+        for name in ("_links", "_live_tree", "_live_code"):
+            vars(self).pop(name, None)
 
 
 def skeleton_of(module: nn.Module) -> nn.Module | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -29,6 +30,9 @@ def read_modelopt(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWe
             dtype = None
         if stored is not None and dtype in FP8:
             scales = checkpoint.left[scale].shape
+            if len(scales) == 4 and scales[1::2] == (1, 1):  # of blocks, as ModelOpt writes them
+                scales = scales[::2]
+                checkpoint.left[scale] = replace(checkpoint.left[scale], shape=scales)
             of_blocks = len(scales) == 2 and scales not in ((1, 1), (stored.shape[0], 1))
             yield weight, scaled(checkpoint, weight, scale, [_BLOCK, _BLOCK] if of_blocks else None)
         elif factor in checkpoint.left and dtype is torch.uint8:
