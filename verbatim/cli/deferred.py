@@ -24,6 +24,7 @@ _MODELS = "transformers.modeling_layers"  # what every model of transformers imp
 _OPTIONAL = ("scipy", "sklearn", "torchao")
 
 _MASKS = "torch._dynamo._trace_wrapped_higher_order_op"
+_DTENSOR = "torch.distributed.tensor"
 _SYMBOLS = "torch.fx.experimental.symbolic_shapes"
 
 # What torch asks about sizes on the meta device, where no size is a symbol.
@@ -74,6 +75,8 @@ def deferred_imports() -> Iterator[None]:
         yield
     finally:
         builtins.__import__ = original
+        if isinstance(sys.modules.get(_DTENSOR), SimpleNamespace):
+            del sys.modules[_DTENSOR]
 
 
 def _stand_in(name: str, importer: str, names: tuple[str, ...]) -> SimpleNamespace | None:
@@ -84,6 +87,9 @@ def _stand_in(name: str, importer: str, names: tuple[str, ...]) -> SimpleNamespa
         return SimpleNamespace(**{each: _later(name, each) for each in names})
     if name == _SYMBOLS and importer.startswith("torch") and _STATIC.keys() >= set(names):
         return SimpleNamespace(**_STATIC)
+    if name == _DTENSOR and importer == "transformers.core_model_loading":
+        # torch asks whether a tensor of any subclass is a DTensor, and takes the module from this table.
+        sys.modules[name] = SimpleNamespace(DTensor=type("DTensor", (), {}))  # type: ignore[assignment]
     if name == "sympy" and importer == "torch._prims_common":
         return SimpleNamespace(Basic=())  # for isinstance: a type without instances
     return None
