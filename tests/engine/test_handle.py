@@ -575,6 +575,16 @@ def test_a_stream_that_is_not_read_ends_alone() -> None:
         LLM(make_toy("llama"), max_unread=0)
 
 
+def test_a_loop_over_steps_that_is_slow_gets_all_deltas() -> None:
+    with LLM(make_toy("llama"), max_unread=20, **SMALL) as llm:
+        request = llm.engine.admission.admit(PROMPT, LONG)
+        steps = llm.engine.steps([request])
+        deltas = next(steps)
+        llm.generate(PROMPT[::-1], LONG)  # its steps add to the other request, too
+        deltas += [delta for step in steps for delta in step]
+        assert [i for delta in deltas for i in delta.token_ids] == ids(llm.generate(PROMPT, LONG))
+
+
 def test_a_stream_dropped_in_the_middle_of_a_forward_ends_alone(llm: LLM) -> None:
     expected = ids(llm.generate(PROMPT, LONG))
     streams = [llm.stream(PROMPT[::-1], LONG) for _ in range(3)]

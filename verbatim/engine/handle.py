@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import queue
 import threading
@@ -242,17 +243,22 @@ class EngineHandle:
     def stream(self, request: Request) -> Iterator[Delta]:
         """Yield the deltas of a request. Leaving the loop aborts it."""
         self.refuse_collective("stream")
-        for deltas in self.steps([request]):
+        for deltas in self.steps([request], max_unread=self._max_unread):
             yield from deltas
 
-    def steps(self, requests: list[Request]) -> Generator[list[Delta], None, None]:
+    def steps(
+        self, requests: list[Request], *, max_unread: float = math.inf
+    ) -> Generator[list[Delta], None, None]:
         """Run steps; yield what each added to `requests`, the last time when all have ended.
 
         Leaving the loop aborts them. An error of a request is raised after the last yield.
+
+        Args:
+            max_unread: of deltas that other threads' steps add meanwhile; one more ends its request.
         """
         self.refuse_collective("a loop over steps")
         waiter = ThreadWaiter()
-        call = Call(requests, waiter, max_unread=self._max_unread, driven=False)
+        call = Call(requests, waiter, max_unread=max_unread, driven=False)
         with self._submitted(call):
             ended = False
             while not ended:
