@@ -540,6 +540,27 @@ def test_weights_of_a_parameter_that_was_replaced_are_not_dropped(tmp_path: Path
         assert ids(llm.generate(PROMPT, SHORT)) == expected
 
 
+def test_ctrl_c_of_a_drain_keeps_the_later_pause_of_another_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with LLM(make_toy("llama"), **SMALL) as llm:
+        stream = llm.stream(PROMPT, LONG)
+        next(stream)
+        wait = llm.engine._wait
+
+        def interrupted(*_: Any) -> None:
+            monkeypatch.setattr(llm.engine, "_wait", wait)
+            other = threading.Thread(target=llm.pause)
+            other.start()
+            other.join()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(llm.engine, "_wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.pause("drain")
+        assert llm.stats()["paused"]
+
+
 # ---- streams that nobody reads
 
 

@@ -440,27 +440,27 @@ class EngineHandle:
             raise InvalidRequest(
                 f"mode={mode!r}: must be one of {', '.join(map(repr, PAUSE_MODES))}"
             )
-        before: list[Mode] = []
+        changed: list[tuple[Mode, Mode]] = []  # from, to
         try:
-            self.call(lambda: before.append(self._pause(mode)))
+            self.call(lambda: changed.append(self._pause(mode)))
             self._wait(ThreadWaiter(), lambda: self._mode is not Mode.DRAINING or self.closed)
         except KeyboardInterrupt:
-            if before:
-                self._send(lambda: self._undo_pause(before[0]))
+            if changed:
+                self._send(lambda: self._undo_pause(*changed[0]))
             raise
 
-    def _pause(self, mode: str) -> Mode:
-        """Pause or drain, and return the mode from before."""
+    def _pause(self, mode: str) -> tuple[Mode, Mode]:
+        """Pause or drain; return the modes before and after."""
         if mode == "drain" and self._asleep:
             raise VerbatimError("an engine that sleeps can't be drained; call wake() first")
         if mode == "abort":
             self._engine.abort_all()
         before, drain = self._mode, mode == "drain" and self._engine.has_work
         self._set_mode(Mode.DRAINING if drain else Mode.PAUSED)
-        return before
+        return before, self._mode
 
-    def _undo_pause(self, before: Mode) -> None:
-        if not self._asleep:
+    def _undo_pause(self, before: Mode, after: Mode) -> None:
+        if self._mode is after and not self._asleep:  # else another call came later, and counts
             self._set_mode(before)
 
     def resume(self) -> None:
