@@ -540,6 +540,27 @@ def test_weights_of_a_parameter_that_was_replaced_are_not_dropped(tmp_path: Path
         assert ids(llm.generate(PROMPT, SHORT)) == expected
 
 
+def test_ctrl_c_of_a_drain_keeps_the_later_pause_of_another_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with LLM(make_toy("llama"), **SMALL) as llm:
+        stream = llm.stream(PROMPT, LONG)
+        next(stream)
+        wait = llm.engine._wait
+
+        def interrupted(*_: Any) -> None:
+            monkeypatch.setattr(llm.engine, "_wait", wait)
+            other = threading.Thread(target=llm.pause)
+            other.start()
+            other.join()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(llm.engine, "_wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.pause("drain")
+        assert llm.stats()["paused"]
+
+
 # ---- streams that nobody reads
 
 
@@ -573,6 +594,16 @@ def test_a_stream_that_is_not_read_ends_alone() -> None:
         assert len(list(llm.stream(PROMPT, many))) == 120  # one step may bring more than that
     with pytest.raises(InvalidRequest, match="max_unread=0"):
         LLM(make_toy("llama"), max_unread=0)
+
+
+def test_a_loop_over_steps_that_is_slow_gets_all_deltas() -> None:
+    with LLM(make_toy("llama"), max_unread=20, **SMALL) as llm:
+        request = llm.engine.admission.admit(PROMPT, LONG)
+        steps = llm.engine.steps([request])
+        deltas = next(steps)
+        llm.generate(PROMPT[::-1], LONG)  # its steps add to the other request, too
+        deltas += [delta for step in steps for delta in step]
+        assert [i for delta in deltas for i in delta.token_ids] == ids(llm.generate(PROMPT, LONG))
 
 
 def test_a_stream_dropped_in_the_middle_of_a_forward_ends_alone(llm: LLM) -> None:

@@ -103,7 +103,7 @@ class Call:
         waiter: Waiter | None = None,
         *,
         deliver: Callable[[Delta], None] | None = None,
-        max_unread: int | None = None,
+        max_unread: float | None = None,
         driven: bool = True,
     ) -> None:
         self.requests, self.waiter = requests, waiter

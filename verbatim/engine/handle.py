@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import queue
 import threading
@@ -242,17 +243,22 @@ class EngineHandle:
     def stream(self, request: Request) -> Iterator[Delta]:
         """Yield the deltas of a request. Leaving the loop aborts it."""
         self.refuse_collective("stream")
-        for deltas in self.steps([request]):
+        for deltas in self.steps([request], max_unread=self._max_unread):
             yield from deltas
 
-    def steps(self, requests: list[Request]) -> Generator[list[Delta], None, None]:
+    def steps(
+        self, requests: list[Request], *, max_unread: float = math.inf
+    ) -> Generator[list[Delta], None, None]:
         """Run steps; yield what each added to `requests`, the last time when all have ended.
 
         Leaving the loop aborts them. An error of a request is raised after the last yield.
+
+        Args:
+            max_unread: of deltas that other threads' steps add meanwhile; one more ends its request.
         """
         self.refuse_collective("a loop over steps")
         waiter = ThreadWaiter()
-        call = Call(requests, waiter, max_unread=self._max_unread, driven=False)
+        call = Call(requests, waiter, max_unread=max_unread, driven=False)
         with self._submitted(call):
             ended = False
             while not ended:
@@ -434,27 +440,27 @@ class EngineHandle:
             raise InvalidRequest(
                 f"mode={mode!r}: must be one of {', '.join(map(repr, PAUSE_MODES))}"
             )
-        before: list[Mode] = []
+        changed: list[tuple[Mode, Mode]] = []  # from, to
         try:
-            self.call(lambda: before.append(self._pause(mode)))
+            self.call(lambda: changed.append(self._pause(mode)))
             self._wait(ThreadWaiter(), lambda: self._mode is not Mode.DRAINING or self.closed)
         except KeyboardInterrupt:
-            if before:
-                self._send(lambda: self._undo_pause(before[0]))
+            if changed:
+                self._send(lambda: self._undo_pause(*changed[0]))
             raise
 
-    def _pause(self, mode: str) -> Mode:
-        """Pause or drain, and return the mode from before."""
+    def _pause(self, mode: str) -> tuple[Mode, Mode]:
+        """Pause or drain; return the modes before and after."""
         if mode == "drain" and self._asleep:
             raise VerbatimError("an engine that sleeps can't be drained; call wake() first")
         if mode == "abort":
             self._engine.abort_all()
         before, drain = self._mode, mode == "drain" and self._engine.has_work
         self._set_mode(Mode.DRAINING if drain else Mode.PAUSED)
-        return before
+        return before, self._mode
 
-    def _undo_pause(self, before: Mode) -> None:
-        if not self._asleep:
+    def _undo_pause(self, before: Mode, after: Mode) -> None:
+        if self._mode is after and not self._asleep:  # else another call came later, and counts
             self._set_mode(before)
 
     def resume(self) -> None:

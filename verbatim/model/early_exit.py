@@ -34,7 +34,7 @@ class EarlyExit:
     layers: int | None = None
 
     def __post_init__(self) -> None:
-        optional_integer("layers", self.layers)
+        object.__setattr__(self, "layers", optional_integer("layers", self.layers))
 
 
 class EarlyExitLayers(DraftLayers):

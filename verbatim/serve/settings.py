@@ -84,9 +84,10 @@ class ServeSettings:
             if value is None and kind.endswith("None"):
                 continue
             if kind.startswith("int"):
-                integer(name, value)
+                value = integer(name, value)
             if kind.startswith("float"):
-                number(name, value, 0.0, above=True, unit=" of seconds")
+                value = number(name, value, 0.0, above=True, unit=" of seconds")
+            object.__setattr__(self, name, value)
         if self.logprobs_mode not in LOGPROBS_MODES:
             raise InvalidRequest(
                 f"logprobs_mode={self.logprobs_mode!r}: must be one of {', '.join(LOGPROBS_MODES)}"

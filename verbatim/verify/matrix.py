@@ -6,7 +6,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
-from verbatim.checks import integer
+from verbatim.checks import optional_integer
 from verbatim.errors import InvalidRequest
 from verbatim.model.patching import threads
 from verbatim.placement.distributed.choice import Cluster
@@ -61,8 +61,7 @@ def verify(
     unknown = next((name for name in only or () if name not in NAMES), None)
     if unknown is not None:
         raise InvalidRequest(f"only={unknown!r}: must be one of {', '.join(NAMES)}")
-    if num_threads is not None:
-        integer("num_threads", num_threads)
+    num_threads = optional_integer("num_threads", num_threads)
     chosen = [schedule for schedule in SCHEDULES if only is None or schedule.name in only]
     subject = Subject(model, options, cluster or Cluster(stages=2))
     rows = []

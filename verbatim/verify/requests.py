@@ -45,8 +45,8 @@ def make_requests(llm: LLM, num_tokens: int, seed: int) -> list[TestRequest]:
         InvalidRequest: `num_tokens` or `seed` out of range, or a length limit below 4.
     """
     limit = llm.max_length
-    integer("tokens", num_tokens)
-    integer("seed", seed, 0, 2**53 - 1)
+    num_tokens = integer("tokens", num_tokens)
+    seed = integer("seed", seed, 0, 2**53 - 1)
     if limit < _MIN_LIMIT:
         raise InvalidRequest(
             f"the model's length limit is {limit}; to verify it takes {_MIN_LIMIT}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verbatim.checks import integer, number
+from verbatim.checks import integer, number, optional_integer
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.options import budget
 from verbatim.placement.offload.choice import Offload
@@ -60,13 +60,14 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in ("stages", "micro_batches"):
-            value = getattr(self, name)
-            if value is not None and integer(name, value) > MAX_STAGES:
+            value = optional_integer(name, getattr(self, name))
+            if value is not None and value > MAX_STAGES:
                 raise InvalidRequest(f"{name}={value}: at most {MAX_STAGES}")
+            object.__setattr__(self, name, value)
         for name in ("spares", "max_restarts"):
-            integer(name, getattr(self, name), 0, 64)
+            object.__setattr__(self, name, integer(name, getattr(self, name), 0, 64))
         for name in ("patience_s", "step_timeout_s"):
-            number(name, getattr(self, name), 0.0, above=True, unit=" of seconds")
+            _set_seconds(self, name)
         if self.offload is not None and not isinstance(self.offload, Offload):
             raise InvalidRequest(f"offload={self.offload!r}: must be an Offload, or None")
         if self.offload is not None and self.offload.trace is not None:
@@ -122,13 +123,13 @@ class TensorParallel:
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        integer("size", self.size)
+        object.__setattr__(self, "size", integer("size", self.size))
         if self.exact is not True:
             raise NotSupported(
                 f"exact={self.exact!r}: not supported; weights are split by columns and results gathered, "
                 "which gives the bits of one process; leave it at True"
             )
-        number("timeout_s", self.timeout_s, 0.0, above=True, unit=" of seconds")
+        _set_seconds(self, "timeout_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +154,9 @@ class PipelineParallel:
     offload: Offload | None = None
 
     def __post_init__(self) -> None:
-        integer("size", self.size)
+        object.__setattr__(self, "size", integer("size", self.size))
         Cluster(offload=self.offload)  # checks it
-        number("timeout_s", self.timeout_s, 0.0, above=True, unit=" of seconds")
+        _set_seconds(self, "timeout_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,3 +175,8 @@ class ExpertParallel:
 
 
 Ranked = TensorParallel | PipelineParallel | ExpertParallel
+
+
+def _set_seconds(choice: object, name: str) -> None:
+    seconds = number(name, getattr(choice, name), 0.0, above=True, unit=" of seconds")
+    object.__setattr__(choice, name, seconds)

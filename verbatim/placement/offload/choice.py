@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verbatim.checks import integer, switch
+from verbatim.checks import integer, optional_integer, switch
 from verbatim.errors import InvalidRequest
 from verbatim.options import budget
 
@@ -102,8 +102,7 @@ class Offload:
             value = getattr(self, name)
             assign(name, None if value is None else percents(name, value))
         for name in ("batch_size", "micro_batches", "attention_top_k"):
-            if getattr(self, name) is not None:
-                integer(name, getattr(self, name))
+            assign(name, optional_integer(name, getattr(self, name)))
         switch("overlap", self.overlap)
         if self.cpu_cache_compute is not None:
             switch("cpu_cache_compute", self.cpu_cache_compute)
