@@ -298,7 +298,7 @@ def test_a_closed_pipe_ends_quietly(monkeypatch):
             raise BrokenPipeError
 
     monkeypatch.setitem(vars(verbatim), "LLM", ScriptedLLM)
-    monkeypatch.setattr("verbatim.kernels.available", lambda: ["generic"])
+    monkeypatch.setattr("verbatim.kernels.available", lambda: ("generic",))
     monkeypatch.setattr(sys, "stdout", Closed())
     monkeypatch.setattr(sys, "stderr", stderr := io.StringIO())
     assert exit_status(partial(generate, ["Hello"], **_nothing_given())) == 141

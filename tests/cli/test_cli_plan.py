@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def run(monkeypatch):
-    monkeypatch.setattr("verbatim.kernels.available", lambda: ["generic"])
+    monkeypatch.setattr("verbatim.kernels.available", lambda: ("generic",))
     return lambda *args: CliRunner().invoke(app, list(args))
 
 

@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def run(folder, monkeypatch):
     # Without kernels the commands say so in a line of their own; what is counted here are other lines.
-    monkeypatch.setattr("verbatim.kernels.available", lambda: ["generic"])
+    monkeypatch.setattr("verbatim.kernels.available", lambda: ("generic",))
 
     def run(*args, input=b"", model=folder):
         return CliRunner().invoke(app, [*args, "--model", str(model)], input=input)

@@ -132,5 +132,5 @@ def run(*args, input=b"", engine=ScriptedLLM, kernels=("generic",)):
         patch.setitem(
             vars(verbatim), "LLM", engine
         )  # setattr would import torch to see what was there
-        patch.setattr("verbatim.kernels.available", lambda: list(kernels))
+        patch.setattr("verbatim.kernels.available", lambda: kernels)
         return CliRunner().invoke(app, list(args), input=input)

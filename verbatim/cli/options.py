@@ -111,7 +111,9 @@ def numbers(name: str, what: str, kind: type = int) -> Callable[[str], tuple[Any
 
     def read(text: str) -> tuple[Any, ...]:
         try:
-            return tuple(kind(part) for part in text.split(",") if text.strip())
+            return tuple(
+                kind(part) for part in text.strip().removesuffix(",").split(",") if text.strip()
+            )
         except ValueError:
             raise WrongUsage(f"--{name} {text!r}: must be {what}") from None
 

@@ -63,12 +63,12 @@ class LoadedAdapters:
         self._runner.load_adapter(Adapter(name, self._last, layers))
         if (old := self._numbers.pop(name, None)) is not None:
             self._retired.add(old)
-        self._numbers[name] = self._last
         self._info[name] = {
             "layers": len(layers),
             "rank": max(low.a.shape[0] for low in layers.values()),
             "parameters": sum(low.a.numel() + low.b.numel() for low in layers.values()),
         }
+        self._numbers[name] = self._last
         self.free()
 
     def unload(self, name: str) -> None:
@@ -78,7 +78,7 @@ class LoadedAdapters:
             InvalidRequest: no adapter has this name.
         """
         self._retired.add(self.number_of(name))
-        del self._numbers[name]
+        del self._numbers[name], self._info[name]
         self.free()
 
     def free(self) -> None:

@@ -146,9 +146,8 @@ class EngineHandle:
         self._owner: Any = threading.RLock()
         self._lock = threading.RLock()  # guards `_calls`, `_entering` and `_thread`; held briefly
         self._queue: deque[ThreadWaiter] = deque()  # threads that wait to be the owner, in order
-        self._waiting: deque[ThreadWaiter] = (
-            deque()
-        )  # callers whose requests run; the first runs steps
+        # Callers whose requests run; the first runs steps.
+        self._waiting: deque[ThreadWaiter] = deque()
         self._thread: _Thread | None = None
 
     # ---- state

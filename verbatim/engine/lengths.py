@@ -18,10 +18,8 @@ _DECAY = 0.97  # of the weight of a measured duration per measurement
 # sequences some run ahead, which leaves a half-empty batch to the last ones.
 _MIN_SPEEDUP, _MIN_SPEEDUP_OF_MANY = 1.05, 1.25
 _TRIAL_SHARE = 0.005  # of the time, for trials: steps in which all sequences get a draft
-_TRIAL_PAUSE, _TRIAL_AGAIN = (
-    64,
-    8,
-)  # steps at least between two of them, and after an accepted token
+# Steps at least between two of them, and after an accepted token.
+_TRIAL_PAUSE, _TRIAL_AGAIN = 64, 8
 _LONGEST_PAUSE = 256  # as the costs change with the number of sequences
 _PLAIN_EVERY = 64  # steps at most until one without drafts is measured again
 

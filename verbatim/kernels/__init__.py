@@ -82,12 +82,11 @@ def instruction_set() -> str | None:
     references, and `VERBATIM_KERNELS=triton` those and, wherever a GPU would take them, the kernels in
     Triton, under its interpreter.
     """
-    return _chosen(_wanted())
+    return _chosen(_wanted(), available())
 
 
 @functools.cache
-def _chosen(wanted: str | None) -> str | None:
-    names = available()
+def _chosen(wanted: str | None, names: tuple[str, ...]) -> str | None:
     if wanted in ("none", "triton"):
         return None
     if wanted:
