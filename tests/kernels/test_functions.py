@@ -10,6 +10,7 @@ import pytest
 from verbatim import kernels
 from verbatim.kernels import functions
 
+SOURCES = Path(__file__).parents[2] / "verbatim" / "kernels"  # an installed package has none
 LETTERS = {"int64_t": "L", "int": "I", "uint64_t": "Q", "uint32_t": "U", "float": "F"}
 
 
@@ -22,7 +23,7 @@ def letters(arguments: str) -> str:
 def declared() -> dict[str, str]:
     """Return the arguments of every function in the sources, by name."""
     found: dict[str, str] = {}
-    for file in Path(kernels.__file__).parent.glob("*.cpp"):
+    for file in SOURCES.glob("*.cpp"):
         source = file.read_text().replace("\\\n", " ")
         by_macro = dict(
             re.findall(r'#define (\w+)\(name, T\)\s+extern "C" void name\(([^)]*)\)', source)
