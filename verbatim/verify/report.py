@@ -58,7 +58,8 @@ class Row:
         """Compare the results of one request.
 
         Args:
-            number, kind: of the request.
+            number: of the request.
+            kind: of the request.
             run: label of the schedule's run, if there are several.
         """
         if self.ids_equal is None:
