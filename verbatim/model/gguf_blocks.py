@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verbatim.model.weight_packing import BLOCK, BLOCKS, E2M1, Encoding
+from verbatim.model.weight_packing import BLOCK, BLOCKS, E2M1, Encoding, nearest
 
 # The least factor of NVFP4 but 0: numbers are 0 or at least 2^-126, as kernels take smaller ones for 0.
 SMALLEST_FACTOR = 2.0**-116
@@ -90,9 +90,7 @@ def _pack_nvfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     factor = factor.masked_fill(factor < SMALLEST_FACTOR, 0)
     scale = (peak / E2M1.max() / factor[..., None]).nan_to_num(0).to(torch.float8_e4m3fn)
     step = (scale.float() * factor[..., None])[..., None]
-    order = E2M1.argsort()
-    middles = (E2M1[order][1:] + E2M1[order][:-1]) / 2
-    code = order[torch.bucketize((groups / step).nan_to_num(0).contiguous(), middles)]
+    code = nearest((groups / step).nan_to_num(0), E2M1)
     code = code.masked_fill(step == 0, 0).to(torch.uint8)
     return nvfp4_blocks(code.flatten(1), scale.flatten(1), factor), factor
 

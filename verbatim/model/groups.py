@@ -10,7 +10,14 @@ from torch import Tensor
 
 from verbatim.errors import ModelError
 from verbatim.model.gguf_blocks import pack_blocks, unpack_blocks
-from verbatim.model.weight_packing import BLOCKS, TABLES, Encoding, WeightPacking, stretches
+from verbatim.model.weight_packing import (
+    BLOCKS,
+    TABLES,
+    Encoding,
+    WeightPacking,
+    nearest,
+    stretches,
+)
 
 LARGEST = 2.0**126  # largest weight, so that a group's range is finite
 PIECE = 1 << 20  # elements packed at once
@@ -66,9 +73,7 @@ def _encode(
         scale = peak / table.max()
         if encoding is Encoding.MXFP4:
             scale = scale.log2().ceil().exp2()
-        order = table.argsort()
-        middles = (table[order][1:] + table[order][:-1]) / 2
-        code = order[torch.bucketize((x / scale).contiguous(), middles)]
+        code = nearest(x / scale, table)
     if not bool(scale.isfinite().all()):  # no float16
         raise unfit(name)
     if encoding not in (Encoding.FP8, *TABLES):

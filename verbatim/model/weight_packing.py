@@ -171,6 +171,13 @@ class WeightPacking:
         return self.vectors * self.vector_bytes
 
 
+def nearest(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Return the place in a table of the number that is nearest to each of `x`."""
+    order = table.argsort()
+    middles = (table[order][1:] + table[order][:-1]) / 2
+    return order[torch.bucketize(x.contiguous(), middles)]
+
+
 def stretches(depth: int, group: int) -> list[tuple[int, int]]:
     """Return (groups, size of each): the whole groups, then the short one."""
     found = [(depth // group, group), (1, depth % group)]

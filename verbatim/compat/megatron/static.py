@@ -176,7 +176,9 @@ class _StreamFeed:
 
     def _put(self, delta: Delta) -> None:
         sequence, last = self._admitted.sequences[0], delta.finish_reason is not None
-        ids, logprobs = sequence.output_ids, [token.logprob for token in sequence.tokens]
+        ids, logprobs = sequence.output_ids, None
+        if self._params.return_log_probs:
+            logprobs = [token.logprob for token in sequence.tokens]
         self._text += delta.text
         if last and self._translation.tokenizer is not None:
             self._text = self._translation.with_end(self._params, ids, self._text)
@@ -188,7 +190,7 @@ class _StreamFeed:
             self._request,
             self._params,
             ids,
-            logprobs if self._params.return_log_probs else None,
+            logprobs,
             self._text,
             None if self._segments is None else self._segments.texts,
         )

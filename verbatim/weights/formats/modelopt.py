@@ -25,17 +25,16 @@ def read_modelopt(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWe
     for name in checkpoint.names(".weight_scale"):
         weight, scale = f"{name}.weight", f"{name}.weight_scale"
         stored, factor = checkpoint.left.get(weight), f"{name}.weight_scale_2"
-        dtype = None if stored is None else stored.dtype
         if f"{name}.pre_quant_scale" in checkpoint.left:
-            dtype = None
-        if stored is not None and dtype in FP8:
+            stored = None
+        if stored is not None and stored.dtype in FP8:
             scales = checkpoint.left[scale].shape
             if len(scales) == 4 and scales[1::2] == (1, 1):  # of blocks, as ModelOpt writes them
                 scales = scales[::2]
                 checkpoint.left[scale] = replace(checkpoint.left[scale], shape=scales)
             of_blocks = len(scales) == 2 and scales not in ((1, 1), (stored.shape[0], 1))
             yield weight, scaled(checkpoint, weight, scale, [_BLOCK, _BLOCK] if of_blocks else None)
-        elif factor in checkpoint.left and dtype is torch.uint8:
+        elif stored is not None and stored.dtype is torch.uint8 and factor in checkpoint.left:
             yield weight, nvfp4(checkpoint, weight, weight, scale, factor)
         else:
             algorithm = str(checkpoint.quantization.get("quant_algo"))[:80]
