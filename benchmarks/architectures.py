@@ -1,9 +1,9 @@
 """Decoding speed of every supported architecture, as a share of the limit.
 
-    python benchmarks/architectures.py [--only llama gemma3] [--rows 1 8] [--steps 12] [--rounds 3] [--markdown FILE]
+    python benchmarks/architectures.py [--only llama gemma3] [--rows 1 8] [--rounds 3] [--markdown FILE]
 
-Each model has the layers of its toy in the tests, with the widths of a small real model and random bf16 weights.
-The limit of a step is the time to read the weights that it uses once, at the bandwidth measured beside it. Of
+Each model has the layers of its toy in the tests, with the widths of a small real model, and random weights
+in bf16. The limit of a step is the time to read the weights that it uses once, at the bandwidth measured beside it. Of
 experts, those count that random routing would use. Qwen3 is measured every few models; the last column
 compares with it.
 """
@@ -26,7 +26,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from support import sweep
-
 from verbatim import LLM, SamplingParams
 from verbatim.errors import VerbatimError
 
