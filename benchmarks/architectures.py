@@ -3,9 +3,9 @@
     python benchmarks/architectures.py [--only llama gemma3] [--rows 1 8] [--rounds 3] [--markdown FILE]
 
 Each model has the layers of its toy in the tests, with the widths of a small real model, and random weights
-in bf16. The limit of a step is the time to read the weights that it uses once, at the bandwidth measured beside it. Of
-experts, those count that random routing would use. Qwen3 is measured every few models; the last column
-compares with it.
+in bf16. The limit of a step is the time to read the weights that it uses once, at the bandwidth measured
+beside it. Of experts, those count that random routing would use. Qwen3 is measured every few models; the last
+columns compare with it.
 """
 
 from __future__ import annotations
