@@ -380,7 +380,7 @@ def test_a_stage_lost_as_all_fall_asleep(saved: Callable[[str], Path]) -> None:
                 if i == 2:
                     dying = serving(llm)[1]
                     layers = dying.stage._share
-                    layers.sleep = lambda message, host=dying: host.kill()  # type: ignore[misc]
+                    layers.sleep = lambda weights, host=dying: host.kill()  # type: ignore[misc]
                     llm.sleep(weights=weights)
                     llm.wake()
             assert found == expected
@@ -643,9 +643,9 @@ def test_updated_weights_are_lost_with_their_stage(saved: Callable[[str], Path])
         layers: Any = serving(llm)[1].stage._share
         write = layers.write_weights
 
-        def lose(message: Any) -> Any:
+        def lose(tensors: Any) -> Any:
             kill(serving(llm)[1], None)
-            return write(message)
+            return write(tensors)
 
         layers.write_weights = lose
         llm.update_weights(new)

@@ -26,12 +26,13 @@ from verbatim.errors import (
     UnsupportedModel,
 )
 from verbatim.kv.store import KVStore
-from verbatim.model.decoder import Decoder, Output
+from verbatim.model.decoder import Decoder
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.routing import Records, open_records
 from verbatim.params import CHOICES
 from verbatim.placement.distributed.part import Part
 from verbatim.placement.distributed.split import Split
+from verbatim.protocols import Forward
 from verbatim.source import open_model
 from verbatim.weights.lazy import Held
 from verbatim.weights.load import open_weights
@@ -158,10 +159,10 @@ class Chain:
             if not part.is_last:
                 received = out.logits
                 self.leaving.append(received)
-        return _computed(Output(out.logits, out.hidden), self.stores, self.records)
+        return _computed(out, self.stores, self.records)
 
 
-def _computed(out: Output, stores: list[KVStore], records: list[Records]) -> Computed:
+def _computed(out: Forward, stores: list[KVStore], records: list[Records]) -> Computed:
     chosen = [
         torch.cat(parts, dim=2)
         for name in CHOICES
@@ -311,7 +312,7 @@ def test_forced_experts_are_taken_in_every_part(folders: Callable[[str], Path]) 
     module, skeleton = open_both(folders("qwen3_moe"))
     chain, whole = Chain(skeleton, [1]), Whole(module)
     for part in chain.parts:
-        part.decoder.check_replay()
+        part.decoder.spec.routed.check_replay("routing")
     for number, batch in enumerate(batches()):
         forced = torch.randint(
             0, 6, (batch.num_tokens, 3, 1), generator=torch.Generator().manual_seed(number)
@@ -330,7 +331,7 @@ def test_a_part_without_experts_says_so(folders: Callable[[str], Path]) -> None:
     assert first.decoder.spec.choices["routing"].layers == 0
     assert rest.decoder.spec.choices["routing"] == Choices(2, 2, 8)
     with pytest.raises(NotSupported, match="experts"):
-        first.decoder.check_replay("routing")
+        first.decoder.spec.routed.check_replay("routing")
 
 
 def test_a_part_reads_its_own_weights_only(tmp_path: Path) -> None:
@@ -377,7 +378,7 @@ def test_a_part_takes_the_memory_of_its_own_weights(
         assert needed == expected or (tied is None and (first, end) == (0, 3))
         part.close()
         with pytest.raises(EngineClosed):
-            part.run(part.decoder.forward, next(batches()), None)
+            part.decoder.module  # noqa: B018
     assert all(p.untyped_storage().nbytes() <= 4 for p in skeleton.module.parameters())
 
 

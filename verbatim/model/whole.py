@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,19 +34,13 @@ from verbatim.model.packed import PackedLinear
 from verbatim.model.products import Matrix
 from verbatim.model.spec import ModelSpec, inner_model
 from verbatim.model.structs import NormStruct, NotFusable, matrix_of, norm_of
+from verbatim.protocols import Forward
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
 # Multiplications of one call of the kernels, for which Ctrl-C waits: a second on two cores. Where there are
 # more, the layers take long, and a call each costs nothing.
 _MOST_WORK = 1 << 39
 _NORM_NAMES = ("norm", "final_layernorm", "ln_f", "embedding_norm")
-
-
-class Output(NamedTuple):
-    """The output of one forward."""
-
-    logits: Tensor  # [R, V], in the model's dtype
-    hidden: Tensor | None  # [R, H], the head's input; if the batch wants it
 
 
 class ModelPart(Protocol):
@@ -174,7 +168,7 @@ class WholeModel:
         if self._angles is not None:
             self._angles.forget()
 
-    def run(self, context: FlatContext, *, watched: bool) -> Output | None:
+    def run(self, context: FlatContext, *, watched: bool) -> Forward | None:
         """Run the rows of `context`; None where they are many, or K, V or dtypes are not the kernels'.
 
         Args:
@@ -221,8 +215,8 @@ class WholeModel:
             logits.data_ptr(),
         )
         if not self._ends:  # the rows leave, in the place of logits
-            return Output(hidden[0][batch.logit_rows], seen)
-        return Output(logits, seen)
+            return Forward(hidden[0][batch.logit_rows], seen)
+        return Forward(logits, seen)
 
     def check(self, calls: list[LayerCall], batch: Batch, logits: Tensor) -> None:
         """Compare with what the model's own forward does around its layers.
