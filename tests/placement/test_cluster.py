@@ -311,14 +311,14 @@ def test_only_lost_layers_compute_again_where_hidden_states_were_kept(
             computed = 0
             part = first.stage._share.part
             assert part is not None
-            plain = part.run
+            plain = part.enter
 
-            def counted(forward: Any, batch: Any, received: Any, plain: Any = plain) -> Any:
+            def counted(batch: Any, received: Any, plain: Any = plain) -> Any:
                 nonlocal computed
                 computed += batch.num_tokens
-                return plain(forward, batch, received)
+                return plain(batch, received)
 
-            part.run = counted  # type: ignore[method-assign]
+            part.enter = counted  # type: ignore[method-assign]
             llm.generate([prompt], params)
             rows = llm.stats()["cluster"]["replayed_tokens"]
             assert rows == 60 + 4

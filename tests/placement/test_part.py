@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,6 +131,14 @@ class Whole:
         return _computed(out, [self.store], [self.records])
 
 
+def run(
+    part: Part, batch: Batch, received: Tensor | None, store: KVStore, *records: Any
+) -> Forward:
+    """One forward of a part."""
+    part.enter(batch, received)
+    return part.decoder.run(batch, store, *records)
+
+
 class Chain:
     """The same model in parts; K, V and routing of each are its own."""
 
@@ -154,8 +161,7 @@ class Chain:
                 rows = slice(first[name], first[name] + count)
                 own[field] = None if forced is None or not count else forced[:, rows]
                 first[name] += count
-            forward = partial(part.decoder.run, store=store, records=records)
-            out = part.run(forward, replace(batch, **own), received)
+            out = run(part, replace(batch, **own), received, store, records)
             if not part.is_last:
                 received = out.logits
                 self.leaving.append(received)
@@ -300,12 +306,12 @@ def test_hidden_states_may_lie_anywhere_in_memory(folders: Callable[[str], Path]
         wide = torch.full((len(rows), 67), torch.nan)
         wide[:, 1:65] = rows
         first, last = moved.parts
-        first.run(partial(first.decoder.run, store=moved.stores[0]), replace(batch), None)
-        forward = partial(last.decoder.run, store=moved.stores[1])
-        out = last.run(forward, replace(batch), wide[:, 1:65])
+        run(first, replace(batch), None, moved.stores[0])
+        out = run(last, replace(batch), wide[:, 1:65], moved.stores[1])
         assert same(expected.logits, out.logits)
         odd = torch.cat([torch.zeros(1), rows.flatten()])[1:].view_as(rows)
-        assert same(expected.logits, last.run(forward, replace(batch), odd).logits)
+        out = run(last, replace(batch), odd, moved.stores[1])
+        assert same(expected.logits, out.logits)
 
 
 def test_forced_experts_are_taken_in_every_part(folders: Callable[[str], Path]) -> None:

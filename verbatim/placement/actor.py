@@ -100,7 +100,8 @@ class ActorDecoder(RowsDecoder):
         if self._masked:
             inputs["attention_mask"] = torch.ones_like(piece.ids)[None]
         back = piece.wanted - len(piece.ids)  # counted from the end
-        logits = logits_of(self.module, inputs, rows=1, tokens=-int(back[0]), width=width)
+        outputs = self.held(**inputs)
+        logits = check_logits(self.held, outputs, rows=1, tokens=-int(back[0]), width=width)
         return logits[0, back]
 
 
@@ -226,13 +227,6 @@ def run_layers(module: Any, hidden: Tensor, cache: Any) -> tuple[Tensor, Any]:
     return seen[0], cache_of(outputs)
 
 
-def logits_of(
-    model: Any, inputs: Mapping[str, Any], *, rows: int, tokens: int, width: int | None
-) -> Tensor:
-    """Return the logits of a call; see `check_logits`."""
-    return check_logits(model, model(**inputs), rows=rows, tokens=tokens, width=width)
-
-
 def check_logits(model: Any, outputs: Any, *, rows: int, tokens: int, width: int | None) -> Tensor:
     """Return the logits `[rows, T, V]` in the output of a forward.
 
@@ -304,7 +298,7 @@ def vocabulary_of(model: Any, takes: ForwardArguments, inputs: Mapping[str, Any]
         inputs["attention_mask"] = torch.ones_like(ids)
     try:
         with exclusive, torch.inference_mode(False), torch.no_grad(), evaluating(model):
-            return logits_of(model, inputs, rows=1, tokens=1, width=None).shape[2]
+            return check_logits(model, model(**inputs), rows=1, tokens=1, width=None).shape[2]
     except UnsupportedModel:
         raise
     except Exception as error:

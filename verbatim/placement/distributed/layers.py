@@ -129,7 +129,7 @@ class Layers(Served):
         return {"kept_blocks": kept, "row_widths": self.row_widths}
 
     def run(self, batch: Batch, hidden: Tensor | None, *, kept: bool = False) -> Forward:
-        """Run one micro-batch; return its output, as of `Part.run`.
+        """Run one micro-batch; return its output, with the hidden states that leave in the place of logits.
 
         Args:
             hidden: `[T, H]` from the stage before; None on the first.
@@ -148,7 +148,8 @@ class Layers(Served):
 
         batch.forced_experts = own("routing", batch.forced_experts)
         batch.forced_keys = own("indices", batch.forced_keys)
-        out = part.run(runner.forward, batch, hidden)
+        part.enter(batch, hidden)
+        out = runner.forward(batch)
         if self._kept is not None:
             self._keep(self._kept, batch, out.logits)
         return out

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,6 @@ from verbatim.placement.offload.tiers import Tiers
 from verbatim.weights.files import read_whole
 from verbatim.weights.load import load_weights
 
-_Output = TypeVar("_Output")
 _ALIGNED = 64  # bytes; what torch's own products may round differently without
 _STAND_INS = 64  # rows of made-up hidden states for trials
 
@@ -145,19 +144,13 @@ class Part:
         """The bytes of the weights; what several parts hold counts on each."""
         return weight_bytes(self.own.module) if self.tiers is None else self.tiers.nbytes
 
-    def run(
-        self, forward: Callable[[Batch], _Output], batch: Batch, received: Tensor | None
-    ) -> _Output:
-        """Run one forward; return its output, with the hidden states that leave in the place of logits.
+    def enter(self, batch: Batch, received: Tensor | None) -> None:
+        """Prepare a batch for a forward of `decoder`, whose logits are the hidden states that leave.
 
         Args:
-            forward: runs a batch through the decoder, on a store of `decoder.spec.layers`.
             batch: as the whole model would get it, but for `forced_experts` and `forced_keys`, which are
                 of this part's layers alone. It is changed.
             received: `[T, hidden_size]` in `hidden_dtype` from the part before; None on the first one.
-
-        Raises:
-            NotSupported: the batch wants hidden states or forces choices, and the model can't.
         """
         assert (received is None) == self.is_first
         if received is not None:
@@ -167,7 +160,6 @@ class Part:
             batch.entering = received.contiguous()
         if not self.is_last:
             batch.logit_rows, batch.wants_hidden = torch.arange(batch.num_tokens), False
-        return forward(batch)
 
     def close(self) -> None:
         """Free the weights; a second call does nothing."""

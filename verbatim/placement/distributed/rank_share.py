@@ -6,9 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
-from verbatim.batch import Batch
 from verbatim.errors import TierFailed, VerbatimError
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
@@ -93,20 +90,12 @@ class RankShare(Served):
         store = open_store(decoder.spec, options, drafts, num_blocks, num_states, make)
         runner = self.make_runner(decoder, store, options.num_threads, drafts, self._loaded)
         runner.cuts, self.runner = self.cut.ranges, runner
-        held = weight_bytes(decoder.module)
+        held = weight_bytes(decoder.held)
         return {
             "kv_bytes": store.nbytes + drafts.nbytes,
             "weight_bytes": held,
             "row_widths": self.row_widths,
         }
-
-    def forward(self, batch: Batch) -> None:
-        """Run a batch; its logits are rank 0's."""
-        self.running.forward(batch)
-
-    def write_cache(self, kind: str, numbers: list[int], shares: list[Tensor]) -> None:
-        """Write this rank's share of the rows."""
-        self.running.write_cache(kind, numbers, shares[self._told["rank"]])
 
     def leave(self) -> None:
         """Leave the other ranks, which may wait for this one."""

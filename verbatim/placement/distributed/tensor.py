@@ -63,12 +63,13 @@ class LeadingRank(Resident):
             return torch.cat([own, *self.group.ask(asked)], dim=1)
 
     def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
-        shares = [rows] * self.ranks.size
+        own, *shares = [rows] * self.ranks.size
         if kind == "blocks":
-            shares = [*rows.split([sum(m["row_widths"][kind]) for m in self.memory], dim=1)]
-        sent = {"rows": None, "shares": [share.contiguous() for share in shares]}
-        self._together("write_cache", sent, kind=kind, numbers=numbers, rows=shares[0])
-        return True
+            own, *shares = rows.split([sum(m["row_widths"][kind]) for m in self.memory], dim=1)
+        asked = {"do": "write_cache", "kind": kind, "numbers": numbers}
+        with Shield().up():
+            self.group.ask_each([{**asked, "rows": share} for share in shares])
+            return super().write_cache(kind, numbers, own)
 
     def new_weights(
         self, tensors: Mapping[str, Tensor], *, check_finite: bool
