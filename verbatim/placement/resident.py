@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -80,6 +80,7 @@ class Resident(DraftRunner):
         self.hidden_reason = spec.hidden_reason
         self.records = open_records(spec.choices, store.num_blocks, store.block_size)
         self._num_threads = num_threads
+        self._device = Device(store.device, store.batch_invariant)
 
     @property
     def module(self) -> nn.Module:
@@ -103,7 +104,7 @@ class Resident(DraftRunner):
     def forward(self, batch: Batch) -> Forward:
         self.num_forwards += 1
         self.draft_layers.copy_blocks(batch.block_copies)
-        with threads(self._num_threads), self._current():
+        with threads(self._num_threads), self._device.current():
             if self.graphs is not None and batch.adapters is None:
                 recorded = self.graphs.run(batch)
                 if recorded is not None:
@@ -113,11 +114,6 @@ class Resident(DraftRunner):
         if made.hidden is not None:  # asked for to be read; logits stay where they are drawn from
             made.hidden = made.hidden.cpu()
         return made
-
-    def _current(self) -> AbstractContextManager[Any]:
-        """Make the store's GPU the current one, if it is on one."""
-        device = self.store.device
-        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
@@ -134,7 +130,7 @@ class Resident(DraftRunner):
         self.graphs = DecodeGraphs(self.decoder, self.store, recorder)
 
     def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
-        with threads(self._num_threads), self._current():
+        with threads(self._num_threads), self._device.current():
             return sample_rows(forward.logits, plan)
 
     def logits(self, forward: Forward, rows: list[int]) -> Tensor:
@@ -165,9 +161,9 @@ class Resident(DraftRunner):
         spec, drafts, states = self.decoder.spec, self.draft_layers, self.store.states
         kv_dtype = self.store.dtype
         gpu: dict[str, Any] | None = None
-        if self.store.device.type == "cuda":
-            name = torch.cuda.get_device_name(self.store.device)
-            gpu = {"name": name, "deterministic": self.store.batch_invariant}
+        if self._device.is_gpu:
+            name = torch.cuda.get_device_name(self._device.torch)
+            gpu = {"name": name, "deterministic": self._device.batch_invariant}
             if self.graphs is not None:
                 gpu["graphs"] = self.graphs.reason or self.graphs.count
         return {

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -29,16 +28,11 @@ from verbatim.weights.load import Place, load_weights
 from verbatim.weights.opening import reopen
 
 
-@dataclass(slots=True)
-class Cut:
-    """The split of a model over ranks."""
+class Cut(NamedTuple):
+    """A rank's share of the weights of a model."""
 
-    columns: dict[str, list[int]] = field(default_factory=dict)  # bounds of the linears, by name
-    experts: list[str] = field(default_factory=list)
-    whole: list[str] = field(default_factory=list)  # linears that can't be cut, or are too narrow
-    total_parameters: int = 0  # of the model
-    total_bytes: int = 0
-    ranges: dict[str, Range] = field(default_factory=dict)  # what this rank holds of a weight
+    ranges: dict[str, Range]  # what the rank holds of a weight
+    info: dict[str, Any]  # of the whole model, for `Runner.info`
 
 
 def key_of(loaded: LoadedModel, options: EngineOptions) -> str:
@@ -89,15 +83,19 @@ def take_share(
     """
     module, lazy_weights = loaded.module, loaded.lazy_weights
     assert lazy_weights is not None
-    cut = Cut()
-    cut.total_parameters = sum(p.numel() for p in lazy_weights)
-    cut.total_bytes = sum(p.nbytes for p in lazy_weights)
+    info: dict[str, Any] = {
+        "parameters": sum(p.numel() for p in lazy_weights),
+        "weight_bytes": sum(p.nbytes for p in lazy_weights),
+    }
     cuts: dict[Place, Range] = {}  # what this rank keeps
+    columns: dict[str, list[int]] = {}  # the bounds of linears
+    experts: list[str] = []
+    whole: list[str] = []  # linears that can't be cut, or are too narrow
     names = {id(layer): name for name, layer in module.named_modules()}
     for name, layer in module.named_modules():
         if is_stacked(layer):
             _share_experts(layer, ranks, share, cuts)
-            cut.experts.append(name)
+            experts.append(name)
             continue
         dimension = _output_dimension(layer)
         if dimension is None or not linears or not name:
@@ -108,23 +106,21 @@ def take_share(
         if reads_weight(module.get_submodule(parent), own_name):
             bounds = None
         if bounds is not None and kernels.library() is None:
-            whole = materialize(lazy_weights[weight], read_whole)
-            bounds = (
-                bounds if splits_exactly(whole if dimension == 0 else whole.t(), bounds) else None
-            )
+            matrix = materialize(lazy_weights[weight], read_whole)
+            if not splits_exactly(matrix if dimension == 0 else matrix.t(), bounds):
+                bounds = None
         if bounds is None:
-            cut.whole.append(name)
+            whole.append(name)
             continue
         own = bounds[ranks.rank], bounds[ranks.rank + 1]
         cuts[id(layer), "weight"] = dimension, *own
         cuts[id(layer), "bias"] = 0, *own
-        cut.columns[name] = bounds
+        columns[name] = bounds
     loaded.original = module.state_dict(keep_vars=True)
-    cut.ranges = {f"{names[owner]}.{name}": kept for (owner, name), kept in cuts.items()}
     loaded.packed = load_weights(
         module, dict(lazy_weights), loaded.quantization, read=read_whole, cuts=cuts
     )
-    for name, bounds in cut.columns.items():
+    for name, bounds in columns.items():
         inner: Any = module.get_submodule(name)  # quantized, it is another module
         for attribute in ("out_features", "nf"):  # what its own forward goes by
             if hasattr(inner, attribute):
@@ -138,7 +134,8 @@ def take_share(
         return again.module
 
     loaded.checkpoint = Checkpoint(loaded, read)
-    return cut
+    info |= {"split_linears": len(columns), "split_experts": len(experts), "whole_linears": whole}
+    return Cut({f"{names[owner]}.{name}": kept for (owner, name), kept in cuts.items()}, info)
 
 
 def _output_dimension(layer: nn.Module) -> int | None:

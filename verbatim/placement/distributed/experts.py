@@ -114,7 +114,6 @@ def open_expert_parallel(model: ToOpen, choice: ExpertParallel) -> Placed:
         "placement": "expert parallel",
         "ranks": group.size,
         "rank": group.rank,
-        "parameters": cut.total_parameters,
-        "split_experts": len(cut.experts),
+        **{name: cut.info[name] for name in ("parameters", "split_experts")},
     }
     return Placed(runner, options, group)

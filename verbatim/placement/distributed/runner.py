@@ -28,6 +28,7 @@ from verbatim.weights.update import NewWeights
 
 _T = TypeVar("_T")
 _FEW_FRAMES = 16
+_SUMMED = ("parameters", "weight_bytes", "kv_bytes_per_token", "state_bytes")  # in `info`
 _MANY_ROWS = 32  # for each micro-batch, where it is left to us to cut
 
 
@@ -374,27 +375,19 @@ class Clustered(DraftRunner):
     def info(self) -> dict[str, Any]:
         members = self.group.members
         shapes = [member.shape for member in members]
+        sums = {name: sum(shape[name] for shape in shapes) for name in _SUMMED}
         top_k = self.cluster.offload and self.cluster.offload.attention_top_k
         return {
-            "architecture": shapes[0]["architecture"],
+            **{name: shapes[0][name] for name in ("architecture", "dtype", "kv_dtype")},
             "placement": "cluster",
-            "parameters": sum(shape["parameters"] for shape in shapes),
-            "weight_bytes": sum(shape["weight_bytes"] for shape in shapes),
-            "dtype": shapes[0]["dtype"],
-            **_joined_quantization([shape["quantization"] for shape in shapes]),
-            "layers": members[-1].end,
-            "kv_bytes": sum(shape["kv_bytes_per_token"] for shape in shapes)
-            * self.num_blocks
-            * self.block_size,
-            "kv_dtype": shapes[0]["kv_dtype"],
-            **{
-                name: sum(shape[name] for shape in shapes)
-                for name in ("kv_bytes_per_token", "state_bytes")
-            },
+            **sums,
             **{
                 name: dict(sum((Counter(shape[name]) for shape in shapes), Counter()))
                 for name in ("kv_bytes_per_token_by_kind", "state_bytes_by_kind")
             },
+            **_joined_quantization([shape["quantization"] for shape in shapes]),
+            "layers": members[-1].end,
+            "kv_bytes": sums["kv_bytes_per_token"] * self.num_blocks * self.block_size,
             **({"state_slots": self.num_states} if self.num_states else {}),
             **self.draft_info,
             "stages": [

@@ -121,14 +121,10 @@ class LeadingRank(Resident):
             "placement": "tensor parallel",
             "ranks": self.ranks.size,
             "exact": True,
-            "parameters": self.cut.total_parameters,
-            "weight_bytes": self.cut.total_bytes,
+            **self.cut.info,
             "rank_weight_bytes": [rank["weight_bytes"] for rank in self.memory],
             "kv_bytes": sum(rank["kv_bytes"] for rank in self.memory),
             "rank_kv_bytes": [rank["kv_bytes"] for rank in self.memory],
-            "split_linears": len(self.cut.columns),
-            "split_experts": len(self.cut.experts),
-            "whole_linears": self.cut.whole,
         }
 
     def sleep(self, weights: bool) -> None:
