@@ -133,6 +133,11 @@ class Layers(Served):
                 self._kept = HiddenStore(width, kept, size, hidden_dtype, cpu)
         return {"kv_bytes": self.runner.store.nbytes, "kept_blocks": kept}
 
+    def entering(self, num_tokens: int) -> Tensor:
+        """Return memory for the hidden states `[T, H]` from the stage before."""
+        assert self._split is not None
+        return torch.empty(num_tokens, self._split.hidden_size, dtype=self._split.hidden_dtype)
+
     def run(self, batch: Batch, hidden: Tensor | None, *, kept: bool = False) -> Forward:
         """Run one micro-batch; return its output, as of `Part.run`.
 
