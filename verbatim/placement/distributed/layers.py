@@ -152,19 +152,18 @@ class Layers(Served):
             return Forward(self._kept.read(batch.slots(store.block_size)))
         batch.forced_experts = self._own("routing", batch.forced_experts)
         batch.forced_keys = self._own("indices", batch.forced_keys)
-        out = part.run(runner.forward, batch, hidden)
-        if self._kept is not None:
-            self._keep(batch, store, out.logits)
-        return out
+        return part.run(runner.forward, batch, hidden)
 
     def _own(self, name: str, forced: Tensor | None) -> Tensor | None:
         """Return what the layers here are forced to choose, of that of all layers."""
         first, count = self._first_of[name], self._opened().decoder.spec.choices[name].layers
         return forced[:, first : first + count] if forced is not None and count else None
 
-    def _keep(self, batch: Batch, store: KVStore, leaving: Tensor) -> None:
-        kept = self._kept
-        assert kept is not None
+    def keep(self, batch: Batch, leaving: Tensor) -> None:
+        """Keep the hidden states that leave this stage, as far as there is room for their blocks."""
+        kept, store = self._kept, self.running.store
+        if kept is None:
+            return
         limit = len(kept.rows)
         copies = [(a, b) for a, b in batch.block_copies if max(a, b) * store.block_size < limit]
         kept.copy_blocks(copies)

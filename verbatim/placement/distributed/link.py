@@ -17,8 +17,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from verbatim.errors import VerbatimError
-from verbatim.placement.distributed.rows import FIRST, Mark, decode_mark
-from verbatim.placement.distributed.wire import PREFIX, Buffer, Garbage, decode, encode, sizes
+from verbatim.placement.distributed.wire import (
+    PREFIX,
+    Buffer,
+    Garbage,
+    Mark,
+    decode,
+    encode,
+    sizes,
+)
 
 PROTOCOL = 2
 _GREETING = b"verbatim-cluster-%d\n" % PROTOCOL
@@ -113,11 +120,9 @@ class Link:
             Garbage: it does not speak our language.
         """
         try:
-            header_size, array_size = sizes(self._take(PREFIX.size))
-            header = self._take(header_size)
-            if not header or header[0] != FIRST:
-                return decode(header, self._take(array_size))
-            mark = decode_mark(header)
+            header_size, array_size, mark = sizes(self._take(PREFIX.size))
+            if mark is None:
+                return decode(self._take(header_size), self._take(array_size))
             states: bytearray | memoryview | None = self.room(mark, array_size)
             if states is None:
                 states = self._take(array_size)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from verbatim.errors import VerbatimError
 from verbatim.placement.distributed.link import Link, LinkLost, connect
-from verbatim.placement.distributed.rows import Mark, encode_rows
-from verbatim.placement.distributed.wire import Garbage, Message
+from verbatim.placement.distributed.wire import Garbage, Mark, Message, encode_rows
 
 _ECHOES = 3  # round trips by which a new connection is measured
 
@@ -99,9 +98,8 @@ class Neighbours:
 
     def pass_on(self, mark: Mark, hidden: Tensor) -> None:
         """Send to the next stage, unless that epoch is over; LinkLost if it can't be reached."""
-        with self._lock:
-            link, stale = self._next, self.epoch != mark.epoch
-        if stale:
+        link = self._next  # before the epoch is looked at, which changes first
+        if self.epoch != mark.epoch:
             return
         if link is None:
             raise LinkLost(f"stage {self.index} has no connection to stage {self.index + 1}")

@@ -14,8 +14,7 @@ from verbatim.errors import VerbatimError
 from verbatim.placement.distributed.layers import Layers
 from verbatim.placement.distributed.link import Link, LinkLost
 from verbatim.placement.distributed.neighbours import Neighbours
-from verbatim.placement.distributed.rows import Mark
-from verbatim.placement.distributed.wire import Message
+from verbatim.placement.distributed.wire import Mark, Message
 from verbatim.protocols import Forward
 
 _SPANS = 4096  # of the past, for benchmarks
@@ -101,8 +100,9 @@ class Work:
         index, batch, hidden = self._neighbours.index, work["batch"], work.get("hidden")
         if "room" in work and hidden is not None:  # they came before it
             work["room"][:] = self._rows[mark]
+        kept = work["kept"] and work["first"] == index
         begin = time.monotonic()
-        out = self._layers.run(batch, hidden, kept=work["kept"] and work["first"] == index)
+        out = self._layers.run(batch, hidden, kept=kept)
         end = time.monotonic()  # from here to the `begin` of the next stage it is a hop
         try:
             if work["stop"] > index:
@@ -112,6 +112,8 @@ class Work:
             else:
                 self._keep(mark.step, work["parts"], out)
         finally:
+            if not kept:
+                self._layers.keep(batch, out.logits)
             self._note(mark, batch.num_tokens, begin, end)
 
     def _note(self, mark: Mark, num_tokens: int, begin: float, end: float) -> None:
