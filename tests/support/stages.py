@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from verbatim.placement.distributed.handshake import Address
 from verbatim.placement.distributed.hosts import NoHost
 from verbatim.placement.distributed.layers import Layers
+from verbatim.placement.distributed.link import Address
 from verbatim.placement.distributed.stage import Stage
 
 _MOST_BLOCKS = 512  # that a test takes

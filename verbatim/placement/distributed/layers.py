@@ -128,6 +128,11 @@ class Layers(Served):
                 self._kept = HiddenStore(width, kept, size, hidden_dtype, torch.device("cpu"))
         return {"kept_blocks": kept, "row_widths": self.row_widths}
 
+    def entering(self, num_tokens: int) -> Tensor:
+        """Return memory for the hidden states `[T, H]` from the stage before."""
+        assert self._split is not None
+        return torch.empty(num_tokens, self._split.hidden_size, dtype=self._split.hidden_dtype)
+
     def run(self, batch: Batch, hidden: Tensor | None, *, kept: bool = False) -> Forward:
         """Run one micro-batch; return its output, with the hidden states that leave in the place of logits.
 
@@ -149,13 +154,14 @@ class Layers(Served):
         batch.forced_experts = own("routing", batch.forced_experts)
         batch.forced_keys = own("indices", batch.forced_keys)
         part.enter(batch, hidden)
-        out = runner.forward(batch)
-        if self._kept is not None:
-            self._keep(self._kept, batch, out.logits)
-        return out
+        return runner.forward(batch)
 
-    def _keep(self, kept: HiddenStore, batch: Batch, leaving: Tensor) -> None:
-        limit, size = len(kept.rows), self._options.block_size
+    def keep(self, batch: Batch, leaving: Tensor) -> None:
+        """Keep the hidden states that leave this stage, as far as there is room for their blocks."""
+        kept, size = self._kept, self._options.block_size
+        if kept is None:
+            return
+        limit = len(kept.rows)
         kept.copy_blocks([(a, b) for a, b in batch.block_copies if max(a, b) * size < limit])
         slots = batch.slots(size)
         if int(slots.max()) < limit:

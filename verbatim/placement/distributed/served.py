@@ -6,6 +6,7 @@ import os
 import platform
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -76,12 +77,12 @@ class Served:
         }
 
     def warm(self, source: Mapping[str, Any]) -> None:
-        """Inspect a model without reading weights, so that `open` is fast.
+        """Inspect a model without reading weights, so that `open` is fast, and reports its errors.
 
         Args:
             source: the fields of a `ModelSource`.
         """
-        with self._inspecting:
+        with self._inspecting, suppress(VerbatimError):
             self.skeleton(ModelSource(**source))
 
     def skeleton(self, source: ModelSource) -> LoadedModel:
