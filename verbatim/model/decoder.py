@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from verbatim.batch import Adapter, Batch
+from verbatim.batch import Adapter, Batch, SampleRow
 from verbatim.errors import EngineClosed, ModelChanged, NotSupported, first_line
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.store import KVStore
@@ -80,6 +80,7 @@ class Decoder:
         batch_invariant: False leaves products and activations to the module, not batch-invariant; faster on a
             GPU.
         part: the module has only some layers of a model.
+        origin: decoder of a module that has parts of this one; if that may be edited, so may this one.
 
     Attributes:
         fused: number of fused layers, and why others are not (`FusedLayers.report`); None: disabled.
@@ -98,8 +99,11 @@ class Decoder:
         unseen: bool = False,
         batch_invariant: bool = True,
         part: ModelPart | None = None,
+        origin: Decoder | None = None,
     ) -> None:
         register()
+        self._origin = origin
+        self._views: weakref.WeakSet[Decoder] = weakref.WeakSet()
         self._part = part
         self._batch_invariant = batch_invariant
         self._fuse = fused
@@ -113,6 +117,28 @@ class Decoder:
             self.adapters = Adapters(self.spec.dtype)
             self._prepare(module)
         self._watched |= self._tree.has_hooks()  # hooks of the model's own code
+
+    def view(self, module: nn.Module, part: ModelPart | None = None) -> Decoder:
+        """Return a decoder of another module that has parts of this one's, with the same settings.
+
+        Raises:
+            UnsupportedModel: as `Decoder`.
+        """
+        view = Decoder(
+            module,
+            fused=self._fuse,
+            unseen=True,
+            batch_invariant=self._batch_invariant,
+            part=part,
+            origin=self,
+        )
+        self._views.add(view)
+        return view
+
+    @property
+    def _is_watched(self) -> bool:
+        """Return whether the module may have been edited since the last forward."""
+        return self._watched or (self._origin is not None and self._origin._is_watched)
 
     def _prepare(self, module: nn.Module) -> None:
         self._tree = Tree(module)
@@ -152,7 +178,7 @@ class Decoder:
         """
         with exclusive:
             module = self.held
-            if self._tree.unchanged():
+            if not self._is_watched or self._tree.unchanged():
                 return
             before, now = self.spec, inspect_model(module)
             for name, old, new in (
@@ -201,7 +227,8 @@ class Decoder:
 
     def weights_moved(self) -> None:
         """Update after the module's tensors moved in memory."""
-        self._layers.forget()
+        for decoder in (self, *self._views):
+            decoder._layers.forget()
 
     def close(self) -> None:
         """Drop the references to the module."""
@@ -233,8 +260,7 @@ class Decoder:
             NotSupported: the batch wants hidden states or forced choices, and the model does not support it.
         """
         with exclusive:
-            if self._watched:
-                self.refresh()
+            self.refresh()
             if batch.forced_experts is not None:
                 self.spec.check("replay", "its routing can't be replayed")
             if batch.wants_hidden:
@@ -265,6 +291,25 @@ class Decoder:
                     assert context.routing is not None
                     routing.write(context.rows, context.routing.record())
             return output
+
+    def chain(
+        self, batch: Batch, store: KVStore, rows: list[SampleRow], lengths: list[int]
+    ) -> list[list[int]] | None:
+        """Draw tokens one after the other, as of `WholeModel.chain`, without hooks.
+
+        Raises:
+            ModelChanged: as `refresh`.
+        """
+        with exclusive:
+            self.refresh()
+            watched = self._is_watched
+            trusted = self._layers.unchanged(hooks=False, watched=watched)
+            whole = self._layers.whole_now() if trusted and self._order is None else None
+            if whole is None:
+                return None
+            with plain_numbers():
+                context = FlatContext(self.spec.slots, batch, store)
+                return whole.chain(context, rows, lengths, watched=watched)
 
     def steps_can_be_recorded(self) -> bool:
         """Return whether every forward runs the same operations, without hooks."""
@@ -345,7 +390,7 @@ class Decoder:
                 for context in contexts:
                     if context.direct is not None and context.adapted:
                         context.direct.adapt(adapters.structs(context.adapted))
-        watched = self._watched
+        watched = self._is_watched
         hooked = hooks and (self._tree.has_hooks() if watched else hooked_everywhere())
         # A hook may keep references to modules, and edit them later.
         self._watched |= hooked
@@ -390,8 +435,7 @@ class Decoder:
 
 def _needs_all_logits(batch: Batch) -> bool:
     """Return whether every row of a batch has logits, as in decoding."""
-    rows = batch.logit_rows
-    return len(rows) == batch.num_tokens and torch.equal(rows, torch.arange(len(rows)))
+    return len(batch.logit_rows) == batch.num_tokens
 
 
 def _joined(rows: list[Tensor]) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -132,13 +132,17 @@ def patched(
 @contextmanager
 def plain_numbers() -> Iterator[None]:
     """Run the block without gradients, inference tensors and autocast, whatever the caller has enabled."""
-    on_gpu = torch.cuda.is_initialized()
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.autocast("cuda", enabled=False) if on_gpu else nullcontext(),
-    ):
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        if torch.is_grad_enabled():
+            stack.enter_context(torch.no_grad())
+        for device in (
+            "cpu",
+            "cuda",
+        ):  # entered only where needed, as they take longer than a small layer
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
         yield
 
 

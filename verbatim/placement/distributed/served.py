@@ -12,7 +12,6 @@ import torch
 import transformers
 
 from verbatim._version import __version__
-from verbatim.batch import Draws
 from verbatim.errors import VerbatimError
 from verbatim.kv.flat import row_bytes
 from verbatim.model.loader import LoadedModel, ModelSource
@@ -117,12 +116,6 @@ class Served:
         """Free everything."""
         if self.runner is not None:
             self.runner.close()
-
-    def draft(self, message: Message) -> Draws | None:
-        """Run a draft layer, and draw from its logits by a plan, if there is one."""
-        with self.running.drafting():
-            draws: Draws | None = self.pass_on(message)
-            return draws
 
     def read_cache(self, message: Message) -> Message:
         """Return the rows of blocks or slots, as of `Runner.read_cache`, and each store's bytes in one."""
