@@ -35,7 +35,7 @@ _ARGUMENTS = {
     "vb_layer_after": "PPPPLPPLPP",
     "vb_layer_before": "PPLPPLIP",
     "vb_linear_recurrence": "PPPPPPPPPPPLLLLLLI",
-    "vb_model": "PPPPPPLIPPPPLPP",
+    "vb_model": "PPPPPPLIPPPPLPPP",
     "vb_multiply": "PPLLPILI",
     "vb_pack_kv": "PPPPPLLLLLPII",
     "vb_pack_rows": "PPLLIIIP",

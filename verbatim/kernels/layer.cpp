@@ -674,12 +674,13 @@ extern "C" void vb_layer(const Layer *l, const Rows *rows, void *k_store, void *
 // [count, hidden] and logits [count, vocabulary] of the rows `logit_rows`. `stores` holds K and V of the
 // first layer, of the second, and so on; `angle_rows` is null, or where in cos and sin a row's angles
 // are. `chosen` and `forced` are [rows, layers with experts, top_k], or null. Of a model without a head, that
-// is some layers of one, hidden becomes the output of the last layer, and `count` must be 0.
+// is some layers of one, hidden becomes the output of the last layer, and `count` must be 0. What is in `normed`
+// goes to `kept` [slots, hidden], too, unless that is null.
 extern "C" void vb_model(const Model *m, const Rows *rows, void *const *stores, void *hidden,
                          const void *cos, const void *sin, int64_t angles, int angles_f32,
                          const int64_t *angle_rows, int16_t *chosen, const int16_t *forced,
                          const int64_t *logit_rows, int64_t count, void *normed, void *logits,
-                         int threads) {
+                         void *kept, int threads) {
     const Angles found{cos, sin, angles, angles_f32, angle_rows};
     if (threads <= 0) threads = omp_get_max_threads();
     int64_t stride = 0;
@@ -691,6 +692,9 @@ extern "C" void vb_model(const Model *m, const Rows *rows, void *const *stores, 
     };
     if (shares_products(*m, rows->count, count, threads)) with_team(threads, run);
     else run();
+    const int64_t bytes = m->norm.width * (m->layers[0]->is_bf16 ? 2 : 4);
+    for (int64_t i = 0; kept && i < count; i++)
+        std::memcpy((char *)kept + rows->slots[logit_rows[i]] * bytes, (char *)normed + i * bytes, bytes);
 }
 
 // out[rows, hidden] of the tokens `ids` and the hidden states `entering` [rows, hidden]; null takes the

@@ -403,10 +403,8 @@ class Decoder:
         whole = layers.whole_now() if serves and trusted else None
         if whole is not None:
             with plain_numbers():
-                found = whole.run(context, watched=watched)
+                found = whole.run(context, body, watched=watched)
             if found is not None:
-                if body is not None and found.hidden is not None:
-                    body.write(context.rows, found.hidden)
                 return found if wants_hidden else Output(found.logits, None)
         with (
             patched(self._tree, forwards_of_layers, self._configs, hooks=hooks),

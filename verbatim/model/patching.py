@@ -132,17 +132,22 @@ def patched(
 @contextmanager
 def plain_numbers() -> Iterator[None]:
     """Run the block without gradients, inference tensors and autocast, whatever the caller has enabled."""
+    modes: list[Any] = [torch.no_grad()]
+    # The others are entered only where needed, as they take longer than a small layer.
+    if torch.is_inference_mode_enabled():
+        modes.insert(0, torch.inference_mode(False))
+    modes += [
+        torch.autocast(device, enabled=False)
+        for device in ("cpu", "cuda")
+        if torch.is_autocast_enabled(device)
+    ]
+    if len(modes) == 1:
+        with modes[0]:
+            yield
+        return
     with ExitStack() as stack:
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
-        if torch.is_grad_enabled():
-            stack.enter_context(torch.no_grad())
-        for device in (
-            "cpu",
-            "cuda",
-        ):  # entered only where needed, as they take longer than a small layer
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
+        for mode in modes:
+            stack.enter_context(mode)
         yield
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from verbatim.batch import Batch, SampleRow
 from verbatim.kernels.functions import addresses, run, struct_of
+from verbatim.kv.hidden import HiddenStore
 from verbatim.model.angles import Angles
 from verbatim.model.differential import differential_check
 from verbatim.model.fingerprint import Fingerprint, numbers_of, tensors_of
@@ -239,14 +240,19 @@ class WholeModel:
         if self._angles is not None:
             self._angles.forget()
 
-    def run(self, context: FlatContext, *, watched: bool) -> Output | None:
+    def run(
+        self, context: FlatContext, body: HiddenStore | None = None, *, watched: bool
+    ) -> Output | None:
         """Run the rows of `context`; None where they are many, or K, V or dtypes are not the kernels'.
 
         Args:
+            body: gets the hidden states of all rows, which must have logits then.
             watched: the caller has the model, so nothing is kept that may have changed.
         """
         direct, batch = context.direct, context.batch
         if direct is None or direct.dtype is not self.dtype or direct.count > self._most_rows:
+            return None
+        if body is not None and body.tensors[0].dtype is not self.dtype:
             return None
         hidden = self._embed(batch.token_ids[None], batch.entering)
         if hidden.dtype is not self.dtype or not hidden.is_contiguous():
@@ -270,6 +276,7 @@ class WholeModel:
             count,
             seen.data_ptr(),
             logits.data_ptr(),
+            None if body is None else body.tensors[0].data_ptr(),
         )
         if not self._ends:  # the rows leave, in the place of logits
             return Output(hidden[0][batch.logit_rows], seen)
