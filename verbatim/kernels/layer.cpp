@@ -4,6 +4,7 @@
 // The products, norms and activations are the ones that the same modules run with one by one, in
 // the same order and with the same roundings, so the bits are the same too.
 
+#include <numeric>
 #include <vector>
 
 #include "attention.h"
@@ -497,24 +498,29 @@ void take_rows(void *to, const void *from, const int64_t *rows, int64_t count, i
 }
 
 // The last layer, the last norm and the head. Behind attention only the rows that need logits are
-// computed; of the others, where the layer has experts, no more than which ones they choose.
+// computed; of the others, where the layer has experts, no more than which ones they choose. With `kept`
+// [slots, hidden] all rows are, and what the norm makes of them goes there.
 template <typename T>
 void finish(const Model &m, const Rows &rows, void *k_store, void *v_store, const T *hidden,
-            const Angles &angles, const Record &record, const int64_t *logit_rows, int64_t count,
-            T *normed, T *logits, int threads) {
+            const Angles &angles, const Record &record, const int64_t *logit_rows, int64_t num_logits,
+            T *normed, T *logits, T *kept_rows, int threads) {
     const Layer &l = *m.layers[m.count - 1];
+    std::vector<int64_t> every(kept_rows ? rows.count : 0);
+    std::iota(every.begin(), every.end(), 0);
+    const int64_t *wanted = kept_rows ? every.data() : logit_rows;
+    const int64_t count = kept_rows ? rows.count : num_logits;
     const int64_t width = m.norm.width, bytes = attended_bytes(l);
     const Scratch<char> attended(rows.count * bytes);
     attend(l, rows, k_store, v_store, hidden, angles, attended.data, threads);
     const Scratch<T> kept(count * width), x(count * width);
     const Choice choice(l, count);
-    const std::vector<AdaptedRows> groups = kept_groups(rows, logit_rows, count);
+    const std::vector<AdaptedRows> groups = kept_groups(rows, wanted, count);
     const Adapted adapted{groups.data(), (int64_t)groups.size(), l.index * PLACES};
     const T *given = x.data;
     if (!l.mixture) {
         const Scratch<char> theirs(count * bytes);
-        take_rows(kept.data, hidden, logit_rows, count, width * sizeof(T));
-        take_rows(theirs.data, attended.data, logit_rows, count, bytes);
+        take_rows(kept.data, hidden, wanted, count, width * sizeof(T));
+        take_rows(theirs.data, attended.data, wanted, count, bytes);
         given = behind_attention(l, kept.data, (const T *)theirs.data, count, adapted, kept.data,
                                  x.data, threads);
     } else {
@@ -523,23 +529,26 @@ void finish(const Model &m, const Rows &rows, void *k_store, void *v_store, cons
         const T *of_all = behind_attention(l, hidden, (const T *)attended.data, rows.count,
                                            rows.of(l), residual.data, room.data, threads);
         route(l.mixture->router, of_all, rows.count, record, all.chosen(), threads);
-        take_rows(kept.data, residual.data, logit_rows, count, width * sizeof(T));
-        take_rows(x.data, of_all, logit_rows, count, width * sizeof(T));
-        take_rows(choice.experts.data, all.experts.data, logit_rows, count, choice.top_k * 4);
-        take_rows(choice.weights.data, all.weights.data, logit_rows, count, choice.top_k * 4);
+        take_rows(kept.data, residual.data, wanted, count, width * sizeof(T));
+        take_rows(x.data, of_all, wanted, count, width * sizeof(T));
+        take_rows(choice.experts.data, all.experts.data, wanted, count, choice.top_k * 4);
+        take_rows(choice.weights.data, all.weights.data, wanted, count, choice.top_k * 4);
     }
     add_mlp(l, given, count, adapted, choice.chosen(), kept.data, threads);
     each_row(count, width, threads, [&](int64_t r) {
-        norm_row(normed + r * width, kept.data + r * width, m.norm);
+        T *out = kept_rows ? kept_rows + rows.slots[r] * width : normed + r * width;
+        norm_row(out, kept.data + r * width, m.norm);
     });
-    multiply(normed, count, width, &m.head, 1, logits, m.head.cols, threads);
+    for (int64_t i = 0; kept_rows && i < num_logits; i++)
+        std::memcpy(normed + i * width, kept_rows + rows.slots[logit_rows[i]] * width, width * sizeof(T));
+    multiply(normed, num_logits, width, &m.head, 1, logits, m.head.cols, threads);
 }
 
 // All layers, from `hidden`, which they overwrite, to normed [count, hidden] and logits [count, vocabulary] of
 // the rows `logit_rows`. Without a head, hidden becomes the output of the last layer.
 void run_layers(const Model &m, const Rows &rows, void *const *stores, void *hidden, const Angles &angles,
                 const Record &all, const int64_t *logit_rows, int64_t count, void *normed, void *logits,
-                int threads) {
+                void *kept, int threads) {
     const int64_t last = m.head.data ? m.count - 1 : m.count;
     int64_t routed = 0;
     const auto record = [&](const Layer &l) {
@@ -553,10 +562,10 @@ void run_layers(const Model &m, const Rows &rows, void *const *stores, void *hid
     const Record own = record(*m.layers[last]);
     if (m.layers[last]->is_bf16)
         finish(m, rows, k, v, (const bf16 *)hidden, angles, own, logit_rows, count, (bf16 *)normed,
-               (bf16 *)logits, threads);
+               (bf16 *)logits, (bf16 *)kept, threads);
     else
         finish(m, rows, k, v, (const float *)hidden, angles, own, logit_rows, count, (float *)normed,
-               (float *)logits, threads);
+               (float *)logits, (float *)kept, threads);
 }
 
 template <typename T>
@@ -594,7 +603,7 @@ void chain(const Model &m, const Entry &e, Rows rows, void *const *stores, const
         const Scratch<T> hidden(rows.count * width);
         enter(e, ids, entering, rows.count, hidden.data, threads);
         run_layers(m, rows, stores, hidden.data, angles, Record{}, logit_rows, live, normed.data,
-                   logits.data, threads);
+                   logits.data, nullptr, threads);
         for (int64_t i = 0; i < live; i++) {
             draws[i] = samples[who[i]];
             draws[i].logits_row = i;
@@ -674,8 +683,8 @@ extern "C" void vb_layer(const Layer *l, const Rows *rows, void *k_store, void *
 // [count, hidden] and logits [count, vocabulary] of the rows `logit_rows`. `stores` holds K and V of the
 // first layer, of the second, and so on; `angle_rows` is null, or where in cos and sin a row's angles
 // are. `chosen` and `forced` are [rows, layers with experts, top_k], or null. Of a model without a head, that
-// is some layers of one, hidden becomes the output of the last layer, and `count` must be 0. What is in `normed`
-// goes to `kept` [slots, hidden], too, unless that is null.
+// is some layers of one, hidden becomes the output of the last layer, and `count` must be 0. Unless `kept`
+// [slots, hidden] is null, what the norm makes of all rows goes there.
 extern "C" void vb_model(const Model *m, const Rows *rows, void *const *stores, void *hidden,
                          const void *cos, const void *sin, int64_t angles, int angles_f32,
                          const int64_t *angle_rows, int16_t *chosen, const int16_t *forced,
@@ -688,13 +697,11 @@ extern "C" void vb_model(const Model *m, const Rows *rows, void *const *stores, 
         if (const Mixture *mixture = m->layers[i]->mixture) stride += mixture->router.top_k;
     const Record all{chosen, forced, stride};
     const auto run = [&] {
-        run_layers(*m, *rows, stores, hidden, found, all, logit_rows, count, normed, logits, threads);
+        run_layers(*m, *rows, stores, hidden, found, all, logit_rows, count, normed, logits, kept,
+                   threads);
     };
     if (shares_products(*m, rows->count, count, threads)) with_team(threads, run);
     else run();
-    const int64_t bytes = m->norm.width * (m->layers[0]->is_bf16 ? 2 : 4);
-    for (int64_t i = 0; kept && i < count; i++)
-        std::memcpy((char *)kept + rows->slots[logit_rows[i]] * bytes, (char *)normed + i * bytes, bytes);
 }
 
 // out[rows, hidden] of the tokens `ids` and the hidden states `entering` [rows, hidden]; null takes the

@@ -398,7 +398,7 @@ class Decoder:
         for context in contexts:
             context.trusted = trusted
         context = contexts[0]
-        serves = body is None or (self._head_reads_body and _needs_all_logits(context.batch))
+        serves = body is None or self._head_reads_body
         serves = serves and self._order is None and adapters.serves(groups, whole=True)
         whole = layers.whole_now() if serves and trusted else None
         if whole is not None:
@@ -429,11 +429,6 @@ class Decoder:
                 for context, (last,) in zip(contexts, made, strict=True):
                     body.write(context.rows, last.flatten(0, -2))
         return Output(_joined(logits), _joined(hidden) if hidden else None)
-
-
-def _needs_all_logits(batch: Batch) -> bool:
-    """Return whether every row of a batch has logits, as in decoding."""
-    return len(batch.logit_rows) == batch.num_tokens
 
 
 def _joined(rows: list[Tensor]) -> Tensor:

@@ -120,6 +120,8 @@ class MtpLayers(DraftLayers):
         try:
             models = [MtpLayer(mtp, k) for k in range(self.count)]
             self._decoders = [decoder.view(model, model) for model in models]
+            for view in self._decoders[:-1]:
+                view.check_body(self._hidden_size)
         except UnsupportedModel as reason:
             raise NotSupported(f"draft='mtp': {reason}") from reason.__cause__
         vocab_size = decoder.spec.vocab_size

@@ -246,7 +246,7 @@ class WholeModel:
         """Run the rows of `context`; None where they are many, or K, V or dtypes are not the kernels'.
 
         Args:
-            body: gets the hidden states of all rows, which must have logits then.
+            body: gets the hidden states of all rows.
             watched: the caller has the model, so nothing is kept that may have changed.
         """
         direct, batch = context.direct, context.batch
