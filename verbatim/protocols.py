@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -169,12 +168,18 @@ class DraftRunner(Runner, Protocol):
 
     draft_info: dict[str, int]
 
-    def drafting(self) -> AbstractContextManager[None]:
-        """Return the context of all `draft` calls of one proposal."""
-        ...
+    def draft(
+        self, k: int, batch: Batch, plan: SamplePlan | None, lengths: list[int]
+    ) -> list[list[int]]:
+        """Run draft layer `k`, and draw by `plan` from its logits; without a plan nothing is drawn.
 
-    def draft(self, k: int, batch: Batch, plan: SamplePlan | None) -> Draws | None:
-        """Run draft layer `k`, and draw by `plan` from its logits; without a plan nothing is drawn."""
+        Args:
+            lengths: number of tokens to draft from each row of logits.
+
+        Returns:
+            For each row of logits one token, or all of `lengths` if they are drawn in one call; -1 where none
+            can be drawn.
+        """
         ...
 
 

@@ -144,12 +144,19 @@ class InspectionContext:
         self.choices += 1
 
 
+class OwnModel(nn.Module):
+    """Base of models that are made of layers of transformers here, with the methods of one that are called.
+
+    They have no masks and are not tried: layers attend as their settings say.
+    """
+
+
 def inner_model(module: nn.Module) -> Any:
     """Return the transformers model inside of `module`, which may be wrapped (PEFT, DDP)."""
     from transformers import PreTrainedModel
 
     for candidate in module.modules():
-        if isinstance(candidate, PreTrainedModel):
+        if isinstance(candidate, PreTrainedModel | OwnModel):
             return candidate
     raise UnsupportedModel(
         f"{type(module).__name__} holds no transformers model; a module, a folder or a hub id of a "
@@ -271,7 +278,9 @@ def inspect_forward(
             activate(context),
             head_inputs(head_of(inner), [context]) as (seen,),
         ):
-            for config in configs:  # `patched` puts it back
+            for config in (
+                configs if not isinstance(inner, OwnModel) else ()
+            ):  # `patched` puts it back
                 config.__dict__["_attn_implementation_internal"] = masks.LOOK
             logits: Tensor = module(**inputs, use_cache=False).logits
     except (UnsupportedModel, TierFailed):

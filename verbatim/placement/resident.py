@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -115,14 +114,16 @@ class Resident(DraftRunner):
             made.hidden = made.hidden.cpu()
         return made
 
-    @contextmanager
-    def drafting(self) -> Iterator[None]:
-        with threads(self._num_threads), self.draft_layers.patched():
-            yield
-
-    def draft(self, k: int, batch: Batch, plan: SamplePlan | None) -> Draws | None:
-        logits = self.draft_layers.run(k, batch, self.store)
-        return None if plan is None else sample_rows(logits, plan)
+    def draft(
+        self, k: int, batch: Batch, plan: SamplePlan | None, lengths: list[int]
+    ) -> list[list[int]]:
+        layers, store = self.draft_layers, self.store
+        with threads(self._num_threads), self._device.current():
+            drawn = None if plan is None else layers.chain(k, batch, store, plan.rows, lengths)
+            if drawn is not None:
+                return drawn
+            logits = layers.run(k, batch, store)
+            return [] if plan is None else [[i] for i in sample_rows(logits, plan).ids]
 
     def record_steps(self) -> None:
         """Run decode steps as CUDA graphs from now on; the model must be on a GPU and never edited."""

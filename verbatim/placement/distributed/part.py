@@ -204,14 +204,10 @@ class Part:
         batch = getattr(active_context(), "batch", None)  # an inspection has none
         rows = None if batch is None else batch.entering
         if rows is None:
-            rows = self._stand_in(self._ids)
+            rows = self.entry(self._ids)
         elif rows.data_ptr() % _ALIGNED:
             rows = rows.clone()
         return _from_rows(rows, hidden.shape, self._split.outer_dims)
-
-    def entering(self, token_ids: Tensor) -> Tensor:
-        """See `ModelPart`."""
-        return self._stand_in(token_ids)[None]
 
     def _leave(self, *args: Any, **kwargs: Any) -> Any:
         """End the forward, in place of the first layer of the next part."""
@@ -224,8 +220,8 @@ class Part:
         outer = self._split.outer_dims
         raise _Left(_to_rows(hidden, outer).view(*hidden.shape[outer : outer + 2], -1))
 
-    def _stand_in(self, token_ids: Tensor) -> Tensor:
-        """Return hidden states for a trial: the same for the same id at any position."""
+    def entry(self, token_ids: Tensor) -> Tensor:
+        """Return hidden states for a trial: the same for the same id at any position; see `ModelPart`."""
         split = self._split
         generator = torch.Generator().manual_seed(0)
         table = torch.randn(_STAND_INS, split.hidden_size, generator=generator)

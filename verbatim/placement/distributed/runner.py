@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -184,23 +183,20 @@ class Clustered(DraftRunner):
 
     # Drafts.
 
-    @contextmanager
-    def drafting(self) -> Iterator[None]:
-        """Raise StageGone where a stage is lost."""
-        if not self.supervisor.in_order:
-            raise StageGone(self.group.lost)
-        yield
-
-    def draft(self, k: int, batch: Batch, plan: SamplePlan | None) -> Draws | None:
+    def draft(
+        self, k: int, batch: Batch, plan: SamplePlan | None, lengths: list[int]
+    ) -> list[list[int]]:
         """See `DraftRunner`. Each call is one round trip to the stage that has the layers.
 
         Raises:
             StageGone: a stage is lost.
         """
+        if not self.supervisor.in_order:
+            raise StageGone(self.group.lost)
         member = self.group.members[-1 if "mtp_layers" in self.draft_info else 0]
-        order = {"do": "draft", "k": k, "batch": batch, "plan": plan}
-        draws: Draws | None = self.group.call_each([(member, order)])[0]
-        return draws
+        order = {"do": "draft", "k": k, "batch": batch, "plan": plan, "lengths": lengths}
+        drawn: list[list[int]] = self.group.call_each([(member, order)])[0]
+        return drawn
 
     # All stages.
 

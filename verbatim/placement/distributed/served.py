@@ -14,7 +14,6 @@ import transformers
 from torch import Tensor
 
 from verbatim._version import __version__
-from verbatim.batch import Draws
 from verbatim.errors import VerbatimError
 from verbatim.kv.flat import row_bytes
 from verbatim.model.loader import LoadedModel, ModelSource
@@ -112,11 +111,6 @@ class Served:
         """Free everything."""
         if self.runner is not None:
             self.runner.close()
-
-    def draft(self, **fields: Any) -> Draws | None:
-        """Run a draft layer, and draw from its logits by a plan, if there is one."""
-        with self.running.drafting():
-            return self.running.draft(**fields)
 
     @property
     def row_widths(self) -> dict[str, list[int]]:

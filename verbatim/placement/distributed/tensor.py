@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.batch import Adapter, Batch, Draws, SamplePlan
+from verbatim.batch import Adapter, Batch, SamplePlan
 from verbatim.errors import TierFailed, VerbatimError, first_line
 from verbatim.heap import give_back_freed
 from verbatim.placement.distributed.columns import Cut
@@ -49,9 +49,12 @@ class LeadingRank(Resident):
         made: Forward = self._together("forward", batch=batch)
         return made
 
-    def draft(self, k: int, batch: Batch, plan: SamplePlan | None) -> Draws | None:
-        draws: Draws | None = self._together("draft", {"plan": None}, k=k, batch=batch, plan=plan)
-        return draws
+    def draft(
+        self, k: int, batch: Batch, plan: SamplePlan | None, lengths: list[int]
+    ) -> list[list[int]]:
+        asked = dict(k=k, batch=batch, plan=plan, lengths=lengths)
+        drawn: list[list[int]] = self._together("draft", {"plan": None}, **asked)
+        return drawn
 
     def read_cache(self, kind: str, numbers: list[int], used: int | None = None) -> Tensor | None:
         own = super().read_cache(kind, numbers, used)
