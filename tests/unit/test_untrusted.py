@@ -94,6 +94,13 @@ def test_a_small_pickle_holds_no_large_model(folder: Path) -> None:
     refused(folder, "describes .* weights, and the checkpoint has")
 
 
+def test_a_state_dict_inside_of_another_is_named(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    torch.save({"epoch": 3, "state_dict": tensors}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    refused(folder, r"pytorch_model\.bin: its weights lie under 'state_dict'")
+
+
 def test_an_index_of_pickles_names_no_file_outside(folder: Path) -> None:
     outside = folder.parent / "outside.bin"
     by_index(folder, "../outside.bin", "pytorch_model.bin")

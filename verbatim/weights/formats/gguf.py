@@ -29,10 +29,13 @@ _PROCESSORS = (
 )
 
 
-def read_gguf(path: Path, config: Any, empty: Any, dtype: torch.dtype) -> dict[str, Traced]:
+def read_gguf(
+    path: Path, reader: Any, config: Any, empty: Any, dtype: torch.dtype
+) -> dict[str, Traced]:
     """Return the tensors of a GGUF file, traced, by transformers' names.
 
     Args:
+        reader: gguf's, of the file.
         config: of the file's model.
         empty: the module on the meta device.
         dtype: of decoded weights.
@@ -40,7 +43,6 @@ def read_gguf(path: Path, config: Any, empty: Any, dtype: torch.dtype) -> dict[s
     Raises:
         NotSupported: an architecture whose tensors transformers rearranges in other ways.
     """
-    from gguf import GGUFReader
     from transformers.integrations.gguf.utils import is_gguf_arch_supported
     from transformers.modeling_gguf_pytorch_utils import (
         TENSOR_PROCESSORS,
@@ -49,7 +51,6 @@ def read_gguf(path: Path, config: Any, empty: Any, dtype: torch.dtype) -> dict[s
         read_field,
     )
 
-    reader = GGUFReader(path)
     (architecture,) = read_field(reader, "general.architecture")
     kind: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
     processor = kind(config.to_dict())
