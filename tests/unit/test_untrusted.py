@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from support import toy_tokenizers
+from support.checkpoints import hub_snapshot
 from support.toys import make_toy
 from verbatim import LLM, ModelError, NotSupported, Offload, SamplingParams, VerbatimError
 from verbatim.text.tokenizer import Tokenizer
@@ -121,21 +122,10 @@ def test_links_as_in_the_hubs_cache_are_followed(folder: Path, placement: Any) -
 
 
 def test_a_snapshot_of_the_hub_is_checked_too(folder: Path, monkeypatch: Any) -> None:
-    commit = "0" * 40
-    home = folder.parent / "hub" / "models--some--model"
-    (home / "refs").mkdir(parents=True)
-    (home / "refs" / "main").write_text(commit)
-    outside = home / "outside.safetensors"
+    snapshot = hub_snapshot(folder.parent, monkeypatch)
     by_index(folder, "../../outside.safetensors")
-    shutil.move(folder / "model.safetensors", outside)
-    shutil.copytree(folder, home / "snapshots" / commit)
-    for module in (
-        "huggingface_hub.constants",
-        "huggingface_hub.file_download",
-        "transformers.utils.hub",
-    ):
-        monkeypatch.setattr(f"{module}.HF_HUB_OFFLINE", True, raising=False)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder.parent / "hub"))
+    shutil.move(folder / "model.safetensors", snapshot.parents[1] / "outside.safetensors")
+    shutil.copytree(folder, snapshot)
     refused("some/model", "is refused: it names", tokenizer=toy_tokenizers.byte_level().hf)  # type: ignore[arg-type]
 
 

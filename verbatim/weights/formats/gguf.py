@@ -13,8 +13,8 @@ from torch import Tensor
 from verbatim.errors import ModelError, NotSupported
 from verbatim.model.quantization import Quantization
 from verbatim.model.stored import Stored, stamp_of
-from verbatim.model.weight_packing import Encoding, WeightPacking
-from verbatim.weights.formats.checkpoint import laid_out, pairs
+from verbatim.model.weight_packing import Encoding, WeightPacking, unfold
+from verbatim.weights.formats.checkpoint import laid_out
 from verbatim.weights.formats.stored import Decoded, Grouped
 from verbatim.weights.lazy import Computed, LazyWeight, Traced, traced
 
@@ -147,9 +147,7 @@ def _q8_0(blocks: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 
 def _q4_0(blocks: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    both = blocks[..., 2:]
-    code = torch.cat([both & 15, both >> 4], -1)
-    return code, _halves(blocks[..., :2], name).squeeze(-1).view(torch.int16)
+    return unfold(blocks[..., 2:], 16), _halves(blocks[..., :2], name).squeeze(-1).view(torch.int16)
 
 
 def _q5_0(blocks: Tensor, name: str) -> tuple[Tensor, Tensor]:
@@ -165,12 +163,10 @@ def _iq4_nl(blocks: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 def _iq4_xs(blocks: Tensor, name: str) -> tuple[Tensor, Tensor]:
     d = _halves(blocks[..., :2], name).float()
-    lower = pairs(blocks[..., 4:8])
+    lower = unfold(blocks[..., 4:8], 1)
     upper = (blocks[..., 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3).flatten(-2)
     scale = d * ((lower | upper << 4).float() - 32)
-    both = blocks[..., 8:].unflatten(-1, (8, 16))
-    code = torch.cat([both & 15, both >> 4], -1).flatten(-2)
-    return _iq4_numbers(code), scale.flatten(1).view(torch.int32)
+    return _iq4_numbers(unfold(blocks[..., 8:], 16)), scale.flatten(1).view(torch.int32)
 
 
 def _iq4_numbers(code: Tensor) -> Tensor:
