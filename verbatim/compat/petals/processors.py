@@ -16,11 +16,13 @@ from verbatim.params import SamplingParams
 
 # Parameters that only transformers' processors implement. (The engine's sampler implements the
 # others, with the same results; for filters: on logits without ties.)
-_EDITS = (
+_CHAINED = (
     "sequence_bias encoder_repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
-    "forced_bos_token_id forced_eos_token_id remove_invalid_values begin_suppress_tokens"
+    "forced_bos_token_id forced_eos_token_id remove_invalid_values begin_suppress_tokens "
+    "output_scores output_logits"
 ).split()
-_FILTERS = ("top_h", "epsilon_cutoff", "eta_cutoff")
+_FILTERS = ("top_h", "epsilon_cutoff", "eta_cutoff")  # where tokens are sampled
+_BEAMS = ("renormalize_logits",)  # where beams are searched for
 
 
 class ProcessorChain:
@@ -56,11 +58,10 @@ class ProcessorChain:
 
 
 class Processors:
-    """The processors of a call.
+    """The processors of a call: the engine's sampler implements them all, or transformers' are chained.
 
     Attributes:
-        native: fields of `SamplingParams` for processors that the engine's sampler implements.
-        chained: each row needs a `ProcessorChain`, for other processors or to keep logits.
+        native: fields of `SamplingParams`.
     """
 
     def __init__(
@@ -79,25 +80,15 @@ class Processors:
         self._prefix_fn = prefix_fn
         self._watermark = _watermark(settings["watermarking_config"])
         samples, beams = settings["do_sample"], settings.num_beams
-        self._filters_too = bool(
-            settings["output_scores"]
-            or settings["output_logits"]
-            or self._watermark
-            or (samples and any(map(settings.is_on, _FILTERS)))
-            # In a sample, no token depends on the sum of the probabilities.
-            or (beams > 1 and settings["renormalize_logits"])
-        )
-        decays = settings.eos_ids and settings.is_on("exponential_decay_length_penalty")
-        edits = any(map(settings.is_on, _EDITS)) or decays or prefix_fn is not None
-        self.chained = bool(self._filters_too or edits or self._custom)
-        self.native: dict[str, Any] = {}
-        filters = _native_filters(settings) if samples else {}
-        SamplingParams(**filters)  # validates them
-        if not self._filters_too:
-            self.native |= filters
-        self.chain(0, [0], 1)  # validates the parameters
-        if not self.chained:
-            self.native |= self._native_edits()
+        # In a sample, no token depends on the sum of the probabilities.
+        names = [*_CHAINED, *(_FILTERS if samples else ()), *(_BEAMS if beams > 1 else ())]
+        names += ["exponential_decay_length_penalty"] if settings.eos_ids else []
+        functions = self._custom or prefix_fn or self._watermark
+        self._chained = bool(functions or any(map(settings.is_on, names)))
+        self.native = _native_filters(settings) if samples else {}
+        SamplingParams(**self.native)  # validates them
+        self._chain(0, [0], 1)  # validates the parameters
+        self.native = {} if self._chained else self.native | self._native_edits()
         if not samples and beams == 1:
             self.native["temperature"] = 0.0
 
@@ -114,7 +105,11 @@ class Processors:
             fields["min_tokens"] = self._min_tokens
         return fields
 
-    def chain(self, row: int, prompt: list[int], new_tokens: int) -> ProcessorChain:
+    def chain(self, row: int, prompt: list[int], new_tokens: int) -> ProcessorChain | None:
+        """Return the processors of a row, as of `_chain`; None if the sampler implements them all."""
+        return self._chain(row, prompt, new_tokens) if self._chained else None
+
+    def _chain(self, row: int, prompt: list[int], new_tokens: int) -> ProcessorChain:
         """Return the processors of one row, as transformers makes them for a batch of this row.
 
         Args:
@@ -138,8 +133,6 @@ class Processors:
         }
         if not eos:
             values["exponential_decay_length_penalty"] = None
-        if not self._filters_too:
-            values |= {"do_sample": False, "watermarking_config": None, "renormalize_logits": None}
         maker: Any = GenerationMixin()
         maker.config = PretrainedConfig.from_dict({"vocab_size": self._vocab_size})
         try:
