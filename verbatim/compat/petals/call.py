@@ -116,7 +116,7 @@ class GenerateCall:
             if end is not None and None in before.ends:
                 continue
             chain = self._chains[row] = chains.chain(row, prompt, new_tokens)
-            own = params if chain is None else params.replace(logits_processors=(chain,))
+            own = params if chain is None else params.replace(logits_processors=chain.processors)
             cache = None if session_caches is None else session_caches[row]
             self.requests[row] = admission.admit(prompt, own, first_sample=row, session_cache=cache)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,36 +25,36 @@ _FILTERS = ("top_h", "epsilon_cutoff", "eta_cutoff")  # where tokens are sampled
 _BEAMS = ("renormalize_logits",)  # where beams are searched for
 
 
-class ProcessorChain:
-    """The processors of one row, applied in order; used as the engine's logits processor.
+class _Kept(dict[int, Tensor]):
+    """Logits `[V]` float32 by position; a processor that keeps what it is called with."""
+
+    def __call__(self, ids: Tensor, row: Tensor) -> Tensor:
+        self[len(ids)] = row.float().clone()
+        return row
+
+
+def _batched(processor: Any) -> Callable[[Tensor, Tensor], Any]:
+    """Return a processor of transformers as one of the engine, called for a batch of one row."""
+
+    def process(ids: Tensor, row: Tensor) -> Any:
+        scores = processor(ids[None], row.float()[None])
+        is_batch = isinstance(scores, Tensor) and scores.dim() == 2 and len(scores) == 1
+        return scores[0] if is_batch else scores  # the engine refuses anything else
+
+    process.__name__ = getattr(processor, "__name__", type(processor).__name__)
+    return process
+
+
+class ProcessorChain(NamedTuple):
+    """The processors of one row, in order, for `SamplingParams.logits_processors`.
 
     Attributes:
         logits, scores: `[V]` float32 for each position, before and after processing; if kept.
     """
 
-    def __init__(self, processors: Iterable[Any], *, keep_logits: bool, keep_scores: bool) -> None:
-        self._processors = list(processors)
-        self._keep_logits, self._keep_scores = keep_logits, keep_scores
-        self.logits: dict[int, Tensor] = {}
-        self.scores: dict[int, Tensor] = {}
-
-    def __call__(self, ids: Tensor, row: Tensor) -> Tensor:
-        row = row.float()
-        if self._keep_logits:
-            self.logits[len(ids)] = row.clone()
-        for processor in self._processors:
-            try:
-                scores = processor(ids[None], row[None])
-                if not isinstance(scores, Tensor) or scores.dim() != 2 or scores.shape[0] != 1:
-                    kind = list(scores.shape) if isinstance(scores, Tensor) else type(scores)
-                    raise TypeError(f"gave {kind} for scores [1, V]")
-            except Exception as error:
-                name = getattr(processor, "__name__", type(processor).__name__)
-                raise RuntimeError(f"{name}: {type(error).__name__}: {error}") from error
-            row = scores[0]
-        if self._keep_scores:
-            self.scores[len(ids)] = row.clone()
-        return row
+    processors: tuple[Any, ...]
+    logits: _Kept
+    scores: _Kept
 
 
 class Processors:
@@ -152,11 +152,11 @@ class Processors:
             raise InvalidRequest(
                 f"transformers can't make the logits processors: {type(error).__name__}: {error}"
             ) from error
-        return ProcessorChain(
-            processors,
-            keep_logits=self._settings["output_logits"],
-            keep_scores=self._settings["output_scores"],
-        )
+        logits, scores = _Kept(), _Kept()
+        own = map(_batched, processors)
+        first = (logits,) if self._settings["output_logits"] else ()
+        last = (scores,) if self._settings["output_scores"] else ()
+        return ProcessorChain((*first, *own, *last), logits, scores)
 
 
 def _native_filters(settings: Settings) -> dict[str, Any]:
