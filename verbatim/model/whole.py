@@ -12,7 +12,6 @@ must be what the lines here make, bit for bit.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -26,11 +25,11 @@ from verbatim.model.differential import differential_check
 from verbatim.model.fingerprint import Fingerprint, numbers_of, tensors_of
 from verbatim.model.flat import FlatContext
 from verbatim.model.hidden import head_of
-from verbatim.model.invariant import forward_for
 from verbatim.model.layer import FusedLayer
 from verbatim.model.layer_trial import LayerCall
 from verbatim.model.norms import find_norm
 from verbatim.model.packed import PackedLinear
+from verbatim.model.patching import forward_of
 from verbatim.model.products import Matrix
 from verbatim.model.spec import ModelSpec, inner_model
 from verbatim.model.structs import NormStruct, NotFusable, matrix_of, norm_of
@@ -138,10 +137,10 @@ class WholeModel:
         if part is not None and not part.is_first:
             self._embed = part.entering
         else:
-            self._embed = _forward_of(embedding)
+            self._embed = forward_of(embedding)
         self._angles = None
         if turns and rotary is not None:
-            self._angles = Angles(rotary, _forward_of(rotary), self.dtype)
+            self._angles = Angles(rotary, forward_of(rotary), self.dtype)
         self._structs = (_POINTER * len(layers))(*(layer.address for layer in layers))
         # The embedding and the angles say themselves what they do at the moment.
         classes = [type(m) for m in (inner, body, norm, head, rotary) if m is not None]
@@ -246,7 +245,7 @@ class WholeModel:
         ]
         last, behind = made[-1][0], "something happens to the rows behind its last layer"
         if self._ends:
-            norm, head = _forward_of(self._norm.module), _forward_of(self._head)
+            norm, head = forward_of(self._norm.module), forward_of(self._head)
             last = head(norm(last[batch.logit_rows]))
             behind = "its logits are not what its head makes of its last norm"
         before = [call.hidden for call in calls]
@@ -258,9 +257,3 @@ class WholeModel:
         found = differential_check(itemgetter(0), itemgetter(1), cases)
         if found is not None:
             raise NotFusable(found.case[2])
-
-
-def _forward_of(module: nn.Module) -> Callable[..., Any]:
-    """Return a module's forward as the engine runs it, without its hooks."""
-    ours = forward_for(module)
-    return ours if ours is not None else lambda *args: type(module).forward(module, *args)
