@@ -292,7 +292,7 @@ def test_a_look_at_the_next_token_sees_what_is_drawn_and_asks_nobody_for_drafts(
         seen = engine.peek()
         assert seen is not None and drafter.num_calls == calls
         chunks, draws = seen
-        assert draws.ids[chunks[0].first_draw + chunks[0].num_prompt_rows] == said[known]
+        assert draws[chunks[0].first_draw + chunks[0].num_prompt_rows].id == said[known]
         engine.step()
         check(engine)
     assert facts(result_of(request)) == facts(plain)

@@ -99,7 +99,7 @@ class Chain:
         for part in cut(batch, len(drafts), self._max_rows):
             here = wanted[len(drawn) : len(drawn) + len(part.logit_rows)]
             draws = self.run(step, part, SamplePlan(here) if here else None)
-            drawn += [] if draws is None else draws.ids
+            drawn += [draw.id for draw in draws or ()]
         return drawn
 
 

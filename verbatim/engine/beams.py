@@ -8,24 +8,24 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from verbatim.batch import Candidate, Draws
+from verbatim.batch import Candidate, Draw
 from verbatim.core import Request, Sequence, Token
 from verbatim.engine.scheduler import Scheduler
 from verbatim.errors import RequestFailed
 
 
 def add_candidates(
-    beam: Sequence, draws: Draws, row: int, hidden: Tensor | None, scheduler: Scheduler
+    beam: Sequence, draw: Draw, hidden: Tensor | None, scheduler: Scheduler
 ) -> list[Sequence]:
     """Store a beam's candidates, and advance the search if all beams have theirs.
 
     Returns:
         The completions, if the search ended.
     """
-    beam.candidates = draws.candidates[row]
+    beam.candidates = draw.candidates
     beam.request.note_token()
     beam.next_token = Token(
-        weight_version=beam.request.weight_version, top_logprobs=draws.top(row), hidden=hidden
+        weight_version=beam.request.weight_version, top_logprobs=draw.top, hidden=hidden
     )
     return _advance(beam.request, scheduler)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.batch import DRAW_FAILED, Draws, Support
+from verbatim.batch import DRAW_FAILED, Draws
 from verbatim.core import Completion, Delta, FinishReason, Request, Result, Sequence, Token
 from verbatim.engine import beams
 from verbatim.engine.draw import drawing_sequences
@@ -39,8 +39,8 @@ def commit(
         request.prompt_hidden += hidden[chunk.first_logits_row : last].clone()
     prompt_rows = range(chunk.first_draw, chunk.first_draw + chunk.num_prompt_rows)
     for row in prompt_rows if request.params.prompt_logprobs is not None else ():
-        request.prompt_logprobs.append(draws.logprobs[row])
-        request.prompt_top_logprobs.append(draws.top(row))
+        request.prompt_logprobs.append(draws[row].logprob)
+        request.prompt_top_logprobs.append(draws[row].top)
     if request.is_prefill_only and sequence.num_uncomputed == 0:
         for sibling in request.sequences[1:]:
             scheduler.fork(sequence, sibling)
@@ -53,7 +53,7 @@ def commit(
     drawn_hidden = hidden[last:] if request.params.hidden_states and hidden is not None else None
     if request.search is not None:
         beam_hidden = None if drawn_hidden is None else drawn_hidden[0].clone()
-        return beams.add_candidates(sequence, draws, prompt_rows.stop, beam_hidden, scheduler)
+        return beams.add_candidates(sequence, draws[prompt_rows.stop], beam_hidden, scheduler)
     samples = drawing_sequences(chunk)
     for sibling in samples[1:]:
         scheduler.fork(sequence, sibling)
@@ -77,7 +77,7 @@ def valid_rows(chunk: Chunk, draws: Draws) -> range:
     rows = range(chunk.first_draw, chunk.first_draw + chunk.num_draws)
     if not chunk.draft.ids:
         return rows
-    drawn = [draws.ids[row] for row in rows]  # a chunk with a draft has no prompt rows
+    drawn = [draws[row].id for row in rows]  # a chunk with a draft has no prompt rows
     count = 1
     while (
         count < len(drawn)
@@ -100,15 +100,16 @@ def grow(sequence: Sequence, draws: Draws, rows: Iterable[int], hidden: Tensor |
     before, request = len(sequence.output_ids), sequence.request
     for place, row in enumerate(rows):
         request.note_token()
+        draw = draws[row]
         token = Token(
-            draws.logprobs[row],
-            draws.sampled_logprobs[row],
+            draw.logprob,
+            draw.sampled_logprob,
             request.weight_version,
-            draws.top(row),
-            draws.supports.get(row, Support(None, 0.0)),
+            draw.top,
+            draw.support,
             None if hidden is None else hidden[place].clone(),
         )
-        sequence.push(draws.ids[row], token)
+        sequence.push(draw.id, token)
         if sequence.finished:
             break
     return len(sequence.output_ids) - before
@@ -121,9 +122,7 @@ def finish(request: Request, reason: FinishReason) -> list[Sequence]:
     else:
         sequences = [sequence for sequence in request.sequences if not sequence.finished]
     for sequence in sequences:
-        if not sequence.finished:
-            sequence.finish_reason = reason
-            sequence.watch.finish(reason)
+        sequence.watch.finish(reason)
     return sequences
 
 
@@ -195,7 +194,7 @@ def _output(sequence: Sequence, begin: int) -> dict[str, Any]:
         "sampled_logprobs": [t.sampled_logprob for t in tokens] if is_drawn else None,
         "top_logprobs": None if params.logprobs is None else [t.top_logprobs for t in tokens],
         "finish_reason": sequence.finish_reason,
-        "stop_reason": sequence.stop_reason,
+        "stop_reason": sequence.watch.stop_reason,
         "weight_versions": [token.weight_version for token in tokens],
         "supports": [token.support.ids for token in tokens] if params.support else None,
         "log_masses": [token.support.log_mass for token in tokens] if params.support else None,

@@ -18,7 +18,7 @@ from verbatim.errors import RequestFailed
 from verbatim.protocols import Forward, Runner
 from verbatim.sampling.logprobs import Mass
 from verbatim.sampling.rows import draw_row
-from verbatim.sampling.sampler import merge, sample_rows
+from verbatim.sampling.sampler import sample_rows
 
 Fail = Callable[[Request, BaseException], None]
 IndexedRow = tuple[int, SampleRow]  # a row of the plan, with the index of its logits row
@@ -62,8 +62,9 @@ def draw(runner: Runner, forward: Forward, chunks: list[Chunk], fail: Fail) -> D
     remote = [i for i, row in enumerate(rows) if row.processed is None]
     logits = torch.stack([fetched[logits_rows[i]] for i in local])
     remote_plan = SamplePlan([rows[i] for i in remote], [logits_rows[i] for i in remote])
-    local_draws = sample_rows(logits, SamplePlan([rows[i] for i in local]))
-    return merge((local_draws, runner.sample(forward, remote_plan)), (local, remote))
+    drawn = dict(zip(local, sample_rows(logits, SamplePlan([rows[i] for i in local])), strict=True))
+    drawn |= zip(remote, runner.sample(forward, remote_plan), strict=True)
+    return [drawn[i] for i in range(len(rows))]
 
 
 def _prompt_rows(chunk: Chunk) -> list[IndexedRow]:
@@ -127,11 +128,11 @@ def _processed_rows(chunk: Chunk, fetch: Callable[[int], Tensor]) -> list[Indexe
             break
         rows.append((index, row))
         if num_drafts < len(chunk.draft.ids):
-            (drawn,) = sample_rows(logits[None], SamplePlan([row])).ids
+            drawn = sample_rows(logits[None], SamplePlan([row]))[0].id
             if drawn != chunk.draft.ids[num_drafts]:
                 break
             watch = watch or sequence.watch.fork()
-            if watch.push(drawn) is not None:
+            if watch.push(drawn):
                 break
     return rows
 

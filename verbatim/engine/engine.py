@@ -184,7 +184,7 @@ class Engine:
             if request.finished:  # it failed in this step
                 continue
             try:
-                if any(draws.ids[row] == DRAW_FAILED for row in valid_rows(chunk, draws)):
+                if any(draws[row].id == DRAW_FAILED for row in valid_rows(chunk, draws)):
                     raise RequestFailed(
                         f"request {request.request_id}: no token can be drawn; the model's logits are "
                         "not numbers, or the request's bans, structure and filters leave nothing"
@@ -260,7 +260,7 @@ class Engine:
         request.error = error
         for sequence in request.sequences:
             if not sequence.finished:
-                sequence.finish_reason = FinishReason.ERROR
+                sequence.watch.finish_reason = FinishReason.ERROR
             self.scheduler.remove(sequence)
         self._active.pop(request.request_id, None)
         self.on_end(request)

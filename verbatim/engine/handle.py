@@ -821,7 +821,7 @@ class EngineHandle:
             for chunk in chunks
             if chunk.draws and not chunk.sequence.request.finished
         ]
-        return [(request, draws.ids[row], draws.logprobs[row]) for request, row in rows]
+        return [(request, draws[row].id, draws[row].logprob) for request, row in rows]
 
     def _abort(self, requests: list[Request], call: Call | None) -> None:
         for request in requests:

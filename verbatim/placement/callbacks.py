@@ -131,7 +131,7 @@ class CallbackRunner(ExternalRunner):
     def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
         draws = super().sample(forward, plan)
         places = range(len(plan.rows)) if plan.logits_rows is None else plan.logits_rows
-        self._drawn = {self._drawing[at]: i for at, i in zip(places, draws.ids, strict=True)}
+        self._drawn = {self._drawing[at]: draw.id for at, draw in zip(places, draws, strict=True)}
         return draws
 
     def _go_on(self, pieces: list[Piece]) -> bool:

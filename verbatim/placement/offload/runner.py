@@ -100,11 +100,7 @@ class Offloaded(Resident):
         at_once = self._rows_at_once(len(plan.rows))
         draws = super().sample(forward, _some(plan, 0, at_once))
         for first in range(at_once, len(plan.rows), at_once):
-            more = super().sample(forward, _some(plan, first, first + at_once))
-            for name in ("ids", "logprobs", "sampled_logprobs", "top_ids", "top_logprobs"):
-                getattr(draws, name).extend(getattr(more, name))
-            draws.candidates.update({first + row: c for row, c in more.candidates.items()})
-            draws.supports.update({first + row: s for row, s in more.supports.items()})
+            draws += super().sample(forward, _some(plan, first, first + at_once))
         self._measured.sample_s += perf_counter() - begin
         self._measured.draws += 1
         self._measured.tokens += sum(row.target is None for row in plan.rows)
