@@ -34,7 +34,7 @@ def test_norms_are_those_of_the_formula(kind: NormKind, dtype: str) -> None:
         x = x.to(DTYPES[dtype])
         weight = None if kind is NormKind.BARE else noise(width, dtype=DTYPES[dtype], seed=1)
         ours = elementwise.rms_norm(x, weight, 1e-5, kind)
-        expected = formula(kind, x, weight, 1e-5)
+        expected = formula(x, weight, 1e-5, kind)
         if dtype == "float32":
             torch.testing.assert_close(ours, expected, rtol=2e-6, atol=0.0)
         else:  # the sum's order turns a rounding now and then
@@ -104,7 +104,7 @@ def test_every_instruction_set_is_near_the_formula(
     x, weight = noise(9, 77), noise(77, seed=1)
     for kind in KINDS[1:]:
         ours = elementwise.rms_norm(x, weight, 1e-6, kind)
-        torch.testing.assert_close(ours, formula(kind, x, weight, 1e-6), rtol=2e-6, atol=0.0)
+        torch.testing.assert_close(ours, formula(x, weight, 1e-6, kind), rtol=2e-6, atol=0.0)
     silu = elementwise.activate(x, Activation.SILU)
     torch.testing.assert_close(silu, nn.functional.silu(x), rtol=2e-6, atol=1e-7)
 
@@ -223,7 +223,7 @@ def test_a_norm_reads_its_weight_and_epsilon_anew_each_time() -> None:
     x = noise(3, 64)
     norm.variance_epsilon = 0.5
     norm.weight = nn.Parameter(noise(64, seed=3))
-    expected = formula(NormKind.ROUNDED, x, norm.weight.detach(), 0.5)
+    expected = formula(x, norm.weight.detach(), 0.5, NormKind.ROUNDED)
     with torch.no_grad():
         torch.testing.assert_close(forward(x), expected, rtol=2e-6, atol=0.0)
 
@@ -234,7 +234,7 @@ def test_an_epsilon_may_be_a_whole_number() -> None:
     forward, x = norm_forward(norm), noise(3, 64)
     assert forward is not None
     with torch.no_grad():
-        expected = formula(NormKind.ROUNDED, x, norm.weight.detach(), 1.0)
+        expected = formula(x, norm.weight.detach(), 1.0, NormKind.ROUNDED)
         torch.testing.assert_close(forward(x), expected, rtol=2e-6, atol=0.0)
 
 
