@@ -328,7 +328,7 @@ class Sequence:
         request = self.request
         if not request.needs_prompt_rows or self.index != 0:
             return None
-        done = request.num_prompt_rows_done
+        done = len(request.prompt_tokens)  # an eviction does not discard them
         return done if done < request.num_input_tokens - 1 else None
 
     @property
@@ -453,9 +453,8 @@ class Request:
     adapter: int = 0  # `Adapter.number`; 0: none
     sequences: list[Sequence] = field(default_factory=list)
     search: BeamSearch[Sequence] | None = None  # with `num_beams`
-    prompt_logprobs: list[float] = field(default_factory=list)  # for positions 1, 2, ...
-    prompt_top_logprobs: list[TopLogprobs] = field(default_factory=list)
-    prompt_hidden: list[Tensor] = field(default_factory=list)  # [H] each, for positions 1, 2, ...
+    # The records of the prompt's positions 1, 2, ..., if log-probs or hidden states of them are requested.
+    prompt_tokens: list[Token] = field(default_factory=list)
     metrics: Metrics = field(default_factory=Metrics)
     was_scheduled: bool = False
     num_ended: int = 0  # sequences with a final delta
@@ -481,7 +480,7 @@ class Request:
 
     def restart(self) -> None:
         """Discard all output and start over, with the same seed and rank."""
-        self.prompt_logprobs, self.prompt_top_logprobs, self.prompt_hidden = [], [], []
+        self.prompt_tokens = []
         self.metrics, self.was_scheduled, self.num_ended = Metrics(), False, 0
         self.begin(self)
 
@@ -502,9 +501,3 @@ class Request:
     def needs_prompt_rows(self) -> bool:
         """True if logits or hidden states of every prompt position are requested, which are not cached."""
         return self.params.prompt_logprobs is not None or self.params.hidden_states
-
-    @property
-    def num_prompt_rows_done(self) -> int:
-        """Number of prompt positions with results, which an eviction does not discard."""
-        only_hidden = self.params.hidden_states and self.params.prompt_logprobs is None
-        return len(self.prompt_hidden if only_hidden else self.prompt_logprobs)

@@ -597,7 +597,7 @@ def grown(llm, params, ids):
     request = llm.engine.admission.admit([5, 6, 7], params)
     sequence = request.sequences[0]
     draws = [Draw(i, -1.0, -1.0, [i], [-1.0]) for i in ids]
-    grow(sequence, draws, range(len(ids)), None)
+    grow(sequence, draws, None)
     assert len(sequence.tokens) == len(sequence.output_ids)
     assert all(len(token.top_logprobs) == 1 for token in sequence.tokens)
     return sequence

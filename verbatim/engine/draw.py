@@ -7,11 +7,12 @@ are fetched, processed here, and drawn by the same function.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 
 import torch
 from torch import Tensor
 
-from verbatim.batch import Draws, SamplePlan, SampleRow
+from verbatim.batch import Draw, SamplePlan, SampleRow
 from verbatim.core import Request, Sequence, Watch
 from verbatim.engine.work import Chunk
 from verbatim.errors import RequestFailed
@@ -24,13 +25,14 @@ Fail = Callable[[Request, BaseException], None]
 IndexedRow = tuple[int, SampleRow]  # a row of the plan, with the index of its logits row
 
 
-def draw(runner: Runner, forward: Forward, chunks: list[Chunk], fail: Fail) -> Draws:
-    """Draw for every chunk, and set its `first_draw` and `num_draws`.
+def draw(runner: Runner, forward: Forward, chunks: list[Chunk], fail: Fail) -> None:
+    """Draw for every chunk, and set its `results`.
 
-    A request with a failing row (its processor raises, its grammar fails) fails alone and has no rows.
+    A request with a failing row (its processor raises, its grammar fails) fails alone and has no results.
     """
     rows: list[SampleRow] = []
     logits_rows: list[int] = []
+    drawing: list[tuple[Chunk, int]] = []  # with the number of its rows
     fetched: dict[int, Tensor] = {}  # logits rows for processors
 
     def fetch(index: int) -> Tensor:
@@ -53,23 +55,25 @@ def draw(runner: Runner, forward: Forward, chunks: list[Chunk], fail: Fail) -> D
         except BaseException as error:  # also a processor's sys.exit, or a panic in a library
             fail(chunk.sequence.request, error)
             continue
-        chunk.first_draw, chunk.num_draws = len(rows), len(indexed)
+        drawing.append((chunk, len(indexed)))
         rows += [row for _, row in indexed]
         logits_rows += [index for index, _ in indexed]
+    drawn: dict[int, Draw] = {}
     local = [i for i, row in enumerate(rows) if row.processed is not None]
-    if not local:
-        return runner.sample(forward, SamplePlan(rows, logits_rows))
-    remote = [i for i, row in enumerate(rows) if row.processed is None]
-    logits = torch.stack([fetched[logits_rows[i]] for i in local])
-    remote_plan = SamplePlan([rows[i] for i in remote], [logits_rows[i] for i in remote])
-    drawn = dict(zip(local, sample_rows(logits, SamplePlan([rows[i] for i in local])), strict=True))
-    drawn |= zip(remote, runner.sample(forward, remote_plan), strict=True)
-    return [drawn[i] for i in range(len(rows))]
+    if local:
+        logits = torch.stack([fetched[logits_rows[i]] for i in local])
+        drawn |= zip(local, sample_rows(logits, SamplePlan([rows[i] for i in local])), strict=True)
+    remote = [i for i in range(len(rows)) if i not in drawn]
+    plan = SamplePlan([rows[i] for i in remote], [logits_rows[i] for i in remote])
+    drawn |= zip(remote, runner.sample(forward, plan), strict=True)
+    results = (drawn[i] for i in range(len(rows)))
+    for chunk, count in drawing:
+        chunk.results = list(islice(results, count))
 
 
 def _prompt_rows(chunk: Chunk) -> list[IndexedRow]:
     sequence, request = chunk.sequence, chunk.sequence.request
-    done = request.num_prompt_rows_done
+    done = len(request.prompt_tokens)
     targets = sequence.token_ids(done + 1, done + 1 + chunk.num_prompt_rows)
     return [
         (

@@ -812,16 +812,12 @@ class EngineHandle:
             self._engine.close()
 
     def _peek(self) -> list[tuple[Request, int, float]]:
-        seen = None if self._mode is Mode.PAUSED else self._engine.peek()
-        if seen is None:
-            return []
-        chunks, draws = seen
-        rows = [
-            (chunk.sequence.request, chunk.first_draw + chunk.num_prompt_rows)
-            for chunk in chunks
-            if chunk.draws and not chunk.sequence.request.finished
+        return [
+            (chunk.sequence.request, draw.id, draw.logprob)
+            for chunk in (() if self._mode is Mode.PAUSED else self._engine.peek())
+            if not chunk.sequence.request.finished
+            for draw in chunk.results[chunk.num_prompt_rows :][:1]
         ]
-        return [(request, draws[row].id, draws[row].logprob) for request, row in rows]
 
     def _abort(self, requests: list[Request], call: Call | None) -> None:
         for request in requests:
