@@ -7,12 +7,11 @@ are fetched, processed here, and drawn by the same function.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice
 
 import torch
 from torch import Tensor
 
-from verbatim.batch import Draw, SamplePlan, SampleRow
+from verbatim.batch import SamplePlan, SampleRow
 from verbatim.core import Request, Sequence, Watch
 from verbatim.engine.work import Chunk
 from verbatim.errors import RequestFailed
@@ -58,17 +57,20 @@ def draw(runner: Runner, forward: Forward, chunks: list[Chunk], fail: Fail) -> N
         drawing.append((chunk, len(indexed)))
         rows += [row for _, row in indexed]
         logits_rows += [index for index, _ in indexed]
-    drawn: dict[int, Draw] = {}
     local = [i for i, row in enumerate(rows) if row.processed is not None]
     if local:
         logits = torch.stack([fetched[logits_rows[i]] for i in local])
-        drawn |= zip(local, sample_rows(logits, SamplePlan([rows[i] for i in local])), strict=True)
-    remote = [i for i in range(len(rows)) if i not in drawn]
-    plan = SamplePlan([rows[i] for i in remote], [logits_rows[i] for i in remote])
-    drawn |= zip(remote, runner.sample(forward, plan), strict=True)
-    results = (drawn[i] for i in range(len(rows)))
+        remote = [i for i, row in enumerate(rows) if row.processed is None]
+        plan = SamplePlan([rows[i] for i in remote], [logits_rows[i] for i in remote])
+        here = sample_rows(logits, SamplePlan([rows[i] for i in local]))
+        drawn = dict(zip(local + remote, here + runner.sample(forward, plan), strict=True))
+        results = [drawn[i] for i in range(len(rows))]
+    else:
+        results = runner.sample(forward, SamplePlan(rows, logits_rows))
+    start = 0
     for chunk, count in drawing:
-        chunk.results = list(islice(results, count))
+        chunk.results = results[start : start + count]
+        start += count
 
 
 def _prompt_rows(chunk: Chunk) -> list[IndexedRow]:
