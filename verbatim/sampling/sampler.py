@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from verbatim import kernels
-from verbatim.batch import DRAW_FAILED, Candidates, Draw, Draws, SamplePlan, SampleRow
+from verbatim.batch import DRAW_FAILED, Candidates, Draw, Draws, SamplePlan, SampleRow, Support
 from verbatim.checks import integer
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.options import on_cpu
@@ -26,8 +26,7 @@ from verbatim.params import SamplingParams
 from verbatim.sampling import fast, gpu
 from verbatim.sampling.logprobs import Mass, likeliest
 from verbatim.sampling.noise import gumbel_row
-from verbatim.sampling.processors import edit, is_greedy, warp
-from verbatim.sampling.support import support_of
+from verbatim.sampling.processors import edit, is_greedy, temperature, warp
 
 Noise = Callable[[int, int, int, int], Tensor]  # `gumbel_row`
 # From rows of a plan, and their rows of logits, to the draws; None for one that is left to others.
@@ -95,7 +94,7 @@ def sample_rows(
     complete = [draw for draw in draws if draw is not None]
     for i, (row, draw) in enumerate(zip(rows, complete, strict=True)):
         if row.params.support and row.target is None and draw.id >= 0:
-            support = support_of(logits[places[i]].cpu(), row, draw.id, use_kernel=use_kernel)
+            support = _support_of(logits[places[i]].cpu(), row, draw.id, use_kernel=use_kernel)
             complete[i] = draw._replace(support=support)
     return complete
 
@@ -178,6 +177,27 @@ def _draw(edited: Tensor, row: SampleRow, noise: Noise) -> tuple[int, float]:
 
 def _first(values: Tensor, value: Tensor) -> int:
     return int((values == value).nonzero()[0])
+
+
+def _support_of(raw: Tensor, row: SampleRow, token_id: int, *, use_kernel: bool) -> Support:
+    """Return the support of a row that drew `token_id` from its raw logits `[V]`."""
+    params = row.params
+    logits = edit(raw.float(), row)
+    if is_greedy(logits, params.temperature):
+        return Support([token_id], 0.0)
+    logits = temperature(logits, params.temperature)
+    if use_kernel and params.typical_p == 1:
+        return fast.support(logits, params)
+    has_top_k = 0 < params.top_k < len(logits)
+    if not (has_top_k or params.top_p < 1 or params.min_p > 0 or params.typical_p < 1):
+        return Support(None, 0.0)
+    filtered = warp(logits, params.replace(temperature=1.0))
+    kept, total = Mass.of(filtered), Mass.of(logits)
+    assert kept is not None and total is not None  # a token was drawn from them
+    ids = (filtered > -math.inf).nonzero()[:, 0].tolist()
+    # The typical filter may drop the largest logit, which the masses are relative to.
+    shift = kept.top - total.top
+    return Support(ids, shift + (math.log(kept.total) - math.log(total.total)))
 
 
 def sample(
