@@ -190,7 +190,7 @@ class SamplingParams:
         return {name: value for name, value, default in pairs if not _same(value, default)}
 
     def _check_numbers(self) -> None:
-        for name, (check, *limits) in _NUMBERS.items():
+        for name, (check, *limits) in NUMBERS.items():
             object.__setattr__(self, name, check(name, getattr(self, name), *limits))
         for name in _SWITCHES:
             switch(name, getattr(self, name))
@@ -453,14 +453,14 @@ def _biases(value: Any) -> dict[int, float]:
     return biases
 
 
-_above = partial(number, above=True)
-_NUMBERS: dict[str, tuple[Any, ...]] = {
+above = partial(number, above=True)
+NUMBERS: dict[str, tuple[Any, ...]] = {
     "n": (integer, 1, MAX_N),
     "temperature": (number, 0.0),
     "top_k": (integer, 0),
-    "top_p": (_above, 0.0, 1.0),
+    "top_p": (above, 0.0, 1.0),
     "min_p": (number, 0.0, 1.0),
-    "typical_p": (_above, 0.0, 1.0),
+    "typical_p": (above, 0.0, 1.0),
     "repetition_penalty": (number, 1e-30, 1e30),  # what float32 can divide and multiply by
     "presence_penalty": (number, -2.0, 2.0),
     "frequency_penalty": (number, -2.0, 2.0),

@@ -20,9 +20,8 @@ from support.scripted_llm import ScriptedLLM, interrupted_after, run
 from verbatim import kernels
 from verbatim._version import __version__
 from verbatim.cli.generate import generate
-from verbatim.cli.offload import OFFLOAD, PLACING
 from verbatim.cli.options import ADAPTERS, GENERATE_ONLY, MODEL, SAMPLING, helps, prepare
-from verbatim.cli.placing import CLUSTER
+from verbatim.cli.placing import CLUSTER, OFFLOAD, PLACING
 from verbatim.cli.terminal import exit_status
 from verbatim.core import Completion, Metrics, Result
 from verbatim.errors import StageFailed

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verbatim.cli.offload import OFFLOAD
 from verbatim.cli.options import (
     DEFAULT_MAX_TOKENS,
     MODEL,
@@ -18,7 +17,7 @@ from verbatim.cli.options import (
     seeded,
     takes,
 )
-from verbatim.cli.placing import CLUSTER, opened, placement_of
+from verbatim.cli.placing import CLUSTER, OFFLOAD, opened, placement_of
 from verbatim.cli.terminal import (
     WrongUsage,
     end_line,
