@@ -27,7 +27,6 @@ from verbatim.serve.events import answered, streamed
 from verbatim.serve.fields import ChatCompletions, Completions
 from verbatim.serve.guard import Guard
 from verbatim.serve.messages import CountTokens, Messages, MessagesRequest
-from verbatim.serve.metrics import Counted
 from verbatim.serve.native import Detokenize, Generate, GenerateRequest, Score, Tokenize
 from verbatim.serve.places import places_of
 from verbatim.serve.responses import Responses, ResponsesRequest
@@ -74,7 +73,8 @@ def make_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
     )
     app.router.route_class = BodyRoute
     app.state.service = service
-    app.add_middleware(Guard, settings=settings, on_large_body=service.trim_soon)
+    metrics = service.metrics
+    app.add_middleware(Guard, settings=settings, metrics=metrics, on_large_body=service.trim_soon)
     if settings.cors_origins:  # outside the guard: a browser's preflight has no key
         app.add_middleware(
             CORSMiddleware,
@@ -82,7 +82,6 @@ def make_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
             allow_methods=["GET", "POST"],
             allow_headers=["Authorization", "X-Api-Key", "Content-Type", "Anthropic-Version"],
         )
-    app.add_middleware(Counted, metrics=service.metrics)
     _refusals(app)
     _openai(app, service)
     _ours(app, service)

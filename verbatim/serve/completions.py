@@ -106,35 +106,35 @@ class CompletionRequest(ApiRequest[Completions]):
         self.params = _params(body).replace(adapter=self.adapter)
         service.check_logprobs(body.logprobs, body.prompt_logprobs, body.stream)
 
+    async def _ask(self) -> tuple[list[Any], SamplingParams]:
+        return self.prompts, self.params
+
     async def answer(self, client: Client) -> dict[str, Any]:
         """Return the whole response."""
-        with self.service.reserve(client) as reservation:
-            requests = await self.service.admit(reservation, self.prompts, self.params)
-            results = await self.service.results(requests)
+        ended = await self.service.run(client, self._ask)
         choices = LazyList(
             lambda: (
                 self._choice(number * self.params.n + output.index, request, result, output)
-                for number, (request, result) in enumerate(zip(requests, results, strict=True))
+                for number, (request, result) in enumerate(ended)
                 for output in result.outputs
             ),
             large=True,
         )
+        results = [result for _, result in ended]
         return self.envelope("text_completion", choices) | {"usage": usage(results)}
 
     async def events(self, client: Client) -> AsyncGenerator[Event, None]:
         """Stream the response."""
         results: list[Result] = []
-        with self.service.reserve(client) as reservation:
-            requests = await self.service.admit(reservation, self.prompts, self.params)
-            offsets: dict[int, int] = {}  # choice: characters so far
-            async with aclosing(self.service.deltas(requests)) as deltas:
-                async for number, delta in deltas:
-                    if delta.result is not None:
-                        results.append(delta.result)
-                    index = number * self.params.n + delta.index
-                    choice = self._piece(index, requests[number], delta, offsets)
-                    if choice is not None:
-                        yield self.chunk("text_completion", [choice])
+        offsets: dict[int, int] = {}  # choice: characters so far
+        async with aclosing(self.service.stream(client, self._ask)) as stream:
+            async for number, request, delta in stream:
+                if delta.result is not None:
+                    results.append(delta.result)
+                index = number * self.params.n + delta.index
+                choice = self._piece(index, request, delta, offsets)
+                if choice is not None:
+                    yield self.chunk("text_completion", [choice])
         if self.with_usage:
             yield self.chunk("text_completion", [], usage(results))
 

@@ -29,9 +29,9 @@ from verbatim.serve.fields import (
     TextPart,
     Variables,
 )
+from verbatim.serve.formats import ParsedCall, call_of
 from verbatim.serve.reader import Part, Reasoning
 from verbatim.serve.service import Client, Service
-from verbatim.serve.tools import ParsedCall, call_of
 
 # ---- the body
 
@@ -197,10 +197,10 @@ class MessagesRequest(ConversationRequest[CountTokens]):
         index, kind, called = -1, None, False
         begun = False
         async with aclosing(self.stream(client)) as stream:
-            async for delta, parts in stream:
+            async for request, delta, _, parts in stream:
                 if not begun:
                     begun = True
-                    num_input = self.request.num_input_tokens
+                    num_input = request.num_input_tokens
                     usage = {"input_tokens": num_input, "output_tokens": 0}
                     yield _event(
                         "message_start", message=self._message([], None) | {"usage": usage}

@@ -29,9 +29,9 @@ from verbatim.serve.fields import (
     Strict,
     Switch,
 )
+from verbatim.serve.formats import ParsedCall, call_of
 from verbatim.serve.reader import Part, Reasoning
 from verbatim.serve.service import Client, Service
-from verbatim.serve.tools import ParsedCall, call_of
 
 # ---- the body
 
@@ -228,7 +228,7 @@ class ResponsesRequest(ConversationRequest[Responses]):
         """Stream the response as named, numbered events."""
         items, result = _Items(), None
         async with aclosing(self.stream(client)) as stream:
-            async for delta, parts in stream:
+            async for _, delta, _, parts in stream:
                 if items.num_events == 0:
                     yield items.event("response.created", response=self._response([], None))
                     yield items.event("response.in_progress", response=self._response([], None))

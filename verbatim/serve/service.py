@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
@@ -27,6 +27,8 @@ from verbatim.serve.settings import ServeSettings
 from verbatim.serve.tokens import TokenTexts
 
 T = TypeVar("T")
+# Returns the prompts of a request, and their parameters.
+Ask = Callable[[], Awaitable[tuple[SequenceOf[Prompt], SamplingParams]]]
 log = logging.getLogger("verbatim.serve")
 _INFO_S = 5.0  # maximum age of `info`: a cluster's stages may move
 _COMPILERS = 2  # structures that are compiled at once
@@ -300,20 +302,26 @@ class Service:
         new, prompt = new + more * _NUMBER_BYTES, prompt + more * _NUMBER_BYTES
         return params.n * (request.max_tokens * new + num_prompt * prompt)
 
-    async def results(self, requests: list[Request]) -> list[Result]:
-        """Return the result of each request."""
-        results = await self.llm.engine.arun(requests)
-        self.metrics.note(results)
-        return results
+    async def run(self, client: Client, ask: Ask) -> list[tuple[Request, Result]]:
+        """Generate, and return each request with its result; raises as `reserve` and `admit`."""
+        with self.reserve(client) as reservation:
+            requests = await self.admit(reservation, *await ask())
+            results = await self.llm.engine.arun(requests)
+            self.metrics.note(results)
+        return list(zip(requests, results, strict=True))
 
-    async def deltas(self, requests: list[Request]) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Yield the output of each step, with the index of its request."""
-        stream: Any = self.llm.engine.astream(requests)  # a generator, which can be closed
-        async with aclosing(stream) as pieces:
-            async for number, delta in pieces:
-                if delta.result is not None:
-                    self.metrics.note([delta.result])
-                yield number, delta
+    async def stream(
+        self, client: Client, ask: Ask
+    ) -> AsyncGenerator[tuple[int, Request, Delta], None]:
+        """Generate, and yield the output of each step, with its request and that one's index."""
+        with self.reserve(client) as reservation:
+            requests = await self.admit(reservation, *await ask())
+            stream: Any = self.llm.engine.astream(requests)  # a generator, which can be closed
+            async with aclosing(stream) as pieces:
+                async for number, delta in pieces:
+                    if delta.result is not None:
+                        self.metrics.note([delta.result])
+                    yield number, requests[number], delta
 
 
 def _chat_defaults(llm: LLM) -> SamplingParams:
