@@ -10,9 +10,9 @@ from verbatim.checks import optional_integer
 from verbatim.errors import InvalidRequest
 from verbatim.model.patching import threads
 from verbatim.placement.distributed.choice import Cluster
-from verbatim.verify.report import DIFFERS, EQUAL, FAILED, NOT_RUN, REFERENCE, Report, Row
+from verbatim.verify.report import Report, Row
 from verbatim.verify.requests import make_requests
-from verbatim.verify.schedules import NAMES, SCHEDULES, NotRun, Schedule, Subject, Trial
+from verbatim.verify.schedules import NAMES, REFERENCE, SCHEDULES, Trial
 
 DEFAULT_TOKENS = 16
 OPTIONS = (
@@ -63,41 +63,16 @@ def verify(
         raise InvalidRequest(f"only={unknown!r}: must be one of {', '.join(NAMES)}")
     num_threads = optional_integer("num_threads", num_threads)
     chosen = [schedule for schedule in SCHEDULES if only is None or schedule.name in only]
-    subject = Subject(model, options, cluster or Cluster(stages=2))
+    trial = Trial(model, options, cluster or Cluster(stages=2))
     rows = []
     with threads(num_threads):
         try:
-            llm = subject.plain()
-            subject.requests = make_requests(llm, tokens, seed)
-            name, key = llm.name, subject.info["numerics_key"]
-            rows.append(_reference(subject))
-            on_row(rows[-1])
-            for schedule in chosen:
-                rows.append(_row(subject, schedule))
+            llm = trial.plain()
+            trial.requests = make_requests(llm, tokens, seed)
+            name, key = llm.name, trial.info["numerics_key"]
+            for schedule in (REFERENCE, *chosen):
+                rows.append(trial.run(schedule))
                 on_row(rows[-1])
         finally:
-            subject.close()
-    return Report(name, key, seed, len(subject.requests), tuple(rows))
-
-
-def _reference(subject: Subject) -> Row:
-    trial = Trial(subject, "alone", "one after the other")
-    with trial.opened() as llm:
-        subject.expected = trial.alone(llm, trial.numbers)
-    subject.most_alone = trial.row.sequences_at_once
-    outputs = [output for result in subject.expected for output in result.outputs]
-    trial.row.num_tokens = sum(len(output.token_ids) for output in outputs)
-    return trial.ended(REFERENCE)
-
-
-def _row(subject: Subject, schedule: Schedule) -> Row:
-    """Run one schedule and compare."""
-    trial = Trial(subject, schedule.name, schedule.what)
-    try:
-        schedule.run(trial)
-    except NotRun as why:
-        return trial.ended(NOT_RUN, str(why))
-    except Exception as error:  # the other rows are run after any error
-        subject.close()
-        return trial.ended(FAILED, f"{type(error).__name__}: {' '.join(str(error).split())}")
-    return trial.ended(EQUAL if trial.row.ids_equal and trial.row.logprobs_equal else DIFFERS)
+            trial.close()
+    return Report(name, key, seed, len(trial.requests), tuple(rows))
