@@ -23,8 +23,7 @@ from support import toys
 from support.serving import Served, serving, until
 from support.stages import ThreadHosts
 from verbatim import LLM, Cluster, Offload
-from verbatim.serve.app import PAGE
-from verbatim.serve.places import places_of
+from verbatim.serve.app import PAGE, places_of
 from verbatim.serve.settings import ServeSettings
 
 SMALL = dict(kv_memory="16MB", num_threads=1)

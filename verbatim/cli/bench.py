@@ -161,7 +161,7 @@ def _peers(
 
 
 def _draw(report: BenchReport, path: str) -> None:
-    from verbatim.bench.plot import plot
+    from verbatim.bench.run import plot
 
     try:
         plot(report, Path(path))
