@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
@@ -64,18 +63,9 @@ def _params(llm: LLM, fields: dict[str, Any]) -> SamplingParams:
 
 def _described(params: SamplingParams) -> str:
     """Describe the sampling in effect: every field that is not at its default."""
-    plain = SamplingParams()
-    always = ("temperature", "max_tokens")
-    shown = [
-        f"{field.name}={_short(repr(getattr(params, field.name)))}"
-        for field in dataclasses.fields(params)
-        if field.name in always or getattr(params, field.name) != getattr(plain, field.name)
-    ]
+    always = {name: getattr(params, name) for name in ("temperature", "max_tokens")}
+    shown = (f"{name}={value!r:.60}" for name, value in (always | params.changed()).items())
     return "sampling (the model's defaults and your options): " + ", ".join(shown)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 class Transcript:

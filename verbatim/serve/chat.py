@@ -32,8 +32,6 @@ from verbatim.serve.fields import (
     Message,
     NamedFunction,
     NamedTool,
-    PlainFormat,
-    SchemaFormat,
     ToolMessage,
 )
 from verbatim.serve.formats import call_of
@@ -333,13 +331,12 @@ def _fields(body: ChatCompletions) -> dict[str, Any]:
     return fields
 
 
-def structure_of(response_format: PlainFormat | SchemaFormat | None) -> dict[str, Any]:
-    """Return the structure of a response format."""
-    if isinstance(response_format, SchemaFormat):
-        return {"json_schema": closed(response_format.json_schema.schema_)}
-    if response_format is not None and response_format.type == "json_object":
-        return {"json_schema": ANY_OBJECT}
-    return {}
+def structure_of(form: Any) -> dict[str, Any]:
+    """Return the structure of a response format of any endpoint, which may be None."""
+    schema = getattr(getattr(form, "json_schema", form), "schema_", None)
+    if schema is None and getattr(form, "type", None) == "json_object":
+        schema = ANY_OBJECT
+    return {} if schema is None else {"json_schema": closed(schema)}
 
 
 def text_of(content: Any) -> str:

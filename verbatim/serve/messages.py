@@ -12,8 +12,7 @@ from pydantic import Field
 
 from verbatim.core import Completion, FinishReason, Result
 from verbatim.errors import InvalidRequest
-from verbatim.sampling.json_schema import closed
-from verbatim.serve.chat import ConversationRequest, text_of
+from verbatim.serve.chat import ConversationRequest, structure_of, text_of
 from verbatim.serve.events import Event
 from verbatim.serve.fields import (
     MAX_MESSAGES,
@@ -310,9 +309,7 @@ def _fields(body: CountTokens) -> dict[str, Any]:
         if body.stop is not None:
             raise InvalidRequest("stop and stop_sequences: they mean the same; set only one")
         fields["stop"] = body.stop_sequences
-    if body.output_config is not None and body.output_config.format is not None:
-        fields["json_schema"] = closed(body.output_config.format.schema_)
-    return fields
+    return fields | structure_of(body.output_config and body.output_config.format)
 
 
 def _choice(choice: ToolChoice | None) -> tuple[str | NamedFunction | None, bool | None]:

@@ -12,7 +12,6 @@ from pydantic import Discriminator, Field, Tag
 
 from verbatim.core import Completion, Delta, FinishReason, Result
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.sampling.json_schema import closed
 from verbatim.serve.chat import ConversationRequest, parsed, structure_of, text_of
 from verbatim.serve.events import Event
 from verbatim.serve.fields import (
@@ -432,10 +431,7 @@ def _fields(body: Responses) -> dict[str, Any]:
         )
     if body.has_logprobs():
         fields["logprobs"] = body.top_logprobs or 0
-    fmt = None if body.text is None else body.text.format
-    if fmt is None or isinstance(fmt, PlainFormat):
-        return fields | structure_of(fmt)
-    return fields | {"json_schema": closed(fmt.schema_)}
+    return fields | structure_of(body.text and body.text.format)
 
 
 def _messages(body: Responses) -> list[dict[str, Any]]:
