@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from verbatim._version import __version__
-from verbatim.errors import NotSupported, VerbatimError
+from verbatim.errors import NotSupported
 from verbatim.llm import LLM
 from verbatim.plain import to_plain
 from verbatim.serve import adapters, native
@@ -183,8 +183,7 @@ def _operations(app: FastAPI, service: Service) -> None:
         """Readiness: new generations are accepted."""
         if service.draining:
             raise Refusal(503, "the server is shutting down")
-        if service.llm.engine.closed:
-            raise Refusal(503, "the engine is closed")
+        await health()
         return Json({"status": "ready"})
 
     @app.get("/metrics", tags=["Operations"])
@@ -219,34 +218,20 @@ _PAGE_HEADERS = {
 
 
 def _refusals(app: FastAPI) -> None:
-    """Return every error as OpenAI's JSON, never as a traceback."""
+    """Return errors of FastAPI's as OpenAI's JSON; the guard does so for all others."""
 
     async def refuse(_: Request, error: Exception) -> Response:
+        if isinstance(error, RequestValidationError):
+            return refusal_of_body(error.errors(), skip=1).response()
         return refusal_of(error).response()
-
-    async def invalid(_: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return refusal_of_body(error.errors(), skip=1).response()
-
-    async def by_status(_: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        if isinstance(error, Refusal):
-            return error.response()
-        if error.status_code == 400:  # FastAPI's only one: an unreadable body
-            return Refusal(400, _UNREADABLE).response()
-        return Refusal(error.status_code, str(error.detail), headers=error.headers).response()
 
     async def gone(http: Request, _: Exception) -> Response:
         app.state.service.metrics.left.inc()
         return Response(status_code=499)  # the client is gone
 
-    app.add_exception_handler(VerbatimError, refuse)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, by_status)
+    app.add_exception_handler(RequestValidationError, refuse)
+    app.add_exception_handler(HTTPException, refuse)
     app.add_exception_handler(ClientGone, gone)
-
-
-_UNREADABLE = "the body is not readable JSON: not UTF-8, nested too deeply, or a number is too long"
 
 
 def places_of(info: Mapping[str, Any]) -> list[dict[str, Any]]:
