@@ -443,7 +443,8 @@ def _biases(value: Any) -> dict[int, float]:
         raise InvalidRequest(f"logit_bias={value!r}: must map token ids to numbers")
     biases: dict[int, float] = {}
     for key, bias in value.items():
-        token_id = _id("logit_bias", int(key) if isinstance(key, str) and key.isdecimal() else key)
+        is_text = isinstance(key, str) and key.isascii() and key.isdigit()  # as of JSON
+        token_id = _id("logit_bias", int(key[:20]) if is_text else key)
         real = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
         if not real or not abs(bias) <= _FLOAT32_MAX:
             raise InvalidRequest(

@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 from uuid import uuid4
 
 from verbatim.core import Completion, Delta, FinishReason, Request, Result, TopLogprobs
-from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams
+from verbatim.prompts import as_prompts
 from verbatim.serve.errors import LazyList, Refusal
 from verbatim.serve.events import Event
 from verbatim.serve.fields import Completions, ForTrainers, Sampling
@@ -102,7 +102,7 @@ class CompletionRequest(ApiRequest[Completions]):
 
     def __init__(self, service: Service, body: Completions) -> None:
         super().__init__(service, body)
-        self.prompts = _prompts(body.prompt)
+        self.prompts, _ = as_prompts(body.prompt)
         self.params = _params(body).replace(adapter=self.adapter)
         service.check_logprobs(body.logprobs, body.prompt_logprobs, body.stream)
 
@@ -179,14 +179,6 @@ class CompletionRequest(ApiRequest[Completions]):
             return request.prompt
         tokenizer = self.service.llm.tokenizer
         return "" if tokenizer is None else tokenizer.decode(request.prompt_ids, False)
-
-
-def _prompts(prompt: Any) -> list[Any]:
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise InvalidRequest("prompt is empty: must be a string, ids, or a list of either")
-    return [prompt] if isinstance(prompt[0], int) else list(prompt)
 
 
 def _params(body: Completions) -> SamplingParams:

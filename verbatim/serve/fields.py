@@ -140,11 +140,7 @@ class Sampling(Strict):
         return schema
 
     def sampling(self) -> dict[str, Any]:
-        """Return the fields of SamplingParams that were set.
-
-        Raises:
-            InvalidRequest: a key of `logit_bias` that is not a token id.
-        """
+        """Return the fields of SamplingParams that were set."""
         found = {
             name: value
             for name in type(self).model_fields
@@ -152,13 +148,11 @@ class Sampling(Strict):
         }
         if self.seed is not None and -(2**63) <= self.seed < 0:
             found["seed"] = self.seed + 2**64
-        if self.logit_bias is not None:
-            found["logit_bias"] = by_token_id(self.logit_bias)
         return found
 
 
-# `logprobs` is a number in some bodies and a switch in others; `logit_bias` has strings as keys.
-_PARAMS = frozenset(SamplingParams.__slots__) - {"logit_bias", "logprobs"}
+# `logprobs` is a number in some bodies and a switch in others.
+_PARAMS = frozenset(SamplingParams.__slots__) - {"logprobs"}
 
 
 def _documented(name: str, text: str) -> dict[str, Any]:
@@ -171,18 +165,6 @@ def _documented(name: str, text: str) -> dict[str, Any]:
 _DOCUMENTED = {
     n: _documented(n, t) for n, t in field_docs(SamplingParams).items() if n != "logprobs"
 }
-
-
-def by_token_id(biases: dict[str, T], name: str = "logit_bias") -> dict[int, T]:
-    """Return the numbers of `logit_bias`, which has strings as keys in JSON.
-
-    Raises:
-        InvalidRequest: one that is not a token id.
-    """
-    for text in biases:
-        if not (text.isascii() and text.isdigit()):
-            raise InvalidRequest(f"{name}: {text!r} is not a token id (an integer, 0 or more)")
-    return {int(text[:20]): bias for text, bias in biases.items()}
 
 
 class StructuredOutputs(Strict):

@@ -64,6 +64,7 @@ class Guard:
                 route = scope.get("route")  # the pattern, so that clients can't add paths
                 path = getattr(route, "path", "other")
                 self._metrics.answers.labels(path, str(message["status"])).inc()
+                self._metrics.turned_away.inc(message["status"] == 429)
                 begun = True
             await send(message)
 

@@ -23,7 +23,6 @@ from verbatim.serve.fields import (
     Switch,
     TextIds,
     Variables,
-    by_token_id,
 )
 from verbatim.serve.service import Client, Service
 from verbatim.spelling import did_you_mean
@@ -97,9 +96,6 @@ class GenerateRequest:
                 why = "can't be sent" if name == "logits_processors" else "is unknown"
                 meant = did_you_mean(name, PARAMS) or f"; allowed are {', '.join(PARAMS)}"
                 raise InvalidRequest(f"params.{name} {why}{meant}")
-        bias = fields.get("logit_bias")
-        if isinstance(bias, dict):
-            fields["logit_bias"] = by_token_id(bias, "params.logit_bias")
         self.params = SamplingParams(**fields)
 
     async def _ask(self) -> tuple[list[Any], SamplingParams]:

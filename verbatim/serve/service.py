@@ -187,7 +187,6 @@ class Service:
         if self.draining:
             raise Refusal(503, "the server is shutting down", headers={"Retry-After": "5"})
         if self.under_way >= self.settings.max_requests:
-            self.metrics.turned_away.inc()
             raise too_many(
                 f"{self.under_way} requests are in progress or queued, which is the limit"
             )
@@ -277,7 +276,6 @@ class Service:
                 "the number of prompts or of top log-probs"
             )
         if self._bytes_under_way + nbytes > _RESPONSES * limit:
-            self.metrics.turned_away.inc()
             raise too_many("the responses in progress are as large together as the server allows")
         reservation.nbytes += nbytes
         self._bytes_under_way += nbytes
