@@ -15,7 +15,7 @@ import typer
 from verbatim.cli.interrupts import EXIT_INTERRUPTED
 from verbatim.cli.options import MODEL, take_model, takes
 from verbatim.cli.placing import CLUSTER, OFFLOAD, opened, placement_of
-from verbatim.cli.terminal import EXIT_ERROR, WrongUsage, note
+from verbatim.cli.terminal import EXIT_ERROR, WrongUsage, need_packages, note
 from verbatim.errors import VerbatimError
 
 if TYPE_CHECKING:
@@ -53,12 +53,7 @@ def batch(
     if len(arguments) < 2:
         raise WrongUsage("missing argument OUT.jsonl")
     source, target = take_model(arguments, 2, values)
-    try:
-        import prometheus_client  # noqa: F401
-        import pydantic  # noqa: F401
-        import starlette  # noqa: F401
-    except ImportError as error:
-        raise WrongUsage(f"batch needs {error.name}: pip install '.[serve]'") from None
+    need_packages("batch", "prometheus_client", "pydantic", "starlette")
     from verbatim.serve.records import Records
 
     placement = placement_of(values)

@@ -9,7 +9,7 @@ from typing import Any
 
 from verbatim.cli.options import ADAPTERS, MODEL, Option, fields_of, given, helps, takes
 from verbatim.cli.placing import CLUSTER, OFFLOAD, opened, placement_of
-from verbatim.cli.terminal import WrongUsage, note
+from verbatim.cli.terminal import WrongUsage, need_packages, note
 from verbatim.files import read_file
 from verbatim.serve.settings import LOCAL_HOSTS, ServeSettings, is_local
 
@@ -61,12 +61,7 @@ def serve(**values: Any) -> None:
 
     SIGTERM or Ctrl-C lets requests in progress finish; a second one ends them.
     """
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise WrongUsage(f"serve needs {error.name}: pip install '.[serve]'") from None
+    need_packages("serve", "fastapi", "prometheus_client", "uvicorn")
     fields = given(values, SERVER)
     host, port = fields.pop("host", "127.0.0.1"), fields.pop("port", 8000)
     if not 0 <= port <= 65535:

@@ -15,7 +15,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from verbatim._version import __version__
-from verbatim.errors import NotSupported
 from verbatim.llm import LLM
 from verbatim.plain import to_plain
 from verbatim.serve import adapters, native
@@ -56,11 +55,6 @@ def make_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
         NotSupported: an engine driven by several ranks of the user's.
         InvalidRequest: the model's generation_config.json has invalid sampling defaults for chats.
     """
-    if llm.engine.collective is not None:
-        raise NotSupported(
-            "a server for an engine driven by every rank: requests reach only one rank; use "
-            "Cluster(...), which has one head"
-        )
     settings = settings or ServeSettings()
     service = Service(llm, settings)
     app = FastAPI(

@@ -97,10 +97,12 @@ class Service:
         on_close: called when the server ends.
 
     Raises:
+        NotSupported: an engine driven by several ranks of the user's.
         InvalidRequest: the model's generation_config.json has a value out of range, and chats would use it.
     """
 
     def __init__(self, llm: LLM, settings: ServeSettings) -> None:
+        llm.engine.refuse_collective("a server or a batch (which a Cluster has)")
         self.llm = llm
         self.settings = settings
         self.name = settings.name or _plain_name(llm.name)
