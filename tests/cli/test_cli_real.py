@@ -148,16 +148,6 @@ def test_models_that_cannot_be_opened_are_one_line(run, folder, tmp_path):
         assert name in line or "odd" in line.lower(), line
 
 
-def test_chat_survives_a_turn_that_is_too_long(run):
-    turns = "hi\n" + "the quick brown fox " * 20 + "\nhi\n/clear\nhi\n"
-    done = run("chat", "--max-tokens", "4", "--seed", "1", input=turns.encode())
-    assert done.exit_code == 0
-    assert "Traceback" not in done.stderr
-    assert str(MAX_LENGTH) in done.stderr
-    assert "/clear" in done.stderr
-    assert "temperature=0.0" in done.stderr  # a model without sampling defaults
-
-
 def test_info_tells_the_same_as_python(run, folder):
     with LLM(str(folder)) as llm:
         expected = llm.info()

@@ -93,25 +93,6 @@ def test_no_field_of_sampling_is_without_a_test():
     assert SENT.keys() | NOT_SAMPLING | HARMLESS.keys() == Sampling.model_fields.keys()
 
 
-# tested in test_serve_training.py
-TRAINERS = "return_token_ids return_tokens_as_token_ids prompt_logprobs structured_outputs support"
-OWN_FIELDS = {  # likewise; where each is tested is below
-    Completions: "prompt max_tokens logprobs echo stream_options json_schema num_beams length_penalty "
-    "early_stopping " + TRAINERS,
-    ChatCompletions: "messages max_tokens max_completion_tokens logprobs top_logprobs stream_options "
-    "response_format tools tool_choice parallel_tool_calls chat_template_kwargs "
-    "reasoning_effort modalities " + TRAINERS,
-    Responses: "input instructions max_output_tokens text tools tool_choice parallel_tool_calls include "
-    "top_logprobs background reasoning max_tool_calls truncation n",
-}
-
-
-@pytest.mark.parametrize("model", OWN_FIELDS, ids=lambda model: model.__name__)
-def test_no_other_field_is_without_a_test(model):
-    own = model.model_fields.keys() - (Sampling.model_fields.keys() - {"n"})
-    assert own - {"n"} == set(OWN_FIELDS[model].split()) - {"n"}
-
-
 @pytest.fixture(scope="module")
 def plain(served: Served) -> Any:
     """What comes of the prompt alone."""
