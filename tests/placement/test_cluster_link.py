@@ -450,10 +450,9 @@ def test_a_stage_refuses_what_it_does_not_expect(stage: Stage) -> None:
     asked = ask(head, do="record", name="routing", block_table=[1], num_tokens=1)
     assert asked["result"] is None
     assert ask(head, do="open")["error"][0] == "KeyError"
-    assert (
-        ask(head, do="allocate", num_blocks=3)["error"][1]
-        == "this stage holds no layers yet, or sleeps"
-    )
+    sizes = dict(num_blocks=3, num_states=0, keep_bytes=0, first_of={})
+    asked = ask(head, do="allocate", **sizes)
+    assert asked["error"][1] == "this stage holds no layers yet, or sleeps"
     nobody = ask(head, do="link", next=["127.0.0.1", 1], epoch=0)
     assert "no connection" in nobody["result"]["unreachable"]
     assert ask(head, do="epoch", epoch="x", index=0)["error"][0] == "ValueError"

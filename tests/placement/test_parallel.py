@@ -298,13 +298,17 @@ def test_a_rank_that_fails_alone_is_named() -> None:
     class Failing(Served):
         calls = frozenset({"facts", "forward", "open"})
 
-        def forward(self, message: Any) -> None:
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
+        def forward(self) -> None:
             raise RuntimeError("out of luck")
 
-        def open(self, message: Any) -> int:
-            return int(message["rank"])
+        def open(self) -> int:
+            return self.number
 
-    stages = [Stage(b"key", HOST, Failing()) for _ in range(2)]
+    stages = [Stage(b"key", HOST, Failing(number)) for number in (1, 2)]
     ranks = [RankHost(rank, stage.address) for rank, stage in enumerate(stages, start=1)]
     group = RankGroup(Hosts(b"key", ranks), 3, 5.0)
     assert group.ask({"do": "open"}) == [1, 2]

@@ -42,8 +42,8 @@ class ThreadHost:
             self.before(batch)
             return run(batch, hidden, **kept)
 
-        def poisoned_allocate(message: Any) -> Any:
-            answer = allocate(message)
+        def poisoned_allocate(**sizes: Any) -> Any:
+            answer = allocate(**sizes)
             held = layers.running.store
             for store in (held, *layers._drafts.stores):
                 if held.nbytes < 64 * 2**20:

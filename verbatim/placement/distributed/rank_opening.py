@@ -108,24 +108,26 @@ def _lead(group: RankGroup, model: ToOpen, choice: TensorParallel) -> LeadingRan
         "draft": describe(draft),
         "meeting": meeting_place(),
     }
-    own = RankShare(loaded, source, partial(LeadingRank, group=group))
+    own = RankShare(loaded, source)
     with ExitStack() as undo:
         undo.callback(own.close)
-        keys = [own.open({**order, "rank": 0})["key"]]
-        keys += [answer["key"] for answer in group.ask(order)]
+        first, *others = ({**order, "rank": rank} for rank in range(size))
+        keys = [own.call(first)["key"], *(answer["key"] for answer in group.ask_each(others))]
         check_keys(keys)
         group.tell({"do": "share"})
         try:
-            own.share({"do": "share"})
+            own.share()
         except TierFailed as error:
             raise group.failure(error) from error
+        assert own.ranks is not None
+        own.make_runner = partial(LeadingRank, group, own.ranks, own.cut)
         spec = own.decoder.spec
         state_bytes = size * sum(state.nbytes for state in spec.states)
         num_states = options.num_states(state_bytes)
         blocks = _num_blocks(own, size, options, limit, num_states * state_bytes)
         stores = {"do": "allocate", "num_blocks": blocks, "num_states": num_states}
-        others = group.ask(stores)
-        memory = [own.allocate(stores), *others]
+        of_others = group.ask(stores)
+        memory = [own.call(stores), *of_others]
         runner = own.runner
         assert isinstance(runner, LeadingRank)
         runner.memory = memory
