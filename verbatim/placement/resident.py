@@ -117,9 +117,10 @@ class Resident:
     ) -> list[list[int]]:
         layers, store = self.draft_layers, self.store
         with threads(self._num_threads), self._current():
-            drawn = None if plan is None else layers.chain(k, batch, store, plan.rows, lengths)
-            if drawn is not None:
-                return drawn
+            if plan is not None and lengths:
+                drawn = layers.chain(k, batch, store, plan.rows, lengths)
+                if drawn is not None:
+                    return drawn
             logits = layers.run(k, batch, store)
             return [] if plan is None else [[i] for i in sample_rows(logits, plan).ids]
 
