@@ -36,7 +36,8 @@ from verbatim.model.routing import Records, Routing
 from verbatim.model.spec import ModelSpec, inner_model
 from verbatim.model.tree import Tree, hooked_everywhere
 from verbatim.model.trial import inspect_model
-from verbatim.model.whole import ModelPart, Output
+from verbatim.model.whole import ModelPart
+from verbatim.protocols import Forward
 
 _TRIAL_TOKENS = 8  # tokens of a trial forward
 
@@ -162,7 +163,8 @@ class Decoder:
         """
         with exclusive:
             self.refresh()
-            self.adapters.attach(self.held, self._unfused, self._layers.layers)
+            if not self.adapters.numbers:
+                self.adapters.attach(self.held, self._unfused, self._layers.layers)
             return self.adapters.load(adapter, partial=partial)
 
     def unload_adapter(self, number: int) -> None:
@@ -214,6 +216,11 @@ class Decoder:
         """The module whose parameters these are, by the names that callers know: itself."""
         return self.held
 
+    @property
+    def architecture(self) -> str:
+        """The class of the model."""
+        return type(inner_model(self.held)).__name__
+
     def how_experts_run(self) -> dict[str, int]:
         """Return the number of layers by the way their experts run, in words; empty without experts."""
         fused = self._layers.fused_experts()
@@ -248,7 +255,7 @@ class Decoder:
         body: HiddenStore | None = None,
         *,
         hooks: bool = True,
-    ) -> Output:
+    ) -> Forward:
         """Run one forward; write K and V to `store`, what layers choose to `records`, and the body's
         output of every row, after the last norm, to `body`.
 
@@ -260,12 +267,13 @@ class Decoder:
         """
         with exclusive:
             self.refresh()
+            spec = self.spec
             if batch.forced_experts is not None:
-                self.spec.check("replay", "its routing can't be replayed")
-            if batch.wants_hidden:
-                self.spec.check("hidden", "no hidden states")
+                spec.routed.check_replay("its routing can't be replayed")
             if batch.forced_keys is not None:
-                self.spec.check("indices", "its indices can't be replayed")
+                spec.indexed.check_replay("its indices can't be replayed")
+            if batch.wants_hidden and spec.hidden_reason is not None:
+                raise NotSupported(f"no hidden states: {spec.hidden_reason}")
             routing = records.get("routing")
             indices = records.get("indices") if batch.records_keys else None
             for record in (routing, indices):
@@ -326,17 +334,6 @@ class Decoder:
             context = FlatContext(self.spec.slots, batch, store, rows=rows)
             return self._forward(self.module, [context], hooks=False).logits
 
-    def check_replay(self, name: str = "routing") -> None:
-        """Check that this model's experts, or the keys of its indexers ("indices"), can be forced.
-
-        Raises:
-            NotSupported: they can't; the message has the reason.
-        """
-        with exclusive:
-            self.refresh()
-            name = "replay" if name == "routing" else name
-            self.spec.check(name, type(inner_model(self.held)).__name__)
-
     def check_body(self, hidden_size: int) -> None:
         """Check by a trial that `run` can store the body's output, `hidden_size` numbers per row.
 
@@ -358,7 +355,7 @@ class Decoder:
                 self._head_reads_body = torch.equal(hidden, body.read(context.rows))
             except Exception as error:  # a body of any architecture
                 raise NotSupported(
-                    f"{type(inner_model(self.held)).__name__}: the hidden states of its body can't be "
+                    f"{self.architecture}: the hidden states of its body can't be "
                     f"kept: {type(error).__name__}: {first_line(error)}"
                 ) from error
 
@@ -369,7 +366,7 @@ class Decoder:
         *,
         body: HiddenStore | None = None,
         hooks: bool = True,
-    ) -> Output:
+    ) -> Forward:
         """Run the forwards of all micro-batches; join their outputs."""
         spec, layers, adapters = self.spec, self._layers, self.adapters
         wants_hidden = contexts[0].batch.wants_hidden
@@ -398,7 +395,7 @@ class Decoder:
             with plain_numbers():
                 found = whole.run(context, body, watched=watched)
             if found is not None:
-                return found if wants_hidden else Output(found.logits, None)
+                return found if wants_hidden else Forward(found.logits)
         with (
             patched(self._tree, forwards_of_layers, self._configs, hooks=hooks),
             _mode(self._tree, spec, self._batch_invariant),
@@ -423,7 +420,7 @@ class Decoder:
             if body is not None:
                 for context, (last,) in zip(contexts, made, strict=True):
                     body.write(context.rows, last.flatten(0, -2))
-        return Output(_joined(logits), _joined(hidden) if hidden else None)
+        return Forward(_joined(logits), _joined(hidden) if hidden else None)
 
 
 def _joined(rows: list[Tensor]) -> Tensor:

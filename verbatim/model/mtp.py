@@ -178,11 +178,11 @@ class MtpLayers(DraftLayers):
         batch.wants_hidden = is_last
         above = None if is_last else self._inputs[k + 1]
         # Hooks on embedding and head are the model's: a draft is not seen by what counts its forwards.
-        logits, hidden = self._decoders[k].run(batch, self._kept[k], body=above, hooks=False)
-        if hidden is not None and len(hidden):
+        out = self._decoders[k].run(batch, self._kept[k], body=above, hooks=False)
+        if out.hidden is not None and len(out.hidden):
             behind = replace(batch, positions=batch.positions + 1).slots(inputs.block_size)
-            inputs.write(behind[batch.logit_rows], hidden)
-        return logits
+            inputs.write(behind[batch.logit_rows], out.hidden)
+        return out.logits
 
     def chain(
         self, k: int, batch: Batch, store: KVStore, rows: list[SampleRow], lengths: list[int]
