@@ -131,7 +131,7 @@ class Offloaded(Resident):
             "weights": in_place,
             "experts": 0 if experts is None else experts.nbytes,
             "expert buffers": 0 if experts is None else experts.buffer_bytes,
-            "ring": self.weights.stream.capacity,
+            "ring": self.weights.ring.nbytes,
             "K and V": kv["gpu"] + kv["cpu"],
             "K and V buffers": self.store.staging_bytes,
         }

@@ -17,8 +17,9 @@ from verbatim.model.integers import interleaved_rows
 from verbatim.model.quantize import unpack, unpack_rows
 from verbatim.placement.offload.compress import rounded_rows
 from verbatim.placement.offload.experts import ExpertCache
+from verbatim.placement.offload.prefetch import Prefetcher
 from verbatim.placement.offload.scratch import Scratch
-from verbatim.placement.offload.stream import Layout, Stream, lay_out
+from verbatim.placement.offload.stream import Layout, Ring, Use, lay_out
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import Slot, Unit, Units
 from verbatim.weights.files import OpenFiles, read_whole
@@ -63,16 +64,16 @@ class Weights:
         self._tidy = tidy
         self._ring_bytes, self._num_readers = ring_bytes, num_readers
         self._expert_bytes = expert_bytes
+        self.ring = Ring("weights", Prefetcher("verbatim-reader", num_readers), trace)
         self._scratch = scratch  # weights of the disk tier that are in no file of the user's
         self._asleep: Scratch | None = None
         self._slept: dict[Slot, Stored] = {}  # weights that are in no file otherwise
         self._files = OpenFiles()
-        self._order: list[int] = []  # of layouts, as a forward uses them
-        self._seen: list[int] | None = None  # layouts used so far, while their order is recorded
+        self._order: list[Unit] = []  # as a forward uses them
+        self._seen: list[Unit] | None = None  # those used so far, while their order is recorded
         self._region: tuple[Layout, Tensor] | None = None
         self._trace = trace
-        self._layout_of: dict[Unit, int] = {}
-        self.stream = Stream([], 0, 0, trace)
+        self._streamed: dict[Unit, tuple[Layout, Use]] = {}
         self.allocate()
 
     def allocate(self) -> None:
@@ -99,23 +100,27 @@ class Weights:
             self._asleep = None
 
     def _open_files(self) -> None:
-        layouts: list[Layout] = []
+        self._files = OpenFiles(self._scratch)
         for unit in self.units.order:
             away = [slot for slot in unit.slots if self.is_streamed(unit, slot)]
-            tensors = [s for slot in away for s in sources(slot.lazy)]
-            if tensors:
-                self._layout_of[unit] = len(layouts)
-                layouts.append(lay_out(unit.name, tensors))
-        readers = self._num_readers
-        self._files = OpenFiles(self._scratch)
+            if tensors := [s for slot in away for s in sources(slot.lazy)]:
+                layout = lay_out(tensors)
+                self._streamed[unit] = layout, layout.use(unit.name, self._files)
         if self._expert_bytes:
             self.experts = ExpertCache(
-                self.units.experts, self._expert_bytes, readers, self._trace, self._files
+                self.units.experts,
+                self._expert_bytes,
+                self._num_readers,
+                self._trace,
+                self._files,
             )
-        readers = readers if layouts else 0
-        self.stream = Stream(layouts, self._ring_bytes, readers, self._trace, self._files)
-        if self._order:
-            self.stream.follow(self._order)
+        self.ring.reserve(self._ring_bytes)
+        self._follow(self._order or list(self._streamed))
+
+    def _follow(self, order: list[Unit]) -> None:
+        """Read units ahead in this order of uses, forward after forward."""
+        if order:
+            self.ring.follow([self._streamed[unit][1] for unit in order], repeat=True)
 
     def release(self, beside: Scratch) -> None:
         """Free all memory until `allocate`; weights in memory that are in no file as they are go to one.
@@ -198,7 +203,7 @@ class Weights:
     @property
     def bytes_per_forward(self) -> int:
         """Read for each forward; rows of an embedding and experts come on top."""
-        return sum(layout.nbytes for layout in self.stream.layouts)
+        return sum(layout.nbytes for layout, _ in self._streamed.values())
 
     @contextmanager
     def learning(self) -> Iterator[None]:
@@ -208,7 +213,7 @@ class Weights:
             yield
             if self._seen:
                 self._order = self._seen
-                self.stream.follow(self._order)
+                self._follow(self._order)
         finally:
             self._seen = None
 
@@ -228,7 +233,7 @@ class Weights:
 
     @contextmanager
     def _lent(self, unit: Unit) -> Iterator[None]:
-        index = self._layout_of.get(unit)
+        layout, use = self._streamed.get(unit, (None, None))
         # Rows of quantized embeddings are unpacked when they are looked up.
         away = [s for s in unit.slots if s.tier == "disk" or (unit.gathers and s.packing)]
         if not away:
@@ -238,11 +243,10 @@ class Weights:
             with _Lookup({slot.parameter: slot for slot in away}, self._rows):
                 yield
             return
-        if index is not None:
+        if layout is not None and use is not None:
             if self._seen is not None:
-                self._seen.append(index)
-            region = self.stream.take(index)
-            self._region = self.stream.layouts[index], region
+                self._seen.append(unit)
+            self._region = layout, self.ring.take(use)
         try:
             begin = perf_counter()
             for slot in away:
@@ -253,8 +257,8 @@ class Weights:
             for slot in away:
                 slot.install(None)
             self._region = None
-            if index is not None:
-                self.stream.give_back()
+            if use is not None:
+                self.ring.give_back()
 
     def _read(self, stored: Stored) -> Tensor:
         """Return a tensor of the region in use."""
@@ -304,11 +308,11 @@ class Weights:
                 scratch.close()
 
     def _close_files(self) -> None:
-        self.stream.close()
+        self.ring.close()
         if self.experts is not None:
             self.experts.close()
         self._files.close()
-        self._layout_of = {}
+        self._streamed = {}
 
     def _drop(self) -> None:
         self._close_files()
