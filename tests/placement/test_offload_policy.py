@@ -23,7 +23,7 @@ from verbatim.placement.offload import machine as machines
 from verbatim.placement.offload.cost import Load, predict, predict_step
 from verbatim.placement.offload.machine import NOMINAL, Machine, measure
 from verbatim.placement.offload.plan import Plan, waiting_bytes
-from verbatim.placement.offload.planner import make_plan
+from verbatim.placement.offload.planner import Planner
 from verbatim.placement.offload.report import amount, compared, plan_text
 from verbatim.placement.offload.shape import ModelShape, SlotShape, UnitShape
 from verbatim.placement.options import EngineOptions, engine_options
@@ -81,7 +81,7 @@ def model(
 
 
 def planned(shape, machine=NOMINAL, limit=40_960, given=None, **said):
-    return make_plan(shape, Offload(**said), given or options(), machine, limit)
+    return Planner(shape, Offload(**said), given or options(), limit).best(machine)
 
 
 def test_what_fits_into_memory_stays_there():

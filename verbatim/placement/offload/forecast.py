@@ -19,10 +19,10 @@ from verbatim.model.mtp_source import Mtp, mtp_size
 from verbatim.model.patching import threads
 from verbatim.model.spec import inner_model
 from verbatim.placement.offload.choice import Offload
-from verbatim.placement.offload.cost import Load, Prediction, Step, predict_step, sample_s
+from verbatim.placement.offload.cost import Load, Prediction, predict_step, sample_s
 from verbatim.placement.offload.machine import NOMINAL, Machine, measure
 from verbatim.placement.offload.plan import Plan
-from verbatim.placement.offload.planner import make_plan, may_spill
+from verbatim.placement.offload.planner import Planner
 from verbatim.placement.offload.shape import ModelShape, shape_of
 from verbatim.placement.offload.units import Units
 from verbatim.placement.options import EngineOptions
@@ -37,15 +37,6 @@ class Forecast:
     machine: Machine
     plan: Plan
     prediction: Prediction
-
-    def step(self, sequences: int, rows: int, context: float, logit_rows: int) -> Step:
-        """Predict a forward of another size than the workload's.
-
-        Args:
-            context: positions that a row attends to, on average.
-        """
-        load = Load(sequences, rows, context, logit_rows)
-        return predict_step(self.shape, self.plan, self.machine, load)
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -71,7 +62,7 @@ def forecast(
         draft: layers of the model that draft. MTP layers stay in memory, with what they keep of a token.
 
     Raises:
-        OutOfBlocks, InvalidRequest: as `make_plan`.
+        OutOfBlocks, InvalidRequest: as `Planner.best`.
         TierFailed: as `measure`.
     """
     dtype = next(
@@ -93,16 +84,15 @@ def forecast(
             kv_bytes_per_token=shape.kv_bytes_per_token + count * a_layer,
             resident_bytes_per_token=shape.resident_bytes_per_token + count * a_layer,
         )
-    machine = NOMINAL
+    planner, machine = Planner(shape, offload, options, limit), NOMINAL
     if offload.policy is not None:
         folder = None
-        if may_spill(shape, offload, options):
+        if planner.may_spill():
             folder = Path(gettempdir()) if offload.disk is None else offload.disk
         tensors = [stored for slot in units.slots for stored in sources(slot.lazy)]
         with threads(options.num_threads):
             machine = measure(tensors, folder, dtype, offload.disk_limit)
-    plan, prediction = make_plan(shape, offload, options, machine, limit)
-    return Forecast(shape, machine, plan, prediction)
+    return Forecast(shape, machine, *planner.best(machine))
 
 
 @dataclass(slots=True)
@@ -161,9 +151,13 @@ class Measured:
             if not n:
                 continue
             mean = {of: value / n for of, value in kind.items()}
-            rows = max(1, round(mean["rows"]))
-            sizes = round(mean["sequences"]), rows, mean["context"], round(mean["logit_rows"])
-            step = forecast.step(*sizes)
+            load = Load(
+                sequences=round(mean["sequences"]),
+                rows=max(1, round(mean["rows"])),
+                context=mean["context"],
+                logit_rows=round(mean["logit_rows"]),
+            )
+            step = predict_step(forecast.shape, forecast.plan, forecast.machine, load)
             total += kind["seconds"]
             predicted_total += n * step.seconds
             note(f"{name}_weights_bytes", step.weight_bytes, mean["weight_bytes"])
