@@ -55,8 +55,8 @@ def model(
         return len(slots) - 1
 
     embedding = add(vocab, hidden)
-    units.append(UnitShape("embed", (embedding,), gathers=True))
-    for number in range(layers):
+    units.append(UnitShape((embedding,), gathers=True))
+    for _ in range(layers):
         matrices = [
             (heads * width, hidden),
             (2 * kv_heads * width, hidden),
@@ -68,9 +68,9 @@ def model(
             mlp = [(experts, hidden)]
         own = (add(hidden), *(add(*shape) for shape in matrices + mlp))
         one = 6 * inner * hidden // experts if experts else 0
-        units.append(UnitShape(f"layers.{number}", own, False, True, routed, one, one))
+        units.append(UnitShape(own, False, True, routed, one, one))
     held = (add(hidden),)
-    units.append(UnitShape("head", (embedding if tied else add(vocab, hidden),)))
+    units.append(UnitShape((embedding if tied else add(vocab, hidden),)))
     attention = (heads + 2 * kv_heads) * width
     per_token = layers * kv_heads * width * 2 * 2
     mlp = inner * 8 // experts if experts else inner
@@ -299,7 +299,7 @@ def products_alone(monkeypatch):
 
 SMALL = ModelShape(
     slots=(SlotShape(2000, 4096, 0, 1000), SlotShape(2000, 8192, 0, 1000)),
-    units=(UnitShape("a", (0,), attends=True), UnitShape("b", (1,), attends=True)),
+    units=(UnitShape((0,), attends=True), UnitShape((1,), attends=True)),
     held=(),
     itemsize=2,
     kv_bytes_per_token=200,

@@ -47,7 +47,7 @@ class ExpertCache:
         nbytes: of memory for experts. One of each shape is held in any case.
         num_readers: threads that read, ahead and while experts compute; 0 reads experts when they are needed.
         trace: records reads and waits.
-        files: of all experts, closed by their owner; None: opened and closed here.
+        files: of all experts, closed by their owner.
 
     Attributes:
         shares: `[layers, experts]`, the share of a layer's choices that fell on an expert of late.
@@ -65,14 +65,14 @@ class ExpertCache:
         nbytes: int,
         num_readers: int,
         trace: Trace,
-        files: OpenFiles | None = None,
+        files: OpenFiles,
     ) -> None:
         self.threaded = num_readers > 0
         self.later_parts = 0
         self.shield = Shield()  # Ctrl-C could leave a slot with another expert than is noted
         self.shares: Floats = np.zeros((len(layers), max(layer.count for layer in layers)))
         self._trace = trace
-        self._files, self._is_shared = files or OpenFiles(), files is not None
+        self._files = files
         self._readers = Prefetcher("verbatim-experts", num_readers)
         most = max(layer.buffer_bytes for layer in layers)
         self._buffers = [pages(min(most, CHUNK + PAGE)) for _ in range(max(1, num_readers))]
@@ -144,14 +144,7 @@ class ExpertCache:
         return job
 
     def _read(self, cached: CachedLayer, expert: int, slot: int) -> None:
-        buffer = self._buffers.pop()  # one for each thread
-        try:
-            self._read_through(buffer, cached, expert, slot)
-        finally:
-            self._buffers.append(buffer)
-
-    def _read_through(self, buffer: Tensor, cached: CachedLayer, expert: int, slot: int) -> None:
-        begin, nbytes = perf_counter(), 0
+        buffer, begin, nbytes = self._buffers.pop(), perf_counter(), 0  # one for each thread
 
         def read(out: npt.NDArray[np.uint8], stored: Stored) -> None:
             nonlocal nbytes
@@ -162,20 +155,21 @@ class ExpertCache:
             read(out.numpy(), stored)
             return out.view(stored.dtype).view(stored.shape)
 
-        for key, stack in cached.layer.stacks.items():
-            room, at = cached.pool.room(key, slot), 0
-            for piece in pieces_of(stack.lazy(expert)):
-                if isinstance(piece, Stored):
-                    end = at + piece.nbytes
-                    read(room[at:end], piece)
-                else:
-                    made = (
-                        materialize(piece, apart).contiguous().view(torch.uint8).flatten().numpy()
-                    )
-                    end = at + len(made)
-                    np.copyto(room[at:end], made)
-                at = end
-            assert at == len(room)
+        try:
+            for key, stack in cached.layer.stacks.items():
+                room, at = cached.pool.room(key, slot), 0
+                for piece in pieces_of(stack.lazy(expert)):
+                    if isinstance(piece, Stored):
+                        end = at + piece.nbytes
+                        read(room[at:end], piece)
+                    else:
+                        made = materialize(piece, apart).contiguous().view(torch.uint8).flatten()
+                        end = at + len(made)
+                        np.copyto(room[at:end], made.numpy())
+                    at = end
+                assert at == len(room)
+        finally:
+            self._buffers.append(buffer)
         name = f"{cached.layer.name}, expert {expert}"
         self._trace.add("read", "experts", name, begin, nbytes)
 
@@ -191,8 +185,6 @@ class ExpertCache:
         for layer in self._layers:
             layer.close()
         self._layers, self._buffers = [], []
-        if not self._is_shared:
-            self._files.close()
 
 
 class CachedLayer(ExpertShare):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -13,11 +13,9 @@ import torch
 
 from verbatim.batch import Batch
 from verbatim.model.early_exit import EarlyExit
-from verbatim.model.hidden import head_of
 from verbatim.model.loader import LoadedModel
-from verbatim.model.mtp_source import Mtp, mtp_size
+from verbatim.model.mtp_source import Mtp
 from verbatim.model.patching import threads
-from verbatim.model.spec import inner_model
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.offload.cost import Load, Prediction, predict_step, sample_s
 from verbatim.placement.offload.machine import NOMINAL, Machine, measure
@@ -59,7 +57,7 @@ def forecast(
 
     Args:
         limit: maximal tokens of a sequence; None: unlimited.
-        draft: layers of the model that draft. MTP layers stay in memory, with what they keep of a token.
+        draft: layers of the model that draft.
 
     Raises:
         OutOfBlocks, InvalidRequest: as `Planner.best`.
@@ -69,21 +67,7 @@ def forecast(
         (slot.parameter.dtype for slot in units.slots if slot.parameter.is_floating_point()),
         torch.float32,
     )
-    inner, lazy_weights = inner_model(loaded.module), loaded.lazy_weights or {}
-    shape = shape_of(units, inner, dtype, options.kv_dtype, loaded.layers)
-    head = head_of(inner)
-    if head is not None and lazy_weights.keys().isdisjoint(head.parameters()):
-        shape = replace(shape, vocab=1)  # it is not held here
-    if isinstance(draft, Mtp):
-        assert loaded.folder is not None
-        count, nbytes = mtp_size(inner, loaded.folder, draft.beside)
-        a_layer = shape.kv_bytes_per_token // shape.layers + shape.hidden * dtype.itemsize
-        shape = replace(
-            shape,
-            draft_bytes=nbytes,
-            kv_bytes_per_token=shape.kv_bytes_per_token + count * a_layer,
-            resident_bytes_per_token=shape.resident_bytes_per_token + count * a_layer,
-        )
+    shape = shape_of(loaded, units, dtype, options.kv_dtype, draft)
     planner, machine = Planner(shape, offload, options, limit), NOMINAL
     if offload.policy is not None:
         folder = None

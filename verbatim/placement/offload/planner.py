@@ -274,7 +274,9 @@ class Planner:
         held = beginnings[whole]
         for group in groups[whole:]:
             counts = range(1, len(group) + 1)
-            held = held + group[: bisect_left(counts, True, key=lambda n: not fits(held + group[:n]))]
+            held = (
+                held + group[: bisect_left(counts, True, key=lambda n: not fits(held + group[:n]))]
+            )
         return self._assign(base, held)
 
     def _assign(self, base: Plan, held: Sequence[Item]) -> tuple[Plan, _Room]:

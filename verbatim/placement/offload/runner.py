@@ -150,14 +150,14 @@ class Offloaded(Resident):
         if self.weights.is_asleep:
             raise VerbatimError("the weights are asleep; call wake() before they are updated")
         assert self.original is not None
-        return TierWriter(self.weights, self.original, self.scratch)
+        return TierWriter(self.weights, self.original)
 
     def stamp(self) -> object:
         return None  # parameters change all the time, and never their numbers
 
     def sleep(self, weights: bool) -> None:
         if weights:
-            self.weights.release(self.scratch)
+            self.weights.release()
             self.decoder.weights_moved()
         super().sleep(False)
 

@@ -37,7 +37,8 @@ class Weights:
         ring_bytes: memory in which the others are read ahead.
         num_readers: threads that do so; 0 reads a unit when it is installed.
         trace: records reads and waits.
-        scratch: holds weights that were written for the disk tier, if any were; closed with this.
+        scratch: has K and V; further files are opened beside it.
+        packed: holds weights that were written for the disk tier, if any were; closed with this.
         tidy: called after each unit.
         expert_bytes: memory for experts that are read one by one.
 
@@ -54,7 +55,8 @@ class Weights:
         ring_bytes: int,
         num_readers: int,
         trace: Trace,
-        scratch: Scratch | None = None,
+        scratch: Scratch,
+        packed: Scratch | None = None,
         tidy: Callable[[], object] | None = None,
         expert_bytes: int = 0,
     ) -> None:
@@ -65,7 +67,8 @@ class Weights:
         self._ring_bytes, self._num_readers = ring_bytes, num_readers
         self._expert_bytes = expert_bytes
         self.ring = Ring("weights", Prefetcher("verbatim-reader", num_readers), trace)
-        self._scratch = scratch  # weights of the disk tier that are in no file of the user's
+        self.scratch = scratch
+        self._packed = packed  # weights of the disk tier that are in no file of the user's
         self._asleep: Scratch | None = None
         self._slept: dict[Slot, Stored] = {}  # weights that are in no file otherwise
         self._files = OpenFiles()
@@ -100,7 +103,7 @@ class Weights:
             self._asleep = None
 
     def _open_files(self) -> None:
-        self._files = OpenFiles(self._scratch)
+        self._files = OpenFiles(self._packed)
         for unit in self.units.order:
             away = [slot for slot in unit.slots if self.is_streamed(unit, slot)]
             if tensors := [s for slot in away for s in sources(slot.lazy)]:
@@ -122,18 +125,15 @@ class Weights:
         if order:
             self.ring.follow([self._streamed[unit][1] for unit in order], repeat=True)
 
-    def release(self, beside: Scratch) -> None:
+    def release(self) -> None:
         """Free all memory until `allocate`; weights in memory that are in no file as they are go to one.
-
-        Args:
-            beside: as for `overlay`.
 
         Raises:
             TierFailed: they can't be written; nothing is freed then.
         """
         if self.is_asleep:
             return
-        asleep, held = self.overlay(beside), dict[Slot, Stored]()
+        asleep, held = self.scratch.another(), dict[Slot, Stored]()
         try:
             for slot in self.units.slots:
                 if isinstance(slot.lazy, Held):
@@ -149,46 +149,31 @@ class Weights:
         """True between `release` and `allocate`."""
         return self._asleep is not None
 
-    def overlay(self, beside: Scratch) -> Scratch:
-        """Open a file for weights that differ from the checkpoint's.
-
-        Args:
-            beside: has K and V, in the same folder and within the same limit.
-        """
-        overlay = Scratch(beside.folder, beside.limit)
-        overlay.reserved_elsewhere = beside.nbytes + self.disk_bytes
-        return overlay
-
     def replace(
         self,
         copies: list[tuple[Tensor, Tensor]],
         lazies: Mapping[Slot, tuple[LazyWeight, LazyWeight | None]],
-        scratch: Scratch | None,
+        packed: Scratch | None,
     ) -> None:
         """Put new weights in place.
 
         Args:
             copies: (target, new) in memory.
             lazies: what `lazy` and `rows` of slots become.
-            scratch: the file of the disk tier from now on; None: the present one.
+            packed: the file of the disk tier from now on; None: the present one.
         """
         self.is_mixed = True
-        if scratch is not None:
+        if packed is not None:
             self._close_files()
         overwrite(copies)
         for slot, (lazy, rows) in lazies.items():
             slot.lazy, slot.rows = lazy, rows
-        if scratch is not None:
-            if self._scratch is not None:
-                self._scratch.close()
-            self._scratch = scratch
+        if packed is not None:
+            if self._packed is not None:
+                self._packed.close()
+            self._packed = packed
             self._open_files()
         self.is_mixed = False
-
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes of weights in the disk tier's folder."""
-        return 0 if self._scratch is None else self._scratch.nbytes
 
     @staticmethod
     def is_streamed(unit: Unit, slot: Slot) -> bool:
@@ -303,7 +288,7 @@ class Weights:
     def close(self) -> None:
         """End the readers and free everything; a second call does nothing."""
         self._drop()
-        for scratch in (self._scratch, self._asleep):
+        for scratch in (self._packed, self._asleep):
             if scratch is not None:
                 scratch.close()
 
