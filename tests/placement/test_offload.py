@@ -460,10 +460,6 @@ def _our_threads() -> set[str]:
     return {t.name for t in threading.enumerate() if t.name.startswith("verbatim-")}
 
 
-def _no_threads_left(before: set[str]) -> bool:
-    return _our_threads() <= before
-
-
 @pytest.fixture
 def thread_names() -> set[str]:
     return _our_threads()
@@ -472,22 +468,7 @@ def thread_names() -> set[str]:
 @pytest.fixture(autouse=True)
 def _nothing_runs_on(thread_names: set[str]) -> Iterator[None]:
     yield
-    assert _no_threads_left(thread_names)
-
-
-def _break_reads(
-    monkeypatch: pytest.MonkeyPatch, error: Callable[[], BaseException], after: int
-) -> None:
-    """Every read after the next `after` ones fails."""
-    plain, left = DirectFile.read, [after]
-
-    def read(self: DirectFile, into: memoryview, offset: int, needed: int) -> int:
-        left[0] -= 1
-        if left[0] < 0:
-            raise error()
-        return plain(self, into, offset, needed)
-
-    monkeypatch.setattr(DirectFile, "read", read)
+    assert _our_threads() <= thread_names
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "inline"])
@@ -640,7 +621,7 @@ def test_whoever_forgets_to_close_leaves_nothing_behind(
     assert _our_threads() - thread_names
     del llm
     gc.collect()
-    assert _no_threads_left(thread_names)
+    assert _our_threads() <= thread_names
     assert len(os.listdir("/proc/self/fd")) == fds
 
 
@@ -692,8 +673,15 @@ def test_a_read_error_while_opening_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    fds = len(os.listdir("/proc/self/fd"))
-    _break_reads(monkeypatch, lambda: TierFailed("disk tier: broken"), after)
+    fds, plain, left = len(os.listdir("/proc/self/fd")), DirectFile.read, [after]
+
+    def read(self: DirectFile, into: memoryview, offset: int, needed: int) -> int:
+        left[0] -= 1
+        if left[0] < 0:
+            raise TierFailed("disk tier: broken")
+        return plain(self, into, offset, needed)
+
+    monkeypatch.setattr(DirectFile, "read", read)
     with pytest.raises(TierFailed, match="disk tier: broken"):
         offloaded(folders("llama"), disk=tmp_path, weights=(20, 20, 60))
     gc.collect()

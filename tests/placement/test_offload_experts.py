@@ -186,7 +186,6 @@ def test_only_chosen_experts_are_read_and_only_once(moe: Callable[[str], Path]) 
     rows = torch.randn(6, 64)
     counts = [0, 3, 0, 0, 1, 0, 2, 0]
     out = share.run(layer.module, rows, counts)
-    cache.next_of(len(units.experts) - 1)
     cache._readers.finish()
     chosen = {e for e, count in enumerate(counts) if count}
     held = {e for e, slot in enumerate(share.slots.tolist()) if slot >= 0}
@@ -314,7 +313,7 @@ def test_a_model_that_fits_reads_nothing(
 def test_close_gives_the_memory_back(moe: Callable[[str], Path]) -> None:
     llm = offloaded(moe("qwen3_moe"))
     llm.generate([[5, 6, 7]] * 4, GREEDY)
-    memory = [weakref.ref(t) for t in cache_of(llm)._layers[0].pool._memory.values()]
+    memory = [weakref.ref(t) for t in cache_of(llm).layers[0].pool._memory.values()]
     llm.close()
     gc.collect()
     assert all(ref() is None for ref in memory)
@@ -362,7 +361,7 @@ def test_other_parameters_of_an_experts_module_are_lent_with_their_layer(
     layer = units.experts[0]
     layer.module.post_expert_norm = torch.nn.RMSNorm(64)
     cache = ExpertCache(units.experts, 1, 0, Trace(), OpenFiles())
-    held: Any = cache._layers[0].held
+    held: Any = cache.layers[0].held
     assert held.post_expert_norm.weight is layer.module.post_expert_norm.weight  # type: ignore
     cache.close()
 
