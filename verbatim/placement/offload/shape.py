@@ -16,7 +16,7 @@ from verbatim.model.early_exit import EarlyExit
 from verbatim.model.hidden import head_of
 from verbatim.model.loader import LoadedModel
 from verbatim.model.mtp_source import Mtp, mtp_size
-from verbatim.model.recurrent import state_bytes
+from verbatim.model.recurrent_layers import state_bytes
 from verbatim.model.spec import inner_model
 from verbatim.placement.offload.units import Slot, Units
 from verbatim.weights.files import PAGE, up
