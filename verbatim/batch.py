@@ -172,12 +172,14 @@ class Choices:
         k: choices of each layer; -1 fills the end if there are fewer.
         count: number of experts; 0: the choices are positions up to the token's own.
         reason: the reason why choices can't be recorded; None if they can.
+        replay_reason: the reason why recorded choices can't be replayed; None if they can.
     """
 
     layers: int = 0
     k: int = 0
     count: int = 0
     reason: str | None = None
+    replay_reason: str | None = field(default=None, compare=False)
 
     @property
     def bytes_per_token(self) -> int:
@@ -191,9 +193,15 @@ class Choices:
         return torch.uint8 if self.count <= 256 else torch.int16
 
     def check(self, what: str) -> None:
-        """Raise NotSupported if there is nothing to record or replay."""
+        """Raise NotSupported if there is nothing to record."""
         if self.reason is not None:
             raise NotSupported(f"{what}: {self.reason}")
+
+    def check_replay(self, what: str) -> None:
+        """Raise NotSupported if choices can't be replayed."""
+        self.check(what)
+        if self.replay_reason is not None:
+            raise NotSupported(f"{what}: {self.replay_reason}")
 
 
 def block_tables(blocks: list[list[int]]) -> Tensor:

@@ -108,7 +108,8 @@ def test_layers_of_packed_weights_are_fused(name: str, kind: str, dtype: str) ->
     fused, plain = fused_and_plain(model)
     assert outputs(fused) == outputs(plain)
     for layer in model.model.layers:  # as when weights come back from sleep
-        layer.mlp.up_proj.packed = layer.mlp.up_proj.packed.flip(0).roll(5).clone().clamp(max=120)
+        held = layer.mlp.up_proj
+        held.weight_packed = held.packed.flip(0).roll(5).clone().clamp(max=120)
     assert outputs(fused) == outputs(plain)
 
 

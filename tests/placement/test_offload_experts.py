@@ -21,6 +21,7 @@ from support.requests_mixed import facts, mixed_requests
 from verbatim import LLM, Offload, SamplingParams, TierFailed, kernels
 from verbatim.batch import Batch
 from verbatim.model.experts import run_experts
+from verbatim.model.loader import ModelSource
 from verbatim.placement.offload import experts as cache_room
 from verbatim.placement.offload.experts import ExpertCache
 from verbatim.placement.offload.trace import Trace
@@ -35,7 +36,7 @@ from verbatim.weights.lazy import (
     rows_of,
     traced,
 )
-from verbatim.weights.skeleton import open_skeleton
+from verbatim.weights.opening import open_files
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -68,14 +69,11 @@ def words(llm: LLM, count: int = 9) -> Any:
 
 
 def opened(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Units]:
-    from transformers import AutoConfig
-
-    module, lazy_weights, _ = open_skeleton(
-        folder, AutoConfig.from_pretrained(folder), dtype, False
-    )
-    units = find_units(module, lazy_weights)
+    loaded = open_files(ModelSource(folder, dtype), False)
+    assert loaded.lazy_weights is not None
+    units = find_units(loaded.module, loaded.lazy_weights)
     units.split_experts()
-    return module, units
+    return loaded.module, units
 
 
 def cache_for(

@@ -73,6 +73,7 @@ class KVStore(BlockStore):
     ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.dtype = dtype
         self.packing = packing = dtype if isinstance(dtype, Packing) else None
         self.dtype_name = packing.name if packing else str(dtype).removeprefix("torch.")
         self.device = device

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from torch import Tensor
 
-from verbatim.batch import Batch
+from verbatim.batch import Batch, SampleRow
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.quantized import KVDtype
 from verbatim.kv.store import KVStore
@@ -45,7 +42,7 @@ class DraftLayers:
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks, (from, to)."""
-        for store in self.stores:
+        for store in self.stores if copies else ():
             store.copy_blocks(copies)
 
     def release(self) -> None:
@@ -62,11 +59,6 @@ class DraftLayers:
         """Free all memory, and drop the references to modules."""
         self.release()
 
-    @contextmanager
-    def patched(self) -> Iterator[None]:
-        """The context in which layers are run: one for all forwards of a draft."""
-        yield
-
     def run(self, k: int, batch: Batch, store: KVStore) -> Tensor:
         """Run layer `k`: `[R, V]` logits of `batch.logit_rows`.
 
@@ -74,3 +66,9 @@ class DraftLayers:
             store: K and V of the whole model.
         """
         raise NotImplementedError
+
+    def chain(
+        self, k: int, batch: Batch, store: KVStore, rows: list[SampleRow], lengths: list[int]
+    ) -> list[list[int]] | None:
+        """Draw tokens by layer `k` and its own earlier draws, as of `WholeModel.chain`; None if it can't."""
+        return None

@@ -61,7 +61,7 @@ def open_mtp(draft: Mtp, decoder: Decoder, loaded: LoadedModel) -> MtpLayers:
     Raises:
         InvalidRequest, NotSupported, ModelError: it has none, or unsupported ones.
     """
-    inner, beside = inner_model(decoder.module), draft.beside
+    inner, beside = inner_model(decoder.held), draft.beside
     if draft.model is not None and beside is None:
         return MtpLayers(given_mtp(draft.model, inner), decoder)
     folder = beside if loaded.folder is None else loaded.folder

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -132,13 +132,22 @@ def patched(
 @contextmanager
 def plain_numbers() -> Iterator[None]:
     """Run the block without gradients, inference tensors and autocast, whatever the caller has enabled."""
-    on_gpu = torch.cuda.is_initialized()
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.autocast("cuda", enabled=False) if on_gpu else nullcontext(),
-    ):
+    modes: list[Any] = [torch.no_grad()]
+    # The others are entered only where needed, as they take longer than a small layer.
+    if torch.is_inference_mode_enabled():
+        modes.insert(0, torch.inference_mode(False))
+    modes += [
+        torch.autocast(device, enabled=False)
+        for device in ("cpu", "cuda")
+        if torch.is_autocast_enabled(device)
+    ]
+    if len(modes) == 1:
+        with modes[0]:
+            yield
+        return
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
         yield
 
 

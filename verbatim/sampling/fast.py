@@ -11,7 +11,7 @@ from verbatim import kernels
 from verbatim.batch import Draws, SampleRow, Support
 from verbatim.kernels.functions import run
 from verbatim.params import SamplingParams
-from verbatim.sampling.processors import edit
+from verbatim.sampling.processors import edit, is_edited
 
 
 class _Row(ctypes.Structure):
@@ -99,6 +99,19 @@ def _fill(spec: _Row, row: SampleRow, raw: Tensor, edited: list[Tensor]) -> None
     if changed is not raw:
         edited.append(changed)
         spec.edited = changed.data_ptr()
+
+
+def specs_of_chain(rows: list[SampleRow], vocab_size: int) -> ctypes.Array[_Row] | None:
+    """Return rows as the kernels read them, which also draw the tokens behind theirs.
+
+    None if the tokens before make a difference to the draws, or a row is not supported.
+    """
+    specs, raw = (_Row * len(rows))(), torch.empty(vocab_size, device="meta")
+    for spec, row in zip(specs, rows, strict=True):
+        if not supports(row) or is_edited(row) or row.params.bad_words or row.processed is not None:
+            return None
+        _fill(spec, row, raw, [])
+    return specs
 
 
 def support(logits: Tensor, params: SamplingParams) -> Support:

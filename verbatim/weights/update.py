@@ -22,7 +22,7 @@ from verbatim.model.loader import ModelSource
 from verbatim.model.packed import packed_buffers
 from verbatim.model.patching import exclusive
 from verbatim.model.shard import Columns
-from verbatim.model.stored import Stored, read_stored
+from verbatim.model.stored import read_stored
 from verbatim.model.weight_packing import WeightPacking
 from verbatim.weights.headers import stored_in
 from verbatim.weights.lazy import Cut
@@ -82,14 +82,13 @@ def _read(path: Path) -> dict[str, Tensor]:
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not all(f.is_file() and f.suffix == ".safetensors" for f in files):
         raise ModelError(f"{path} is neither a folder of safetensors files nor one such file")
-    found: dict[str, Stored] = {}
+    found: dict[str, Tensor] = {}
     for file in files:
-        tensors = stored_in(file)
-        twice = sorted(found.keys() & tensors.keys())
-        if twice:
-            raise ModelError(f"{file} holds {twice[0]}, which another file holds as well")
-        found |= tensors
-    return {name: read_stored(stored) for name, stored in found.items()}
+        stored = stored_in(file)
+        for name in sorted(found.keys() & stored.keys()):
+            raise ModelError(f"{file} holds {name}, which another file holds as well")
+        found |= {name: read_stored(one) for name, one in stored.items()}
+    return found
 
 
 class NewWeights:

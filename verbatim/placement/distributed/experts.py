@@ -43,12 +43,6 @@ class ExpertGroup:
                 "need gloo"
             )
 
-    def columns(self, own: Tensor, bounds: Sequence[int], to: int | None = None) -> Tensor:
-        raise AssertionError("only experts are shared")
-
-    def rows(self, own: Tensor, counts: Sequence[int]) -> Tensor:
-        raise AssertionError("every rank has rows of its own")
-
     def close(self) -> None:
         """Release the process group, so that its owner's `destroy_process_group` ends its threads."""
         self.group = None
@@ -98,7 +92,7 @@ class ExchangedExperts(ExpertShare):
 
 def open_expert_parallel(model: ToOpen, choice: ExpertParallel) -> Placed:
     """Open everything but the experts of other ranks; arguments and errors as of `open_tensor_parallel`."""
-    group = ExpertGroup(choice.process_group)
+    group: Any = ExpertGroup(choice.process_group)  # of `Ranks` it has what `take_share` needs
     loaded, source, options, limit, draft = model
     module = loaded.module
     if not any(map(is_stacked, module.modules())):
@@ -115,13 +109,11 @@ def open_expert_parallel(model: ToOpen, choice: ExpertParallel) -> Placed:
             options, kv_bytes=int(available_memory() * DEFAULT_KV_SHARE) // group.size
         )
     runner = open_resident(decoder, loaded, options, limit, layers)
-    runner.packed, runner.original, runner.cuts = cut.report, cut.original, cut.ranges
-    runner.checkpoint = cut.checkpoint
+    runner.cuts = cut.ranges
     runner.placement = {
         "placement": "expert parallel",
         "ranks": group.size,
         "rank": group.rank,
-        "parameters": cut.total_parameters,
-        "split_experts": len(cut.experts),
+        **{name: cut.info[name] for name in ("parameters", "split_experts")},
     }
     return Placed(runner, options, group)

@@ -234,7 +234,7 @@ class Split:
     must be there on every part.
 
     Args:
-        skeleton: with placeholders for weights, as `open_skeleton` makes it; left as it is.
+        skeleton: with placeholders for weights, as `open_files` makes it; left as it is.
 
     Attributes:
         skeleton: as given.

@@ -135,9 +135,7 @@ def _hold(units: Units, module: nn.Module, slots: list[Slot]) -> None:
             holder = hold_packed(here, name, empty, slot.packing)
             if holder is not here:
                 replaced[layer] = holder
-            slot.holders.append(
-                (holder, "packed" if "packing" in holder.__dict__ else f"{name}_packed")
-            )
+            slot.holders.append((holder, f"{name}_packed"))
     for unit in units.order:
         unit.module = replaced.get(unit.module, unit.module)
     replace_children(replaced, module, *(unit.module for unit in units.order))

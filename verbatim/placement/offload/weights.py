@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from verbatim import kernels
-from verbatim.model.integers import interleaved_rows
-from verbatim.model.quantize import unpack, unpack_rows
+from verbatim.model.quantize import unpack_rows
 from verbatim.placement.offload.compress import rounded_rows
 from verbatim.placement.offload.experts import ExpertCache
 from verbatim.placement.offload.scratch import Scratch
@@ -272,8 +271,6 @@ class Weights:
         lazy = slot.rows or slot.lazy
         if isinstance(lazy, Held):
             assert slot.packing is not None
-            if slot.packing.interleaved:
-                return unpack(*interleaved_rows(lazy.tensor, slot.packing, ids))
             return unpack_rows(lazy.tensor, slot.packing, ids)
         begin, shape = perf_counter(), slot.parameter.shape
         rows = [torch.empty(0, *shape[1:], dtype=slot.parameter.dtype)]
