@@ -187,7 +187,7 @@ def test_quantized_keys_and_values_take_the_layers_one_by_one(toy: Toy) -> None:
 def test_without_kernels_mixed_and_alone_are_equal(
     toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VERBATIM_KERNELS", "none")
+    monkeypatch.setattr("verbatim.kernels.wanted", lambda: "none")
     with toy.open() as llm:
         mixed = toy.run(llm)
         pairs = zip(toy.prompts, toy.params, strict=True)

@@ -28,10 +28,7 @@ from verbatim.engine.calls import (
     as_exception,
     wake_all,
 )
-from verbatim.engine.drafting import Drafting
 from verbatim.engine.engine import Engine
-from verbatim.engine.scheduler import Scheduler
-from verbatim.engine.sessions import Sessions
 from verbatim.errors import (
     EngineClosed,
     InvalidRequest,
@@ -44,7 +41,6 @@ from verbatim.model.products import probe_report
 from verbatim.numerics import numerics_key
 from verbatim.options import dtype_name
 from verbatim.placement.actor import run_alone, run_layers
-from verbatim.protocols import Runner
 from verbatim.shield import Shield
 
 _T = TypeVar("_T")
@@ -102,6 +98,10 @@ class EngineHandle:
 
     Attributes:
         admission: validates prompts and parameters, and creates requests.
+        runner: the model in its placement. Its methods are called inside `call`.
+        scheduler: read inside `call`, or while nothing runs.
+        drafting: speculative decoding; None without drafts.
+        sessions: reservations and cached blocks of sessions.
         name: the name by which the model was opened.
         config, generation_config: transformers' objects; None if the model has none.
     """
@@ -122,6 +122,8 @@ class EngineHandle:
         self.config = config
         self.generation_config = generation_config
         self.collective = collective
+        self.runner, self.scheduler = engine.runner, engine.scheduler
+        self.drafting, self.sessions = engine.drafting, engine.sessions
         self._engine = engine
         self._max_unread = max_unread
         self._mode = Mode.RUNNING
@@ -153,29 +155,9 @@ class EngineHandle:
     # ---- state
 
     @property
-    def runner(self) -> Runner:
-        """The model in its placement. Its methods are called inside `call`."""
-        return self._engine.runner
-
-    @property
     def module(self) -> Any:
         """The model's module, if it is whole and unquantized in this process's memory; else None."""
         return getattr(self.runner, "whole_module", None)
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """The scheduler. Read it inside `call`, or while nothing runs."""
-        return self._engine.scheduler
-
-    @property
-    def drafting(self) -> Drafting | None:
-        """Speculative decoding; None without drafts."""
-        return self._engine.drafting
-
-    @property
-    def sessions(self) -> Sessions:
-        """Reservations and cached blocks of sessions."""
-        return self._engine.sessions
 
     @property
     def live(self) -> bool:
@@ -812,16 +794,12 @@ class EngineHandle:
             self._engine.close()
 
     def _peek(self) -> list[tuple[Request, int, float]]:
-        seen = None if self._mode is Mode.PAUSED else self._engine.peek()
-        if seen is None:
-            return []
-        chunks, draws = seen
-        rows = [
-            (chunk.sequence.request, chunk.first_draw + chunk.num_prompt_rows)
-            for chunk in chunks
-            if chunk.draws and not chunk.sequence.request.finished
+        return [
+            (chunk.sequence.request, draw.id, draw.logprob)
+            for chunk in (() if self._mode is Mode.PAUSED else self._engine.peek())
+            if not chunk.sequence.request.finished
+            for draw in chunk.results[chunk.num_prompt_rows :][:1]
         ]
-        return [(request, draws.ids[row], draws.logprobs[row]) for request, row in rows]
 
     def _abort(self, requests: list[Request], call: Call | None) -> None:
         for request in requests:

@@ -27,11 +27,11 @@ from verbatim.model.differential import differential_check
 from verbatim.model.fingerprint import Fingerprint, numbers_of, tensors_of
 from verbatim.model.flat import FlatContext
 from verbatim.model.hidden import head_of
-from verbatim.model.invariant import forward_for
 from verbatim.model.layer import FusedLayer
 from verbatim.model.layer_trial import LayerCall
 from verbatim.model.norms import find_norm
 from verbatim.model.packed import PackedLinear
+from verbatim.model.patching import forward_of
 from verbatim.model.products import Matrix
 from verbatim.model.spec import ModelSpec, OwnModel, inner_model
 from verbatim.model.structs import NormStruct, NotFusable, address_of, matrix_of, norm_of
@@ -170,7 +170,7 @@ class WholeModel:
             else:
                 self._enter = part.entry
         else:
-            self._enter = _forward_of(embedding)
+            self._enter = forward_of(embedding)
             table = embedding.weight
             if (
                 type(embedding) is nn.Embedding
@@ -180,7 +180,7 @@ class WholeModel:
                 self._entry = Entry(embedding)
         self._angles = None
         if turns and rotary is not None:
-            self._angles = Angles(rotary, _forward_of(rotary), self.dtype)
+            self._angles = Angles(rotary, forward_of(rotary), self.dtype)
         self._structs = (_POINTER * len(layers))(*(layer.address for layer in layers))
         # The embedding and the angles say themselves what they do at the moment.
         classes = [type(m) for m in (inner, body, norm, head, rotary) if m is not None]
@@ -377,7 +377,7 @@ class WholeModel:
         ]
         last, behind = made[-1][0], "something happens to the rows behind its last layer"
         if self._ends:
-            norm, head = _forward_of(self._norm.module), _forward_of(self._head)
+            norm, head = forward_of(self._norm.module), forward_of(self._head)
             last = head(norm(last[batch.logit_rows]))
             behind = "its logits are not what its head makes of its last norm"
         before = [call.hidden for call in calls]
@@ -397,9 +397,3 @@ def _arguments(cos: Tensor | None, sin: Tensor | None, rows: Tensor | None) -> t
         return None, None, 0, False, None
     cos_at, sin_at, rows_at = addresses(cos, sin, rows)
     return cos_at, sin_at, cos.shape[-1], cos.dtype is torch.float32, rows_at
-
-
-def _forward_of(module: nn.Module) -> Callable[..., Any]:
-    """Return a module's forward as the engine runs it, without its hooks."""
-    ours = forward_for(module)
-    return ours if ours is not None else lambda *args: type(module).forward(module, *args)

@@ -123,7 +123,7 @@ class Resident(DraftRunner):
             if drawn is not None:
                 return drawn
             logits = layers.run(k, batch, store)
-            return [] if plan is None else [[i] for i in sample_rows(logits, plan).ids]
+            return [] if plan is None else [[draw.id] for draw in sample_rows(logits, plan)]
 
     def record_steps(self) -> None:
         """Run decode steps as CUDA graphs from now on; the model must be on a GPU and never edited."""

@@ -13,7 +13,7 @@ from verbatim import kernels
 from verbatim.kv.quantized import KVDtype
 from verbatim.kv.store import LayerShape, bytes_per_token
 from verbatim.model.adapters import index_width
-from verbatim.model.recurrent import state_bytes
+from verbatim.model.recurrent_layers import state_bytes
 from verbatim.placement.offload.units import Slot, Units
 from verbatim.weights.files import PAGE, up
 from verbatim.weights.lazy import Computed, LazyWeight, Stored, sources
