@@ -164,7 +164,8 @@ class Decoder:
         """
         with exclusive:
             self.refresh()
-            self.adapters.attach(self.held, self._unfused, self._layers.layers)
+            if not self.adapters.numbers:
+                self.adapters.attach(self.held, self._unfused, self._layers.layers)
             return self.adapters.load(adapter, partial=partial)
 
     def unload_adapter(self, number: int) -> None:
