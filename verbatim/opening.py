@@ -292,6 +292,6 @@ def plan_offload(
     """
     source = ModelSource(model, dtype, revision, trust_remote_code, config)
     loaded = open_model(source, False, in_memory=False)
-    units, _ = units_of(loaded, offload, options)
+    units = units_of(loaded, offload, options)
     limit, _ = resolve_length(options, *max_length_of(inner_model(loaded.module).config))
     return forecast(loaded, units, offload, options, limit)

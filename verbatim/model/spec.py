@@ -23,7 +23,7 @@ from verbatim.kv.store import LayerShape
 from verbatim.model import masks
 from verbatim.model.adapters import patch_functions
 from verbatim.model.context import Update, activate
-from verbatim.model.hidden import head_inputs, head_of, why_no_hidden
+from verbatim.model.hidden import head_of, recorded, why_no_hidden
 from verbatim.model.invariant import Recorder
 from verbatim.model.patching import Forwards, configs_of, patched, replaced_forwards
 from verbatim.model.positions import counts_by_padding
@@ -276,7 +276,7 @@ def inspect_forward(
         with (
             patched(module, forwards, configs, hooks=False),
             activate(context),
-            head_inputs(head_of(inner), [context]) as (seen,),
+            recorded(head_of(inner), [context]) as (seen,),
         ):
             for config in (
                 configs if not isinstance(inner, OwnModel) else ()

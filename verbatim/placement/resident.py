@@ -124,9 +124,10 @@ class Resident(DraftRunner):
     ) -> list[list[int]]:
         layers, store = self.draft_layers, self.store
         with threads(self._num_threads), self._device.current():
-            drawn = None if plan is None else layers.chain(k, batch, store, plan.rows, lengths)
-            if drawn is not None:
-                return drawn
+            if plan is not None and lengths:
+                drawn = layers.chain(k, batch, store, plan.rows, lengths)
+                if drawn is not None:
+                    return drawn
             logits = layers.run(k, batch, store)
             return [] if plan is None else [[draw.id] for draw in sample_rows(logits, plan)]
 
