@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.batch import Adapter, Batch, Draws, SamplePlan
+from verbatim.batch import Adapter, Batch
 from verbatim.errors import VerbatimError
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.store import cache_info
@@ -172,9 +172,6 @@ class Layers(Served):
         else:
             inside = slots < limit
             kept.write(slots[inside], leaving[inside])
-
-    def sample(self, logits: Tensor, plan: SamplePlan) -> Draws:
-        return self.running.sample(Forward(logits), plan)
 
     def record(self, name: str, **fields: Any) -> Tensor | None:
         """Return what was chosen for a sequence's tokens, from its blocks; None if no layer here chooses."""
