@@ -6,9 +6,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from verbatim.checks import memory_bytes
 from verbatim.draft.chain import Chain
 from verbatim.draft.config import NAMES, Drafter, DraftModel
-from verbatim.draft.layers import EarlyExitProposer, MtpProposer
+from verbatim.draft.layers import LayersProposer
 from verbatim.draft.model import DraftModelProposer
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.lengths import DraftLengths
@@ -20,7 +21,7 @@ from verbatim.model.limits import max_length_of
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.mtp_source import Mtp
 from verbatim.model.spec import inner_model
-from verbatim.options import available_memory, memory_bytes, total_memory
+from verbatim.options import available_memory, total_memory
 from verbatim.placement.kv_caches import speaks_kv_caches
 from verbatim.placement.options import EngineOptions
 from verbatim.placement.resident import open_resident
@@ -48,9 +49,8 @@ def open_drafting(
         return None
     proposer: Proposer
     if isinstance(draft, Mtp | EarlyExit):
-        kind = MtpProposer if isinstance(draft, Mtp) else EarlyExitProposer
         drafting_runner: Any = runner  # opened with these layers
-        proposer = kind(drafting_runner, options.max_batch_tokens)
+        proposer = LayersProposer(drafting_runner, options.max_batch_tokens)
     elif isinstance(draft, DraftModel):
         proposer = _open_draft_model(draft, runner, options, loaded)
     else:
@@ -87,7 +87,7 @@ def _open_draft_model(
         raise
     if speaks_kv_caches(small.module):
         raise NotSupported(f"draft={small.name}: a module with kv_caches can't draft for another")
-    decoder = Decoder(small.module, fused=options.fused)
+    decoder = Decoder(small.module, fused=options.fused, unseen=not small.live)
     inner, spec = inner_model(small.module), decoder.spec
     _check_same_ids(
         small.name, loaded.tokenizer, small.tokenizer, runner.vocab_size, spec.vocab_size
