@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from verbatim.checks import memory_bytes
 from verbatim.draft.chain import Chain
 from verbatim.draft.config import NAMES, Drafter, DraftModel
 from verbatim.draft.layers import LayersProposer
@@ -20,7 +21,7 @@ from verbatim.model.limits import max_length_of
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.mtp_source import Mtp
 from verbatim.model.spec import inner_model
-from verbatim.options import available_memory, memory_bytes, total_memory
+from verbatim.options import available_memory, total_memory
 from verbatim.placement.kv_caches import speaks_kv_caches
 from verbatim.placement.options import EngineOptions
 from verbatim.placement.resident import open_resident

@@ -24,7 +24,7 @@ from verbatim.batch import (
     Batch,
     Candidate,
     Candidates,
-    Draws,
+    Draw,
     SamplePlan,
     SampleRow,
     Support,
@@ -121,12 +121,13 @@ def test_batches_plans_and_draws_arrive_as_they_were() -> None:
             a, b = getattr(was, field), getattr(now, field)
             assert same(list(a) if isinstance(a, tuple | list) else a, b), field
     assert plan.rows[0].params == params
-    draws = Draws(
-        [1, 2], [-0.5, -math.inf], [0.0, -1.0], [[1], []], [[-0.5], []],
-        {1: Candidates([3, 4], [-0.1, -3.0], [-0.2, -3.0])}, {0: Support(None, -0.5)},
-    )  # fmt: skip
+    beam = Candidates([3, 4], [-0.1, -3.0], [-0.2, -3.0])
+    draws = [
+        Draw(1, -0.5, 0.0, [1], [-0.5], Support(None, -0.5)),
+        Draw(2, -math.inf, -1.0, [], [], candidates=beam),
+    ]
     again = over_the_wire({"draws": draws})["draws"]
-    assert again == draws and next(iter(again.candidates[1])) == Candidate(3, -0.1, -0.2)
+    assert again == draws and next(iter(again[1].candidates)) == Candidate(3, -0.1, -0.2)
     assert Mark(2, 1, 0) > Mark(1, 9, 9) and Mark(1, 2, 1) > Mark(1, 2, 0)
 
 

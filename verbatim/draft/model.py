@@ -86,7 +86,7 @@ class DraftModelProposer(Chain):
             return []
         if self.runner.vocab_size > self._vocab_size:
             forward = Forward(forward.logits[:, : self._vocab_size])
-        return [[token_id] for token_id in self.runner.sample(forward, plan).ids]
+        return [[draw.id] for draw in self.runner.sample(forward, plan)]
 
     def rows(self, draft: ActiveDraft, step: int) -> Rows:
         sequence = draft.sequence

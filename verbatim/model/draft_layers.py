@@ -31,33 +31,14 @@ class DraftLayers:
         """Everything that is kept in blocks."""
         return []
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of `stores`."""
-        return sum(store.nbytes for store in self.stores)
-
     def info(self) -> dict[str, int]:
         """Describe them in plain values."""
         return {}
 
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, (from, to)."""
-        for store in self.stores if copies else ():
-            store.copy_blocks(copies)
-
-    def release(self) -> None:
-        """Free the memory of the stores; the weights stay."""
-        for store in self.stores:
-            store.release()
-
-    def allocate(self) -> None:
-        """Allocate the stores again after `release`, without their contents."""
-        for store in self.stores:
-            store.allocate()
-
     def close(self) -> None:
         """Free all memory, and drop the references to modules."""
-        self.release()
+        for store in self.stores:
+            store.release()
 
     def run(self, k: int, batch: Batch, store: KVStore) -> Tensor:
         """Run layer `k`: `[R, V]` logits of `batch.logit_rows`.

@@ -73,13 +73,26 @@ def replaced_forwards(module: nn.Module, *, batch_invariant: bool = True) -> For
         if batch_invariant and is_gate(parent, name)
     }
     for layer in module.modules():
-        forward = forward_for(layer, batch_invariant=batch_invariant) or adapter_for(layer)
+        forward = replacement_of(layer, batch_invariant=batch_invariant)
         if id(layer) in gates and forward is not None:
             forward = gate_forward(layer)
         if forward is not None:
             own = partial(type(layer).forward, layer)
             found.append((layer.__dict__, in_forwards(forward, own)))
     return found
+
+
+def replacement_of(layer: nn.Module, *, batch_invariant: bool = True) -> Callable[..., Any] | None:
+    """Return the replacement of a layer's forward, else None; one replaced on the instance is kept."""
+    return forward_for(layer, batch_invariant=batch_invariant) or adapter_for(layer)
+
+
+def forward_of(layer: nn.Module) -> Callable[..., Any]:
+    """Return the forward that the engine runs for a layer, without its hooks: one of its instance, the
+    replacement by its class, or else its own.
+    """
+    known = layer.__dict__.get("forward") or replacement_of(layer)
+    return type(layer).forward.__get__(layer) if known is None else known
 
 
 def configs_of(module: nn.Module) -> list[Any]:

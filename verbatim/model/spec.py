@@ -21,12 +21,12 @@ from verbatim.kernels.options import AnyOptions, AttentionOptions, IndexOptions
 from verbatim.kv.states import StateShape
 from verbatim.kv.store import LayerShape
 from verbatim.model import masks
+from verbatim.model.adapters import patch_functions
 from verbatim.model.context import Update, activate
-from verbatim.model.hidden import head_inputs, head_of, why_no_hidden
+from verbatim.model.hidden import head_of, recorded, why_no_hidden
 from verbatim.model.invariant import Recorder
 from verbatim.model.patching import Forwards, configs_of, patched, replaced_forwards
-from verbatim.model.positions import counts_by_padding, patch_positions
-from verbatim.model.recurrent import patch
+from verbatim.model.positions import counts_by_padding
 from verbatim.model.routing import (
     UNKNOWN_ROUTER,
     RouterCall,
@@ -228,7 +228,8 @@ def inspect_once(module: nn.Module, inner: Any, *, positions: bool | None = None
 def takes_positions(inner: Any) -> bool:
     """Return whether the forward of a transformers model takes `position_ids`, counted from 0."""
     signature = inspect.signature(inner.forward).parameters
-    return "position_ids" in signature and not counts_by_padding(inner)
+    counted = any(counts_by_padding(type(layer)) for layer in inner.modules())
+    return "position_ids" in signature and not counted
 
 
 def _dtype_of(inner: nn.Module) -> torch.dtype:
@@ -262,8 +263,7 @@ def inspect_forward(
         UnsupportedModel: raised by the context, or the forward failed.
     """
     masks.register()
-    patch(module)
-    patch_positions(module)
+    patch_functions(module)
     configs, device = configs_of(module), next(module.parameters()).device
     inputs: dict[str, Any] = {"input_ids": torch.tensor(_IDS, device=device)}
     if positions:
@@ -276,7 +276,7 @@ def inspect_forward(
         with (
             patched(module, forwards, configs, hooks=False),
             activate(context),
-            head_inputs(head_of(inner), [context]) as (seen,),
+            recorded(head_of(inner), [context]) as (seen,),
         ):
             for config in (
                 configs if not isinstance(inner, OwnModel) else ()

@@ -27,11 +27,11 @@ from verbatim.model.differential import differential_check
 from verbatim.model.fingerprint import Fingerprint, numbers_of, tensors_of
 from verbatim.model.flat import FlatContext
 from verbatim.model.hidden import head_of
-from verbatim.model.invariant import forward_for
 from verbatim.model.layer import FusedLayer
 from verbatim.model.layer_trial import LayerCall
 from verbatim.model.norms import find_norm
 from verbatim.model.packed import PackedLinear
+from verbatim.model.patching import forward_of
 from verbatim.model.products import Matrix
 from verbatim.model.spec import ModelSpec, OwnModel, inner_model
 from verbatim.model.structs import NormStruct, NotFusable, address_of, matrix_of, norm_of
@@ -48,7 +48,7 @@ _NORM_NAMES = ("norm", "final_layernorm", "ln_f", "embedding_norm")
 class Entry(NamedTuple):
     """The modules before the first layer: an embedding, and what joins it with a hidden state, or None."""
 
-    embedding: nn.Module
+    embedding: nn.Embedding
     of_embedding: nn.Module | None = None  # norms
     of_hidden: nn.Module | None = None
     project: nn.Module | None = None
@@ -164,23 +164,19 @@ class WholeModel:
         self._num_states = [layer.parts.num_states for layer in layers]
         self._entry: Entry | None = None
         self._enter: Callable[[Tensor], Tensor] | None = None
-        if part is not None and not part.is_first:
+        if not embeds:
+            assert part is not None
             if isinstance(part.entry, Entry):
                 self._entry = part.entry
             else:
                 self._enter = part.entry
         else:
-            self._enter = _forward_of(embedding)
-            table = embedding.weight
-            if (
-                type(embedding) is nn.Embedding
-                and table.dtype is self.dtype
-                and table.is_contiguous()
-            ):
-                self._entry = Entry(embedding)
+            self._enter, table = forward_of(embedding), embedding.weight
+            if type(embedding) is nn.Embedding and table.dtype is self.dtype:
+                self._entry = Entry(embedding) if table.is_contiguous() else None
         self._angles = None
         if turns and rotary is not None:
-            self._angles = Angles(rotary, _forward_of(rotary), self.dtype)
+            self._angles = Angles(rotary, forward_of(rotary), self.dtype)
         self._structs = (_POINTER * len(layers))(*(layer.address for layer in layers))
         # The embedding and the angles say themselves what they do at the moment.
         classes = [type(m) for m in (inner, body, norm, head, rotary) if m is not None]
@@ -215,6 +211,8 @@ class WholeModel:
             return
         assert entry.of_embedding is not None and entry.of_hidden is not None
         norms = find_norm(entry.of_embedding), find_norm(entry.of_hidden)
+        if entry.embedding.num_embeddings < self._struct.head.cols:
+            raise NotFusable("its table of embeddings has fewer ids than its head")
         if None in norms:
             raise NotFusable("its embedding or its hidden state has no RMS norm of a known family")
         struct.of_embedding, struct.of_hidden = (
@@ -295,6 +293,8 @@ class WholeModel:
         if direct is None or direct.dtype is not self.dtype or direct.count > self._most_rows:
             return None
         if self._entry is None or any(self._num_states) or context.adapted:
+            return None
+        if self._entry.embedding.num_embeddings < self._struct.head.cols:
             return None
         specs = fast.specs_of_chain(rows, self._struct.head.cols)
         entering, most = batch.entering, max(lengths)
@@ -377,7 +377,7 @@ class WholeModel:
         ]
         last, behind = made[-1][0], "something happens to the rows behind its last layer"
         if self._ends:
-            norm, head = _forward_of(self._norm.module), _forward_of(self._head)
+            norm, head = forward_of(self._norm.module), forward_of(self._head)
             last = head(norm(last[batch.logit_rows]))
             behind = "its logits are not what its head makes of its last norm"
         before = [call.hidden for call in calls]
@@ -397,9 +397,3 @@ def _arguments(cos: Tensor | None, sin: Tensor | None, rows: Tensor | None) -> t
         return None, None, 0, False, None
     cos_at, sin_at, rows_at = addresses(cos, sin, rows)
     return cos_at, sin_at, cos.shape[-1], cos.dtype is torch.float32, rows_at
-
-
-def _forward_of(module: nn.Module) -> Callable[..., Any]:
-    """Return a module's forward as the engine runs it, without its hooks."""
-    ours = forward_for(module)
-    return ours if ours is not None else lambda *args: type(module).forward(module, *args)

@@ -177,5 +177,5 @@ class RowsRunner(Resident):
 
     def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
         draws = super().sample(forward, plan)
-        self._drawn(plan, draws.ids)
+        self._drawn(plan, [draw.id for draw in draws])
         return draws

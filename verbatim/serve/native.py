@@ -23,7 +23,6 @@ from verbatim.serve.fields import (
     Switch,
     TextIds,
     Variables,
-    by_token_id,
 )
 from verbatim.serve.service import Client, Service
 from verbatim.spelling import did_you_mean
@@ -97,26 +96,22 @@ class GenerateRequest:
                 why = "can't be sent" if name == "logits_processors" else "is unknown"
                 meant = did_you_mean(name, PARAMS) or f"; allowed are {', '.join(PARAMS)}"
                 raise InvalidRequest(f"params.{name} {why}{meant}")
-        bias = fields.get("logit_bias")
-        if isinstance(bias, dict):
-            fields["logit_bias"] = by_token_id(bias, "params.logit_bias")
         self.params = SamplingParams(**fields)
+
+    async def _ask(self) -> tuple[list[Any], SamplingParams]:
+        return [self.body.prompt], self.params
 
     async def answer(self, client: Client) -> dict[str, Any]:
         """Generate, and return the `Result` as JSON."""
-        with self.service.reserve(client) as reservation:
-            requests = await self.service.admit(reservation, [self.body.prompt], self.params)
-            (result,) = await self.service.results(requests)
+        ((_, result),) = await self.service.run(client, self._ask)
         return self._to_dict(result, set())
 
     async def events(self, client: Client) -> AsyncGenerator[Event, None]:
         """Generate, and yield `Delta`s as JSON; the last one has the result."""
         known: set[int] = set()
-        with self.service.reserve(client) as reservation:
-            requests = await self.service.admit(reservation, [self.body.prompt], self.params)
-            async with aclosing(self.service.deltas(requests)) as deltas:
-                async for _, delta in deltas:
-                    yield self._to_dict(delta, known)
+        async with aclosing(self.service.stream(client, self._ask)) as stream:
+            async for _, _, delta in stream:
+                yield self._to_dict(delta, known)
 
     def _to_dict(self, value: Result | Delta, known: set[int]) -> dict[str, Any]:
         """Return a value as JSON; with `return_tokens`, with the texts of its ids that are not in `known`."""
@@ -146,9 +141,11 @@ async def score(service: Service, body: Score, client: Client) -> dict[str, Any]
     """Return the log-prob of each token given the tokens before it, at temperature 1."""
     adapter = service.check_model(body.model)
     params = SamplingParams(max_tokens=0, prompt_logprobs=body.top_logprobs or 0, adapter=adapter)
-    with service.reserve(client) as reservation:
-        requests = await service.admit(reservation, body.prompts, params)
-        results = await service.results(requests)
+
+    async def ask() -> tuple[list[Any], SamplingParams]:
+        return [*body.prompts], params
+
+    ended = await service.run(client, ask)
     return {
         "model": service.name,
         "numerics_key": service.fingerprint,
@@ -158,7 +155,7 @@ async def score(service: Service, body: Score, client: Client) -> dict[str, Any]
                 "logprobs": result.prompt_logprobs,
                 "top_logprobs": result.prompt_top_logprobs if body.top_logprobs else None,
             }
-            for result in results
+            for _, result in ended
         ],
     }
 

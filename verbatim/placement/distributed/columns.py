@@ -10,11 +10,10 @@ from torch import nn
 
 from verbatim import kernels
 from verbatim.errors import NotSupported
-from verbatim.model.adapters import adapter_for
 from verbatim.model.experts import flat_experts, is_stacked
-from verbatim.model.invariant import forward_for
 from verbatim.model.loader import Checkpoint, LoadedModel, ModelSource
-from verbatim.model.recurrent import reads_weight
+from verbatim.model.patching import replacement_of
+from verbatim.model.recurrent_layers import reads_weight
 from verbatim.model.shard import COLUMNS, Columns, RankExperts, Ranks, bounds_of, splits_exactly
 from verbatim.model.spec import inner_model
 from verbatim.numerics import numerics_key
@@ -144,11 +143,11 @@ def _output_dimension(layer: nn.Module) -> int | None:
 
     if "forward" in layer.__dict__:
         return None
-    if type(layer) is nn.Linear and forward_for(layer) is not None:
+    if type(layer) is nn.Linear:
         return 0
     if type(layer) is Conv1D:
         return 1
-    if type(layer).__name__ == "FalconLinear" and adapter_for(layer) is not None:
+    if type(layer).__name__ == "FalconLinear" and replacement_of(layer) is not None:
         return 0
     return None
 

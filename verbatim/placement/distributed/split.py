@@ -150,9 +150,10 @@ class _Outline(InspectionContext):
         inner = inner_model(module)
         pairs = enumerate(zip(shells, layers, strict=True))
         forwards = replaced_forwards(layers)  # others call kernels, which `_Flow` would not see
-        for body in (x for x in module.modules() if shells in x.modules()):
-            if (forward := adapter_for(body)) is not None:
-                forwards.append((body.__dict__, forward))
+        for around in module.modules():
+            if isinstance(around, nn.Embedding) or shells in around.modules():
+                if (forward := adapter_for(around)) is not None:
+                    forwards.append((around.__dict__, forward))
         forwards += [(x.__dict__, partial(self._enter, i, layer)) for i, (x, layer) in pairs]
         head = head_of(inner)
         weight = None if head is None else getattr(head, "weight", None)

@@ -23,7 +23,7 @@ from verbatim.batch import (
     Batch,
     Candidates,
     Choices,
-    Draws,
+    Draw,
     LowRank,
     SamplePlan,
     SampleRow,
@@ -74,7 +74,7 @@ _OPENED_WITH = (
     *("max_length", "prefix_cache", "num_threads", "default_batch_tokens", "prompt_rows"),
 )
 _WHOLE: tuple[Any, ...] = (
-    *(Adapter, LowRank, Batch, SamplePlan, SampleRow, Draws, Candidates),
+    *(Adapter, LowRank, Batch, SamplePlan, SampleRow, Candidates),
     *(Choices, LayerShape, StateShape, Result, Completion, Metrics, DraftStats),
     *(ModelSource, Offload),
 )
@@ -83,6 +83,7 @@ _WHOLE: tuple[Any, ...] = (
 FIELDS: dict[type, tuple[str, ...]] = {
     **{kind: tuple(field.name for field in fields(kind)) for kind in _WHOLE},
     Support: Support._fields,
+    Draw: Draw._fields,
     SamplingParams: _DRAWN_WITH,
     EngineOptions: _OPENED_WITH,
     FinishReason: ("value",),

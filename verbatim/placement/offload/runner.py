@@ -25,7 +25,6 @@ from verbatim.placement.offload.update import TierWriter
 from verbatim.placement.options import Placed, ToOpen
 from verbatim.placement.resident import Resident, open_store
 from verbatim.protocols import Forward
-from verbatim.sampling.sampler import merge
 
 _DRAWING = 28  # bytes a logit where much is asked for: copies in float32 and what sorting takes
 
@@ -94,7 +93,7 @@ class Offloaded(Resident):
         begin, sample, rows = perf_counter(), super().sample, range(len(plan.rows))
         at_once = self._rows_at_once(len(rows))
         pieces = [rows[first : first + at_once] for first in rows[::at_once]]
-        draws = merge([sample(forward, _some(plan, piece)) for piece in pieces], pieces)
+        draws = [draw for piece in pieces for draw in sample(forward, _some(plan, piece))]
         self._measured.sample_s += perf_counter() - begin
         self._measured.draws += 1
         self._measured.tokens += sum(row.target is None for row in plan.rows)
@@ -121,7 +120,7 @@ class Offloaded(Resident):
             "weights": in_place,
             "experts": 0 if experts is None else experts.nbytes,
             "expert buffers": 0 if experts is None else experts.buffer_bytes,
-            "ring": self.weights.stream.capacity,
+            "ring": self.weights.ring.nbytes,
             "K and V": kv["gpu"] + kv["cpu"],
             "K and V buffers": self.store.staging_bytes,
         }
@@ -140,11 +139,11 @@ class Offloaded(Resident):
         if self.weights.is_asleep:
             raise VerbatimError("the weights are asleep; call wake() before they are updated")
         assert self.original is not None
-        return TierWriter(self.weights, self.original, self.scratch)
+        return TierWriter(self.weights, self.original)
 
     def sleep(self, weights: bool) -> None:
         if weights:
-            self.weights.release(self.scratch)
+            self.weights.release()
             self.decoder.weights_moved()
         super().sleep(False)
 
