@@ -136,7 +136,7 @@ def torchao_fp8(n: int, k: int) -> Tensors:
     return {"_weight_qdata": fp8(n, k)["weight"], "_weight_scale": own}
 
 
-def gguf_blocks(kind: str) -> Callable[..., Tensors]:
+def blocks(kind: str) -> Callable[..., Tensors]:
     """Return the writer of a GGUF type: random bits, and small scales where its blocks have float16."""
     halves = HALVES[Encoding[kind]] if kind.endswith("K") else slice(0, 2)
 
@@ -184,7 +184,7 @@ FORMATS: dict[str, tuple[str, dict[str, Any], Callable[..., Tensors], dict[str, 
     "torchao-int4": ("Llama", LLAMA, torchao_int4, dict(quant_method="torchao"), 4),
     "torchao-fp8": ("Llama", LLAMA, torchao_fp8, dict(quant_method="torchao"), 8),
     **{
-        f"gguf-{kind}": ("Llama", LLAMA, gguf_blocks(kind), {}, 8 if kind[1] > "4" else 4)
+        f"gguf-{kind}": ("Llama", LLAMA, blocks(kind), {}, 8 if kind[1] > "4" else 4)
         for kind in ("Q8_0", "Q4_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K")
     },
     "mxfp4-experts": ("GptOss", OSS, mxfp4, dict(quant_method="mxfp4"), 4),

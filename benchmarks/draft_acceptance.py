@@ -88,7 +88,7 @@ class Pair:
 
 def _drawn(logits: Tensor, seed: int, start: int, count: int) -> list[int]:
     rows = [SampleRow(PLAIN, seed, 0, start + i) for i in range(count)]
-    return sample_rows(logits[None], SamplePlan(rows, [0] * count)).ids
+    return [draw.id for draw in sample_rows(logits[None], SamplePlan(rows, [0] * count))]
 
 
 def pairs(vocab_size: int = VOCAB) -> list[Pair]:

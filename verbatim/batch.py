@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -172,12 +172,14 @@ class Choices:
         k: choices of each layer; -1 fills the end if there are fewer.
         count: number of experts; 0: the choices are positions up to the token's own.
         reason: the reason why choices can't be recorded; None if they can.
+        replay_reason: the reason why recorded choices can't be replayed; None if they can.
     """
 
     layers: int = 0
     k: int = 0
     count: int = 0
     reason: str | None = None
+    replay_reason: str | None = field(default=None, compare=False)
 
     @property
     def bytes_per_token(self) -> int:
@@ -191,9 +193,15 @@ class Choices:
         return torch.uint8 if self.count <= 256 else torch.int16
 
     def check(self, what: str) -> None:
-        """Raise NotSupported if there is nothing to record or replay."""
+        """Raise NotSupported if there is nothing to record."""
         if self.reason is not None:
             raise NotSupported(f"{what}: {self.reason}")
+
+    def check_replay(self, what: str) -> None:
+        """Raise NotSupported if choices can't be replayed."""
+        self.check(what)
+        if self.replay_reason is not None:
+            raise NotSupported(f"{what}: {self.replay_reason}")
 
 
 def block_tables(blocks: list[list[int]]) -> Tensor:
@@ -306,25 +314,21 @@ class Support(NamedTuple):
     log_mass: float
 
 
-@dataclass(slots=True)
-class Draws:
-    """The results of a `SamplePlan`, row by row."""
+class Draw(NamedTuple):
+    """The result of one row of a `SamplePlan`."""
 
-    COLUMNS: ClassVar = ("ids", "logprobs", "sampled_logprobs", "top_ids", "top_logprobs")
+    id: int  # the drawn id, or the row's target; DRAW_FAILED
+    logprob: float  # of the raw model distribution at temperature 1
+    sampled_logprob: float  # of the distribution drawn from; 0.0 at temperature 0
+    top_ids: list[int]  # likeliest first (ties: lowest id), raw distribution
+    top_logprobs: list[float]
+    support: Support = Support(None, 0.0)  # if requested
+    candidates: Candidates | None = None  # of a beam
 
-    ids: list[int]  # the drawn id, or the row's target
-    logprobs: list[float]  # of the raw model distribution at temperature 1
-    sampled_logprobs: list[float]  # of the distribution the id was drawn from; 0.0 at temperature 0
-    top_ids: list[list[int]]  # likeliest first (ties: lowest id), raw distribution
-    top_logprobs: list[list[float]]
-    candidates: dict[int, Candidates] = field(default_factory=dict)  # by row, of beams only
-    supports: dict[int, Support] = field(default_factory=dict)  # by row, where requested
+    @property
+    def top(self) -> list[tuple[int, float]]:
+        """The likeliest ids with their log-probs."""
+        return list(zip(self.top_ids, self.top_logprobs, strict=True))
 
-    def some(self, rows: Sequence[int]) -> Draws:
-        """Return the results of these rows, without candidates and supports."""
-        columns: list[Any] = [[getattr(self, name)[i] for i in rows] for name in self.COLUMNS]
-        return Draws(*columns)
 
-    def top(self, row: int) -> list[tuple[int, float]]:
-        """Return the likeliest ids of a row with their log-probs."""
-        return list(zip(self.top_ids[row], self.top_logprobs[row], strict=True))
+Draws = list[Draw]  # row by row

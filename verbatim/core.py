@@ -37,7 +37,14 @@ StopReason = int | str | tuple[int, ...] | None  # the id, the string or the ids
 
 
 class Watch(Protocol):
-    """Detokenizes one completion token by token, and detects its end."""
+    """Detokenizes one completion token by token, and detects its end.
+
+    Attributes:
+        finish_reason, stop_reason: why it ended; None until then.
+    """
+
+    finish_reason: FinishReason | None
+    stop_reason: StopReason
 
     @property
     def text(self) -> str:
@@ -49,8 +56,8 @@ class Watch(Protocol):
         """The text so far, with the text before a resume."""
         ...
 
-    def push(self, token_id: int) -> tuple[FinishReason, StopReason] | None:
-        """Append the next token; return the finish and stop reason if it ends the completion."""
+    def push(self, token_id: int) -> bool:
+        """Append the next token; return whether it ends the completion."""
         ...
 
     def take(self) -> str:
@@ -291,8 +298,6 @@ class Sequence:
     candidates: Candidates | None = None
     next_token: Token = field(default_factory=Token)
     score: float = 0.0  # of a beam
-    finish_reason: FinishReason | None = None
-    stop_reason: StopReason = None
     num_sent: int = 0  # tokens already sent as deltas
 
     @property
@@ -310,8 +315,12 @@ class Sequence:
         return self.num_tokens - self.num_computed
 
     @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.watch.finish_reason
+
+    @property
     def finished(self) -> bool:
-        return self.finish_reason is not None
+        return self.watch.finish_reason is not None
 
     @property
     def next_prompt_row(self) -> int | None:
@@ -319,7 +328,7 @@ class Sequence:
         request = self.request
         if not request.needs_prompt_rows or self.index != 0:
             return None
-        done = request.num_prompt_rows_done
+        done = len(request.prompt_tokens)  # an eviction does not discard them
         return done if done < request.num_input_tokens - 1 else None
 
     @property
@@ -355,16 +364,13 @@ class Sequence:
         """Append one token; finish the sequence if the token ends it or completes its grammar."""
         self.output_ids.append(token_id)
         self.tokens.append(token)
-        ended = self.watch.push(token_id)
-        if ended is not None:
-            self.finish_reason, self.stop_reason = ended
-        elif self.grammar is not None and self.grammar.push(token_id):
-            self.complete()
+        if not self.watch.push(token_id) and self.grammar is not None:
+            if self.grammar.push(token_id):
+                self.complete()
 
     def complete(self) -> None:
         """Finish the sequence because its grammar is complete."""
         self.watch.finish(FinishReason.STOP)
-        self.finish_reason = FinishReason.STOP
 
     def fork(self, index: int) -> Sequence:
         """Return an independent copy of the output so far, without blocks."""
@@ -447,9 +453,8 @@ class Request:
     adapter: int = 0  # `Adapter.number`; 0: none
     sequences: list[Sequence] = field(default_factory=list)
     search: BeamSearch[Sequence] | None = None  # with `num_beams`
-    prompt_logprobs: list[float] = field(default_factory=list)  # for positions 1, 2, ...
-    prompt_top_logprobs: list[TopLogprobs] = field(default_factory=list)
-    prompt_hidden: list[Tensor] = field(default_factory=list)  # [H] each, for positions 1, 2, ...
+    # The records of the prompt's positions 1, 2, ..., if log-probs or hidden states of them are requested.
+    prompt_tokens: list[Token] = field(default_factory=list)
     metrics: Metrics = field(default_factory=Metrics)
     was_scheduled: bool = False
     num_ended: int = 0  # sequences with a final delta
@@ -475,7 +480,7 @@ class Request:
 
     def restart(self) -> None:
         """Discard all output and start over, with the same seed and rank."""
-        self.prompt_logprobs, self.prompt_top_logprobs, self.prompt_hidden = [], [], []
+        self.prompt_tokens = []
         self.metrics, self.was_scheduled, self.num_ended = Metrics(), False, 0
         self.begin(self)
 
@@ -496,9 +501,3 @@ class Request:
     def needs_prompt_rows(self) -> bool:
         """True if logits or hidden states of every prompt position are requested, which are not cached."""
         return self.params.prompt_logprobs is not None or self.params.hidden_states
-
-    @property
-    def num_prompt_rows_done(self) -> int:
-        """Number of prompt positions with results, which an eviction does not discard."""
-        only_hidden = self.params.hidden_states and self.params.prompt_logprobs is None
-        return len(self.prompt_hidden if only_hidden else self.prompt_logprobs)

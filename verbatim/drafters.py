@@ -9,7 +9,7 @@ from typing import Any
 from verbatim.checks import memory_bytes
 from verbatim.draft.chain import Chain
 from verbatim.draft.config import NAMES, Drafter, DraftModel
-from verbatim.draft.layers import EarlyExitProposer, MtpProposer
+from verbatim.draft.layers import LayersProposer
 from verbatim.draft.model import DraftModelProposer
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.lengths import DraftLengths
@@ -49,9 +49,8 @@ def open_drafting(
         return None
     proposer: Proposer
     if isinstance(draft, Mtp | EarlyExit):
-        kind = MtpProposer if isinstance(draft, Mtp) else EarlyExitProposer
         drafting_runner: Any = runner  # opened with these layers
-        proposer = kind(drafting_runner, options.max_batch_tokens)
+        proposer = LayersProposer(drafting_runner, options.max_batch_tokens)
     elif isinstance(draft, DraftModel):
         proposer = _open_draft_model(draft, runner, options, loaded)
     else:
@@ -88,7 +87,7 @@ def _open_draft_model(
         raise
     if speaks_kv_caches(small.module):
         raise NotSupported(f"draft={small.name}: a module with kv_caches can't draft for another")
-    decoder = Decoder(small.module, fused=options.fused)
+    decoder = Decoder(small.module, fused=options.fused, unseen=not small.live)
     inner, spec = inner_model(small.module), decoder.spec
     _check_same_ids(
         small.name, loaded.tokenizer, small.tokenizer, runner.vocab_size, spec.vocab_size

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,16 +22,22 @@ class Forward:
 
 
 class Runner(Protocol):
-    """A model in its placement, as the engine uses it."""
+    """A model in its placement, as the engine uses it.
+
+    Methods with a body are those of a model that has no other users.
+    """
 
     vocab_size: int
     block_size: int
     num_blocks: int  # scratch included
     num_states: int  # slots of recurrent states, including the zero state; 0 without such layers
     num_forwards: int  # since it was opened
-    has_hidden: bool  # `Batch.wants_hidden` is supported
-    hidden_reason: str | None  # the reason if it is not
-    choices: Mapping[str, Choices]  # of the layers for each token, by `params.CHOICES`
+    hidden_reason: str | None  # the reason why `Batch.wants_hidden` is not supported; None if it is
+
+    @property
+    def choices(self) -> Mapping[str, Choices]:
+        """The choices of the layers for each token, by `params.CHOICES`."""
+        ...
 
     def forward(self, batch: Batch) -> Forward:
         """Run the model on `batch`, writing K and V to the blocks it names."""
@@ -58,14 +63,6 @@ class Runner(Protocol):
 
         Raises:
             NotSupported: the model has no such layers, or they can't be recorded.
-        """
-        ...
-
-    def check_replay(self, name: str) -> None:
-        """Check that batches may force choices of this name; called before the first such batch.
-
-        Raises:
-            NotSupported: the model's choices can't be forced; the message has the reason.
         """
         ...
 
@@ -95,7 +92,7 @@ class Runner(Protocol):
         Raises:
             ModelChanged: it must be opened again.
         """
-        ...
+        return
 
     def info(self) -> dict[str, Any]:
         """Return the model's properties as plain values.
@@ -107,7 +104,7 @@ class Runner(Protocol):
 
     def stats(self) -> dict[str, Any]:
         """Return counters since it was opened, as plain values; `LLM.stats` includes them."""
-        ...
+        return {}
 
     def new_weights(
         self, tensors: Mapping[str, Tensor], *, check_finite: bool
@@ -138,7 +135,7 @@ class Runner(Protocol):
 
         In-place writes to parameters, such as an optimizer's, are detected; writes through `.data` are not.
         """
-        ...
+        return None
 
     def sleep(self, weights: bool) -> None:
         """Free the memory of K and V, and with `weights` that of the model; the contents are lost.
@@ -171,12 +168,18 @@ class DraftRunner(Runner, Protocol):
 
     draft_info: dict[str, int]
 
-    def drafting(self) -> AbstractContextManager[None]:
-        """Return the context of all `draft` calls of one proposal."""
-        ...
+    def draft(
+        self, k: int, batch: Batch, plan: SamplePlan | None, lengths: list[int]
+    ) -> list[list[int]]:
+        """Run draft layer `k`, and draw by `plan` from its logits; without a plan nothing is drawn.
 
-    def draft(self, k: int, batch: Batch, plan: SamplePlan | None) -> Draws | None:
-        """Run draft layer `k`, and draw by `plan` from its logits; without a plan nothing is drawn."""
+        Args:
+            lengths: number of tokens to draft from each row of logits; empty: one.
+
+        Returns:
+            For each row of logits one token, or all of `lengths` if they are drawn in one call; -1 where none
+            can be drawn.
+        """
         ...
 
 

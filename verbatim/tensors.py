@@ -23,9 +23,9 @@ from verbatim.llm import LLM
 from verbatim.model.limits import eos_ids_of, pad_id_of
 from verbatim.options import on_cpu
 from verbatim.params import SamplingParams
-from verbatim.placement.actor import RowRunner, StepForward, limit_of
-from verbatim.placement.callbacks import CallbackRunner
-from verbatim.placement.external import ExternalRunner
+from verbatim.placement.actor import ActorDecoder, StepForward, limit_of
+from verbatim.placement.callbacks import CallbackDecoder
+from verbatim.placement.external import RowsDecoder, RowsRunner
 from verbatim.placement.kv_caches import speaks_kv_caches
 from verbatim.placement.options import engine_options
 from verbatim.placement.wrapped import check_runnable, is_transformers, unwrap
@@ -147,23 +147,23 @@ def open_forward(
     rows = max_sequences * row
     if hooks is None:
         rows = min(rows, max(row, _MOST_IDS // _ID_BLOCK))
-    sizes = {"block_size": _ID_BLOCK, "num_blocks": 1 + rows}
     options = engine_options(
         block_size=_ID_BLOCK,
         max_batch_tokens=max(1, max_sequences * limit),
         max_sequences=max_sequences,
         prefix_cache=False,
     )
-    runner: ExternalRunner
+    decoder: RowsDecoder
     if hooks is None:
-        runner = RowRunner(model, arguments, **sizes)
+        decoder = ActorDecoder(model, arguments)
     else:
         assert batch is not None
         (ids, mask), pad = batch, pad_token_id
         if pad is None:
             pad = pad_id_of([config], eos_ids_of(None, config))
         prepare, update = hooks
-        runner = CallbackRunner(model, prepare, update, ids, mask, arguments, pad, **sizes)
+        decoder = CallbackDecoder(model, prepare, update, ids, mask, arguments, pad)
+    runner = RowsRunner(decoder, block_size=_ID_BLOCK, num_blocks=1 + rows)
     return LLM._over(runner, options, name=name, max_length=(limit, source), config=config)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from verbatim.errors import ModelError, NotSupported
 
@@ -31,7 +31,6 @@ QUANTIZATIONS = (
 )
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _MOST_POINTER_BYTES = 1024  # Git LFS's own limit
-_FLOATS = re.compile(r"^(BF|F)\d|^torch\.b?float")
 
 
 def reason(error: BaseException) -> str:
@@ -202,19 +201,17 @@ def check_size(source: object, module: nn.Module, nbytes: int) -> None:
         )
 
 
-def check_dtypes(source: object, module: nn.Module, dtypes: Mapping[str, str]) -> None:
+def check_dtypes(source: object, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Refuse integer, boolean and complex tensors that transformers would convert to weights.
 
     Args:
         module: with or without weights.
-        dtypes: the dtype of each tensor of the checkpoint, as torch or safetensors names it.
+        tensors: the checkpoint's, decoded if they are quantized.
 
     Raises:
-        ModelError: there are such tensors, and the config declares no quantization.
+        ModelError: there are such tensors.
     """
-    odd = {name: dtype for name, dtype in dtypes.items() if not _FLOATS.search(dtype)}
-    if not odd or getattr(getattr(module, "config", None), "quantization_config", None) is not None:
-        return
+    odd = {name: x.dtype for name, x in tensors.items() if not x.is_floating_point()}
     names = [f".{name}" for name, p in module.named_parameters() if p.is_floating_point()]
     for name, dtype in odd.items():
         # Names may differ by a prefix; those of experts, which are stacked, differ by more.

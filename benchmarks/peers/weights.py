@@ -208,6 +208,8 @@ def main() -> None:
     changes = dict(SHAPES[options.shape])
     if options.layers is not None:
         changes["num_hidden_layers"] = options.layers
+        if "layer_types" in changes:
+            changes["layer_types"] = changes["layer_types"][: options.layers]
     model = (
         make_random(**changes) if "model_type" in changes else make_model(torch.bfloat16, **changes)
     )

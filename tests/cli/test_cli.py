@@ -335,12 +335,12 @@ def test_unknown_commands_and_options_are_wrong_usage(args):
 
 
 def test_missing_kernels_are_mentioned(monkeypatch):
-    monkeypatch.delenv("VERBATIM_KERNELS", raising=False)
+    monkeypatch.setattr(kernels, "wanted", lambda: None)
     assert "without compiled kernels" in run("generate", "Hello", kernels=()).stderr
     assert "without compiled kernels" not in run("generate", "Hello").stderr
-    monkeypatch.setenv("VERBATIM_KERNELS", "none")
+    monkeypatch.setattr(kernels, "wanted", lambda: "none")
     assert "without compiled kernels" not in run("generate", "Hello").stderr
-    monkeypatch.setenv("VERBATIM_KERNELS", "sse")
+    monkeypatch.setattr(kernels, "wanted", lambda: "sse")
     assert run("generate", "Hello").stderr.startswith(
         "verbatim: VERBATIM_KERNELS='sse': this build"
     )

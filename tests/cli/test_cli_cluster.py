@@ -17,7 +17,7 @@ from verbatim.cli import cluster as commands
 from verbatim.cli.commands import app
 from verbatim.cli.placing import CLUSTER, OFFLOAD, placement_of
 from verbatim.cli.terminal import WrongUsage
-from verbatim.placement.distributed import inspect as cluster_inspect
+from verbatim.placement.distributed import contact
 from verbatim.placement.distributed.choice import Cluster
 from verbatim.placement.offload.choice import Offload
 
@@ -154,10 +154,9 @@ def test_status_shows_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     idle = {**stage, "layers": None, "pid": 42}
     machine = {"machine": "10.0.0.1", "cores": 2.0, "memory_bytes": 8e9, "reachable": False}
-    look = cluster_inspect.ClusterStatus(
-        "10.0.0.1:6379", [machine], {"ab12": [stage, idle, {"silent": True}]}
-    )
-    monkeypatch.setattr(cluster_inspect, "cluster_status", lambda address: look)
+    clusters = {"ab12": [stage, idle, {"silent": True}]}
+    look = {"address": "10.0.0.1:6379", "machines": [machine], "clusters": clusters}
+    monkeypatch.setattr(contact, "cluster_status", lambda address: look)
     told = run("status")
     assert told.exit_code == 0, told.output
     rows = [line.split() for line in told.stdout.splitlines()]
@@ -166,7 +165,7 @@ def test_status_shows_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ["idle", "10.0.0.1", "42"] in rows
     assert ["?", "does", "not", "answer"] in rows
     assert "unreachable" in told.stdout
-    assert json.loads(run("status", "--json").stdout) == look.as_dict()
+    assert json.loads(run("status", "--json").stdout) == look
 
 
 def test_nobody_at_the_address_is_said_at_once() -> None:

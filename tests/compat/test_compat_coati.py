@@ -52,10 +52,11 @@ from verbatim.compat.coati import (
     prepare_inputs_fn,
     update_model_kwargs_fn,
 )
-from verbatim.placement.actor import RowRunner
-from verbatim.placement.callbacks import CallbackRunner
-from verbatim.placement.external import ExternalRunner, Piece
+from verbatim.placement.actor import ActorDecoder
+from verbatim.placement.callbacks import CallbackDecoder
+from verbatim.placement.external import Piece, RowsRunner
 from verbatim.placement.options import EngineOptions
+from verbatim.placement.resident import Resident
 
 PAD, EOS = 0, 2
 ROWS = [random_ids(5, 1), random_ids(8, 2), random_ids(1, 3), random_ids(8, 4)]
@@ -586,7 +587,8 @@ def test_a_stream_that_is_closed_early_frees_its_blocks(llm):
 
 def test_an_engine_of_one_call_is_closed_with_it(model, monkeypatch):
     closed = []
-    monkeypatch.setattr(ExternalRunner, "close", lambda runner: closed.append(runner.placement))
+    note = lambda runner: closed.extend(runner.placement.values())
+    monkeypatch.setattr(Resident, "close", note)
     actor = DictActor(model)
     greedy(actor, length=P + 1)
     stream = generate_streaming(actor, IDS, ENDLESS, P + 9, **OUR_HOOKS)
@@ -704,7 +706,7 @@ def test_an_actors_row_has_the_same_bits_alone_in_a_batch_and_after_evictions(dt
 
     def run(rows, first=0, blocks=64, tokens=64):
         options = EngineOptions(None, None, 4, tokens, 8, None, None, False, None)
-        runner = RowRunner(actor, {}, block_size=4, num_blocks=blocks)
+        runner = RowsRunner(ActorDecoder(actor, {}), block_size=4, num_blocks=blocks)
         with LLM._over(runner, options, name="actor", max_length=(None, "")) as llm:
             requests = [
                 llm.engine.admission.admit(row, params, first_sample=first + i)
@@ -1185,7 +1187,8 @@ def test_rows_that_lose_their_blocks_under_hooks_are_computed_anew(gpt2):
         options = EngineOptions(None, None, 4, tokens, seats, None, None, False, None)
         hooks = prepare, update_model_kwargs_fn
         mask = (IDS != PAD).long()
-        runner = CallbackRunner(gpt2, *hooks, IDS, mask, {}, PAD, block_size=4, num_blocks=blocks)
+        decoder = CallbackDecoder(gpt2, *hooks, IDS, mask, {}, PAD)
+        runner = RowsRunner(decoder, block_size=4, num_blocks=blocks)
         with LLM._over(runner, options, name="callbacks", max_length=(None, "")) as llm:
             assert llm._generate_rows(ROWS, params) == expected
         assert begun[0] and any(begun[1:]) == ((blocks, tokens, seats) != (64, 64, 8))
@@ -1194,9 +1197,7 @@ def test_rows_that_lose_their_blocks_under_hooks_are_computed_anew(gpt2):
 def test_a_row_that_missed_a_step_is_not_taken_on_behind_a_hole(gpt2):
     hooks = prepare_inputs_fn, update_model_kwargs_fn
     ids = IDS[:2]
-    runner = CallbackRunner(
-        gpt2, *hooks, ids, (ids != PAD).long(), {}, PAD, block_size=16, num_blocks=4
-    )
+    decoder = CallbackDecoder(gpt2, *hooks, ids, (ids != PAD).long(), {}, PAD)
 
     def logits(**grown):
         """Of both rows' pieces after these tokens; each row keeps its place in the store."""
@@ -1207,7 +1208,7 @@ def test_a_row_that_missed_a_step_is_not_taken_on_behind_a_hole(gpt2):
                 at = torch.arange(len(all_ids))
                 pieces.append(Piece(all_ids, len(at) - 1, 16 * (row + 1) + at, at[-1:]))
         with torch.no_grad():
-            found = torch.cat(runner.run(pieces))
+            found = torch.cat(decoder.run_rows(pieces))
             alone = [own_logits(gpt2)(piece.ids[None])[0, -1] for piece in pieces]
         torch.testing.assert_close(found, torch.stack(alone), atol=1e-4, rtol=1e-4)
 

@@ -28,7 +28,7 @@ from verbatim import (
     VerbatimError,
 )
 from verbatim import SamplingParams as HouseParams
-from verbatim.batch import Draws
+from verbatim.batch import Draw
 from verbatim.compat.megatron import (
     AsyncStream,
     DynamicInferenceRequest,
@@ -596,10 +596,8 @@ def grown(llm, params, ids):
     """What is left of several ids that one step brought."""
     request = llm.engine.admission.admit([5, 6, 7], params)
     sequence = request.sequences[0]
-    draws = Draws(
-        ids, [-1.0] * len(ids), [-1.0] * len(ids), [[i] for i in ids], [[-1.0]] * len(ids)
-    )
-    grow(sequence, draws, range(len(ids)), None)
+    draws = [Draw(i, -1.0, -1.0, [i], [-1.0]) for i in ids]
+    grow(sequence, draws, None)
     assert len(sequence.tokens) == len(sequence.output_ids)
     assert all(len(token.top_logprobs) == 1 for token in sequence.tokens)
     return sequence
@@ -608,14 +606,14 @@ def grown(llm, params, ids):
 def test_an_eod_inside_an_accepted_window_ends_it(llm):
     params = HouseParams(stop_token_ids=[EOD], ignore_eos=True, logprobs=1)
     sequence = grown(llm, params, [40, EOD, 41])
-    assert sequence.output_ids == [40, EOD] and sequence.stop_reason == EOD
+    assert sequence.output_ids == [40, EOD] and sequence.watch.stop_reason == EOD
 
 
 def test_of_two_stops_in_one_window_the_first_ends_it(llm, hf):
     ids = hf("the lazy dog", add_special_tokens=False)["input_ids"]
     params = HouseParams(stop=["dog", "the"], stop_token_ids=[EOD], logprobs=1)
     sequence = grown(llm, params, [*ids, EOD])
-    assert sequence.stop_reason == "the" and sequence.watch.text == ""
+    assert sequence.watch.stop_reason == "the" and sequence.watch.text == ""
     assert hf.decode(sequence.output_ids).startswith("the") and EOD not in sequence.output_ids
 
 

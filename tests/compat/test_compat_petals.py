@@ -635,6 +635,7 @@ OWN: dict[str, dict[str, Any]] = {
     "hidden states": dict(output_hidden_states=True, return_dict_in_generate=True),
     "scores of beams": dict(num_beams=2, output_scores=True, return_dict_in_generate=True),
     "prompt lookup": dict(prompt_lookup_num_tokens=2),
+    "synthid": dict(watermarking_config=SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=2)),
 }
 
 

@@ -157,9 +157,7 @@ def test_ranks_keep_step_whatever_is_drafted() -> None:
                 found.append((rollout.responses.tolist(), rollout.logprobs.tolist()))
         assert found == found[:1] * 4
         with LLM(module, draft="early-exit") as llm:  # forwards of a module that may talk to ranks
-            with pytest.raises(
-                NotSupported, match="process group with drafts by EarlyExitProposer"
-            ):
+            with pytest.raises(NotSupported, match="process group with drafts by LayersProposer"):
                 rl.rollout(llm, PROMPTS, LONG, process_group=dist.group.WORLD)
             assert llm.stats()["forwards"] == 0
     finally:

@@ -290,9 +290,8 @@ def test_a_look_at_the_next_token_sees_what_is_drawn_and_asks_nobody_for_drafts(
     while not request.finished:
         calls, known = drafter.num_calls, len(request.sequences[0].output_ids)
         seen = engine.peek()
-        assert seen is not None and drafter.num_calls == calls
-        chunks, draws = seen
-        assert draws.ids[chunks[0].first_draw + chunks[0].num_prompt_rows] == said[known]
+        assert seen and drafter.num_calls == calls
+        assert seen[0].results[seen[0].num_prompt_rows].id == said[known]
         engine.step()
         check(engine)
     assert facts(result_of(request)) == facts(plain)

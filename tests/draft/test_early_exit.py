@@ -21,7 +21,6 @@ from support.toys import TOYS, build, make_toy, random_ids
 from verbatim import LLM, InvalidRequest, NotSupported, SamplingParams
 from verbatim.batch import Batch
 from verbatim.draft import EarlyExit
-from verbatim.draft.layers import EarlyExitProposer
 from verbatim.errors import ModelChanged, UnsupportedModel
 from verbatim.model.decoder import Decoder
 from verbatim.model.early_exit import EarlyExitLayers
@@ -34,12 +33,6 @@ pytestmark = [
 ]
 
 PROMPT = random_ids(21, seed=5)
-
-
-def proposer_of(llm: LLM) -> EarlyExitProposer:
-    proposer = llm.engine.drafting.proposer  # type: ignore[union-attr]
-    assert isinstance(proposer, EarlyExitProposer)
-    return proposer
 
 
 def one_row(length: int, vocab_size: int) -> Batch:

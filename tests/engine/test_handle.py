@@ -25,6 +25,7 @@ import torch
 
 from support.pairwise import slow_but
 from support.requests_mixed import all_facts, facts, mixed_requests
+from support.scripted_runner import ScriptedRunner
 from support.toys import make_toy, random_ids
 from verbatim import (
     LLM,
@@ -36,13 +37,16 @@ from verbatim import (
     SamplingParams,
     VerbatimError,
 )
-from verbatim.core import Delta, Metrics, Request, Result
+from verbatim.batch import Batch
+from verbatim.core import Delta, Request, Result
 from verbatim.engine import handle as handle_module
+from verbatim.engine.admission import Admission
+from verbatim.engine.engine import Engine
 from verbatim.engine.handle import EngineHandle
-from verbatim.engine.sessions import Sessions
+from verbatim.engine.scheduler import Scheduler
 from verbatim.errors import ModelChanged, QueueFull
 from verbatim.kv.blocks import BlockPool
-from verbatim.kv.states import StateSlots
+from verbatim.protocols import Forward
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -713,12 +717,6 @@ def test_steps_by_hand(llm: LLM) -> None:
     assert llm.stats()["blocks_used"] == 0
 
 
-def test_a_driven_request_needs_no_steps_by_hand(llm: LLM) -> None:
-    request, ended = llm.engine.admission.admit(PROMPT, SHORT), threading.Event()
-    llm.engine.submit(request, lambda delta: None, ended.set, driven=True)
-    assert ended.wait(10) and request.result is not None
-
-
 def test_what_a_callback_raises_ends_its_request_alone(llm: LLM) -> None:
     mine, other = (llm.engine.admission.admit(PROMPT, SHORT) for _ in range(2))
 
@@ -767,114 +765,51 @@ def test_more_than_may_wait_are_refused_all_at_once() -> None:
 # ---- whose turn it is, without a model
 
 
-class CountingEngine:
-    """One token a step for everybody; what must never happen at the same time is asserted."""
+class CountingRunner(ScriptedRunner):
+    """All tokens are equally likely, and it can sleep."""
 
-    prefix_folder = None
+    def forward(self, batch: Batch) -> Forward:
+        self.num_forwards += 1
+        if random.random() < 0.1:
+            time.sleep(0.0005)
+        return Forward(torch.zeros(len(batch.logit_rows), self.vocab_size))
+
+    def sleep(self, weights: bool = False) -> None: ...
+
+
+class WatchedEngine(Engine):
+    """An engine at which no two threads may be at the same time."""
 
     def __init__(self) -> None:
-        self.inside: dict[Request, Any] = {}
-        self.runner = self.scheduler = self
-        self.sessions = Sessions(BlockPool(2), StateSlots(0), 1)
+        runner = CountingRunner(num_blocks=4096, block_size=64)
+        pool = BlockPool(runner.num_blocks)
+        super().__init__(runner, Scheduler(pool, runner.block_size, 4096, 256, 16))  # type: ignore[arg-type]
         self.busy = threading.RLock()
-        self.steps = 0
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self.inside)
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name not in ("step", "add", "abort", "abort_all", "expire", "fail", "next_deadline"):
+            return found
 
-    def check_queue(self, count: int) -> None: ...
+        def alone(*args: Any, **kwargs: Any) -> Any:
+            assert self.busy.acquire(blocking=False), "two at the engine at once"
+            try:
+                return found(*args, **kwargs)
+            finally:
+                self.busy.release()
 
-    def add(self, request: Request, deliver: Any) -> None:
-        with self.alone():
-            self.inside[request] = deliver
-            request.prompt_logprobs.clear()
-
-    def alone(self) -> Any:
-        assert self.busy.acquire(blocking=False), "two at the engine at once"
-        self.busy.release()
-        return self.busy
-
-    def step(self) -> bool:
-        self.expire(time.monotonic())
-        with self.alone():
-            self.steps += 1
-            if random.random() < 0.1:
-                time.sleep(0.0005)
-            for request in list(self.inside):
-                request.prompt_logprobs.append(0.0)
-                if len(request.prompt_logprobs) == request.max_tokens:
-                    self.end(request)
-                else:
-                    self.deliver(request, None)
-            return bool(self.inside)
-
-    def end(self, request: Request) -> None:
-        request.result = Result(request.request_id, None, [], None, None, [], 0, Metrics(), 0)
-        self.deliver(request, request.result)
-        del self.inside[request]
-        self.on_end(request)
-
-    def deliver(self, request: Request, result: Result | None) -> None:
-        delta = Delta(request.request_id, 0, "", [1], [0.0], [0.0], None, result=result)
-        try:
-            self.inside[request](delta)
-        except RequestFailed as error:  # its stream is not read
-            self.fail(request, error)
-
-    def abort(self, request: Request) -> None:
-        with self.alone():
-            if request in self.inside:
-                self.end(request)
-
-    def abort_all(self) -> None:
-        with self.alone():
-            for request in list(self.inside):
-                self.end(request)
-
-    def fail(self, request: Request, error: Exception) -> None:
-        with self.alone():
-            self.inside.pop(request, None)
-            request.error = error
-            self.on_end(request)
-
-    def expire(self, now: float) -> None:
-        with self.alone():
-            for request in list(self.inside):
-                timeout_s = request.params.timeout_s
-                if timeout_s is not None and request.arrival + timeout_s <= now:
-                    self.end(request)
-
-    def next_deadline(self) -> float | None:
-        with self.alone():
-            ends = [r.arrival + r.params.timeout_s for r in self.inside if r.params.timeout_s]
-        return min(ends, default=None)
-
-    def forward(self, batch: Any) -> None:
-        with self.alone():
-            pass
-
-    def evict_all(self) -> None: ...
-
-    def sleep(self, weights: bool) -> None: ...
-
-    def wake(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def stats(self) -> dict[str, Any]:
-        return {"inside": len(self.inside)}
+        return alone
 
 
-def make_handle(engine: CountingEngine, **options: Any) -> EngineHandle:
-    return EngineHandle(engine, None, **options)  # type: ignore[arg-type]
+def make_handle(**options: Any) -> EngineHandle:
+    engine = WatchedEngine()
+    none = frozenset[int]()
+    admission = Admission(None, engine.runner, 100_000, "", none, adapters=engine.adapters)
+    return EngineHandle(engine, admission, **options)
 
 
-def make_request(max_tokens: int = 5, **params: Any) -> Request:
-    name = f"r{random.getrandbits(60)}"
-    settings = SamplingParams(**params)
-    none: frozenset[int] = frozenset()
-    return Request(name, None, [1], settings, 0, max_tokens, none, [], time.monotonic(), print)
+def make_request(handle: EngineHandle, max_tokens: int | None = 5, **params: Any) -> Request:
+    return handle.admission.admit([1], SamplingParams(max_tokens=max_tokens, **params))
 
 
 class Stress:
@@ -1039,10 +974,12 @@ class Stress:
 def test_nobody_is_forgotten_when_all_happens_at_once() -> None:
     def make(chance: random.Random) -> tuple[Request, Callable[[Result], None]]:
         timeout_s = chance.random() / 50 if chance.random() < 0.2 else None
-        return make_request(chance.randrange(1, 20), timeout_s=timeout_s), lambda result: None
+        request = make_request(handle, chance.randrange(1, 20), timeout_s=timeout_s)
+        return request, lambda result: None
 
-    handle = make_handle(CountingEngine(), max_unread=30)
+    handle = make_handle(max_unread=30)
     Stress(handle, make, 1.5, [handle.pause, lambda: handle.pause("abort")]).run(6, 10)
+    assert handle.scheduler.pool.num_used == 0
     handle.close()
     assert engine_threads() == []
 
@@ -1070,12 +1007,11 @@ def test_nothing_of_a_model_is_lost_or_left_when_all_happens_at_once() -> None:
 
 
 def test_guests_get_a_turn_between_two_steps() -> None:
-    engine = CountingEngine()
-    handle = make_handle(engine)
-    endless = [make_request(10**9), make_request(10**9)]
+    handle = make_handle()
+    endless = [make_request(handle, None), make_request(handle, None)]
     caller = InThread(lambda: handle.run([endless[0]]))
     coroutine = InThread(lambda: asyncio.run(handle.arun([endless[1]])))
-    until(lambda: len(engine.inside) == 2 and engine.steps > 10)
+    until(lambda: handle.stats()["running"] == 2 and handle.runner.num_forwards > 10)
     began = time.monotonic()
     for _ in range(100):
         handle.stats()
@@ -1089,7 +1025,7 @@ def test_guests_get_a_turn_between_two_steps() -> None:
 
 @pytest.mark.parametrize("driven", [False, True])
 def test_guests_who_come_again_and_again_let_steps_be_made(driven: bool) -> None:
-    handle = make_handle(CountingEngine())
+    handle = make_handle()
     stop = threading.Event()
 
     def keep_visiting() -> None:
@@ -1097,7 +1033,7 @@ def test_guests_who_come_again_and_again_let_steps_be_made(driven: bool) -> None
             handle.call(lambda: time.sleep(1e-4))
 
     guests = [InThread(keep_visiting) for _ in range(3)]
-    request = make_request(100)
+    request = make_request(handle, 100)
     try:
         if driven:
             asyncio.run(asyncio.wait_for(handle.arun([request]), 10))
@@ -1111,13 +1047,13 @@ def test_guests_who_come_again_and_again_let_steps_be_made(driven: bool) -> None
 
 
 def test_a_guest_waits_for_a_stepper_of_its_own_thread_for_a_moment_only() -> None:
-    handle = make_handle(CountingEngine())
+    handle = make_handle()
     looked: list[dict[str, Any]] = []
     handler = signal.signal(signal.SIGALRM, lambda *_: looked.extend(handle.stats() for _ in "ab"))
     handle.pause()
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
-        handle.run([make_request(5, timeout_s=0.2)])
+        handle.run([make_request(handle, timeout_s=0.2)])
     finally:
         signal.signal(signal.SIGALRM, handler)
     assert [found["paused"] for found in looked] == [True, True]
@@ -1131,18 +1067,17 @@ def test_a_guest_waits_for_a_stepper_of_its_own_thread_for_a_moment_only() -> No
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_forked_child_is_told_to_be_spawned(busy: bool) -> None:
     """OpenMP would wait for ever for threads that the child does not have."""
-    engine = CountingEngine()
-    handle = make_handle(engine)
-    asyncio.run(handle.arun([make_request(5)]))
-    endless = make_request(10**9)
+    handle = make_handle()
+    asyncio.run(handle.arun([make_request(handle)]))
+    endless = make_request(handle, None)
     caller = InThread(lambda: handle.run([endless])) if busy else None
-    until(lambda: engine.inside or not busy)
+    until(lambda: not busy or handle.stats()["running"])
 
     def in_child() -> bool:
         with pytest.raises(EngineClosed, match="'spawn'"):
-            handle.run([make_request(5)])
+            handle.run([make_request(handle)])
         with pytest.raises(EngineClosed, match="'spawn'"):
-            asyncio.run(handle.arun([make_request(5)]))
+            asyncio.run(handle.arun([make_request(handle)]))
         with pytest.raises(NotSupported, match="'spawn'"):
             LLM()
         handle.close()

@@ -9,7 +9,7 @@ import pytest
 from support import toy_tokenizers
 from support.toys import make_toy
 from verbatim import LLM, SamplingParams
-from verbatim.batch import Draws, SamplePlan
+from verbatim.batch import Draw, Draws, SamplePlan
 from verbatim.protocols import Forward
 
 
@@ -44,10 +44,7 @@ def replay(llm: LLM, monkeypatch: pytest.MonkeyPatch, text: str) -> list[int]:
     script = iter(ids)
 
     def sample(forward: Forward, plan: SamplePlan) -> Draws:
-        count = len(plan.rows)
-        return Draws(
-            [next(script)] * count, [-1.0] * count, [-1.0] * count, [[]] * count, [[]] * count
-        )
+        return [Draw(next(script), -1.0, -1.0, [], [])] * len(plan.rows)
 
     monkeypatch.setattr(llm.engine.runner, "sample", sample)
     return ids

@@ -19,9 +19,9 @@ from verbatim import (
     SamplingParams,
     kernels,
 )
-from verbatim.model.integers import unpack_any
 from verbatim.model.packed import PackedEmbedding, PackedLinear, packed_buffers
 from verbatim.model.quantization import Quantization, resolve_quantization
+from verbatim.model.quantize import unpack
 from verbatim.weights import packed_cache
 from verbatim.weights.lazy import Held
 from verbatim.weights.load import load_weights
@@ -131,7 +131,7 @@ def test_layers_keep_their_weights() -> None:
 def test_a_layer_multiplies_codes() -> None:
     layer = filled("llama", KIND).model.layers[0].mlp.up_proj
     x = torch.randn(3, 64)
-    exact = x @ unpack_any(layer.packed, layer.packing).t()
+    exact = x @ unpack(layer.packed, layer.packing).t()
     assert not torch.equal(layer(x), exact)
     assert torch.allclose(layer(x), exact, atol=0.02 * float(exact.abs().max()))
 

@@ -21,7 +21,7 @@ from support.odd_toys import DTYPES
 from support.programs import run_without_kernels
 from support.requests_mixed import all_facts, mixed_requests
 from support.toys import make_toy
-from verbatim import LLM, ModelError, NotSupported, SamplingParams
+from verbatim import LLM, ModelError, NotSupported, Offload, SamplingParams
 from verbatim.errors import ModelChanged
 from verbatim.model.packed import PackedEmbedding, PackedLinear, packed_buffers
 from verbatim.model.packing import choose_packings
@@ -30,6 +30,8 @@ from verbatim.model.quantize import pack, rounded, unpack, unpack_rows
 from verbatim.weights import packed_cache
 
 TIED = dict(tie_word_embeddings=True)
+ODD_HEADS = dict(hidden_size=60, intermediate_size=100, head_dim=20)
+ODD_HEADS |= dict(num_attention_heads=3, num_key_value_heads=3)
 ODD = dict(hidden_size=60, intermediate_size=100, num_attention_heads=6)  # rows end in short groups
 
 
@@ -53,16 +55,24 @@ CASES: list[tuple[str, str, Any, dict[str, Any]]] = [
     ("gpt2", "bfloat16", "int8", {}),
     ("gpt_oss", "bfloat16", Quantization(4, 32, 4), {}),
     ("gemma3", "bfloat16", "int4", {}),
+    ("llama", "bfloat16", Quantization(8, head_bits=None), {}),
+    ("llama", "float32", Quantization(4, 32), ODD_HEADS | TIED),
 ]
 SLOW = ["mixtral", "deepseek_v3", "opt", "bloom", "falcon", "phi3", "gemma2", "qwen2", "granite"]
 CASES += [(name, "float32", Quantization(8, 128, None), {}) for name in SLOW]
 CASES += [("llama", "bfloat16", Quantization(8, 32, 4), TIED), ("gpt2", "float32", "int4", {})]
+CASES += [("qwen3_moe", "float32", "int8", {}), ("gemma2", "bfloat16", "int8", {})]
+WEIGHTS = ((100, 0, 0), (0, 0, 100), (30, 40, 30))
+PLACEMENTS = [
+    None,
+    *(Offload("300MB", weights=w, policy=None, batch_size=3, micro_batches=2) for w in WEIGHTS),
+]
 
 
 @pytest.mark.parametrize(
     ("name", "dtype", "quantization", "changes"),
     [
-        pytest.param(*case, id=f"{case[0]}-{i}", marks=() if i < 6 else pytest.mark.slow)
+        pytest.param(*case, id=f"{case[0]}-{i}", marks=() if i < 8 else pytest.mark.slow)
         for i, case in enumerate(CASES)
     ],
 )
@@ -75,10 +85,12 @@ def test_the_words_are_those_of_the_unpacked_matrices(
     requests = mixed_requests(12)
     with LLM(unpacked) as llm:
         expected, bytes_before = all_facts(llm.generate(*requests)), llm.info()["weight_bytes"]
-    with LLM(plain, quantization=quantization) as llm:
-        assert all_facts(llm.generate(*requests)) == expected
-        assert llm.info()["weight_bytes"] < bytes_before
-        assert f"/weights-{kind.name}/" in llm.info()["numerics_key"]
+    for placement in PLACEMENTS:
+        with LLM(plain, quantization=quantization, placement=placement) as llm:
+            assert all_facts(llm.generate(*requests)) == expected, placement
+            if placement is None:
+                assert llm.info()["weight_bytes"] < bytes_before
+            assert f"/weights-{kind.name}/" in llm.info()["numerics_key"]
 
 
 @pytest.mark.slow
@@ -118,7 +130,7 @@ def test_without_kernels_the_words_are_those_of_the_unpacked_matrices_too(tmp_pa
 import sys
 from pathlib import Path
 from invariance.test_packed import CASES, test_the_words_are_those_of_the_unpacked_matrices as same
-for i in (0, 2, 3):
+for i in (0, 2, 3, 5):
     Path(sys.argv[1], str(i)).mkdir()
     same(*CASES[i], Path(sys.argv[1], str(i)))
 """
@@ -229,14 +241,17 @@ def test_what_can_not_be_packed_is_refused_by_name(folders: Callable[[str], Path
         assert all_facts(llm.generate(*mixed_requests(3))) == before
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS[:2])
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, 3e38], ids=str)
-def test_numbers_that_no_group_can_hold_are_refused_by_name(wrong: float, tmp_path: Path) -> None:
+def test_numbers_that_no_group_can_hold_are_refused_by_name(
+    wrong: float, placement: Any, tmp_path: Path
+) -> None:
     module = make_toy("llama")
     with torch.no_grad():
         module.model.layers[1].mlp.up_proj.weight[3, 4] = wrong
     module.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight has NaN, an inf"):
-        LLM(tmp_path, quantization="int8")
+        LLM(tmp_path, quantization="int8", placement=placement)
 
 
 # ---- The cache ----

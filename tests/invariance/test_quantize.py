@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.odd_toys import DTYPES
-from support.pairwise import slow_but
-from support.programs import run_without_kernels
-from support.requests_mixed import facts, mixed_requests
 from support.toys import make_toy
 from verbatim import (
     LLM,
@@ -49,7 +45,6 @@ PACKED = {
     "qwen3_moe": _PROJECTIONS + r"|model\.layers\.\d\.mlp\.experts\.(gate_up|down)_proj",
     "gpt2": r"transformer\.h\.\d\.(attn|mlp)\.c_[a-z]+\.weight",
     "gemma2": _PROJECTIONS,
-    "gpt_oss": _PROJECTIONS + r"|model\.layers\.\d\.mlp\.experts\.(gate_up|down)_proj",
 }
 EXACT = {
     "llama": [],
@@ -410,84 +405,6 @@ def kinds_of(name: str, module: Any, kind: Quantization) -> dict[str, Quantizati
     return found
 
 
-def save_unpacked(name: str, dtype: str, kind: Quantization, folder: Path) -> None:
-    """The toy with the matrices it would have quantized, made numbers again by torch."""
-    module = make_toy(name, dtype=DTYPES[dtype])
-    with torch.no_grad():
-        for path, how in kinds_of(name, module, kind).items():
-            weight = module.get_parameter(path)
-            columns = (name == "gpt2" and "wte" not in path) or (
-                name == "gpt_oss" and weight.ndim == 3
-            )
-            weight.copy_(there_and_back(weight, how, columns))
-    module.save_pretrained(folder)
-
-
-def compare(
-    name: str, dtype: str, quantization: Any, plain: Path, unpacked: Path, count: int = 10
-) -> None:
-    kind = resolve_quantization(quantization)
-    assert kind is not None
-    save_unpacked(name, dtype, kind, unpacked)
-    requests = mixed_requests(count)
-    with LLM(unpacked, dtype=dtype, max_length=200) as llm:
-        expected = [facts(result) for result in llm.generate(*requests)]
-    for weights in WEIGHTS:
-        with quantized(plain, quantization, dtype, weights=weights) as llm:
-            assert [facts(result) for result in llm.generate(*requests)] == expected, weights
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "quantization"),
-    slow_but(
-        [("llama", "float32", "int4"), ("qwen3_moe", "bfloat16", "int8")],
-        itertools.product(
-            ("llama", "gpt2", "qwen3_moe", "gemma2"), ("float32", "bfloat16"), ("int4", "int8")
-        ),
-    ),
-)
-def test_the_words_are_those_of_the_model_made_numbers_again(
-    name: str, dtype: str, quantization: str, folders: Callable[[str], Path], tmp_path: Path
-) -> None:
-    compare(name, dtype, quantization, folders(name), tmp_path)
-
-
-def test_the_same_in_other_groups(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    """Experts whose matrices lie by columns."""
-    kind = Quantization(4, 32, head_bits=4)
-    compare("gpt_oss", "bfloat16", kind, folders("gpt_oss"), tmp_path)
-
-
-def test_embedding_and_head_stay_exact_where_that_is_asked_for(
-    folders: Callable[[str], Path], tmp_path: Path
-) -> None:
-    compare("llama", "bfloat16", Quantization(8, head_bits=None), folders("llama"), tmp_path, 4)
-
-
-_WITHOUT = """
-import sys
-from pathlib import Path
-from invariance.test_quantize import compare
-folder, name, dtype, quantization = sys.argv[1:]
-compare(name, dtype, quantization, Path(folder), Path(folder, "unpacked"), 3)
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "quantization"),
-    [
-        ("llama", "float32", "int4"),
-        ("qwen3_moe", "float32", "int8"),
-        ("gpt2", "bfloat16", "int4"),
-        ("gemma2", "bfloat16", "int8"),
-    ],
-)
-@pytest.mark.slow
-def test_the_same_without_kernels(name: str, dtype: str, quantization: str, tmp_path: Path) -> None:
-    make_toy(name).save_pretrained(tmp_path)
-    run_without_kernels(_WITHOUT, tmp_path, name, dtype, quantization)
-
-
 @pytest.mark.parametrize("name", list(EXACT))
 def test_info_tells_what_is_packed_how_large_and_how_far_off(
     name: str, folders: Callable[[str], Path]
@@ -570,38 +487,6 @@ def test_a_disk_tier_without_room_is_told(folders: Callable[[str], Path], tmp_pa
     with pytest.raises(TierFailed, match="disk_limit is 20000"):
         quantized(folders("llama"), "int4", disk=tmp_path, disk_limit=20_000)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, 3e38], ids=str)
-def test_a_model_with_weights_that_no_group_can_hold_is_refused(
-    wrong: float, tmp_path: Path
-) -> None:
-    module = make_toy("llama")
-    with torch.no_grad():
-        module.model.layers[1].mlp.up_proj.weight[3, 4] = wrong
-    module.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has NaN, an inf"):
-        quantized(tmp_path, "int8")
-
-
-def test_a_tied_head_and_odd_widths(tmp_path: Path) -> None:
-    """60 wide, 100 inside: every row ends in a short group. The head is the embedding."""
-    changes = dict(hidden_size=60, intermediate_size=100, head_dim=20, tie_word_embeddings=True)
-    module = make_toy("llama", num_attention_heads=3, num_key_value_heads=3, **changes)
-    module.save_pretrained(tmp_path / "plain")
-    kind = Quantization(4, 32)
-    with torch.no_grad():
-        for path, how in kinds_of("llama", module, kind).items():
-            weight = module.get_parameter(path)
-            weight.copy_(there_and_back(weight, how))
-    module.save_pretrained(tmp_path / "unpacked")
-    requests = mixed_requests(8)
-    with LLM(tmp_path / "unpacked", max_length=200) as llm:
-        expected = [facts(result) for result in llm.generate(*requests)]
-    for weights in WEIGHTS:
-        with quantized(tmp_path / "plain", kind, weights=weights) as llm:
-            assert llm.info()["quantization"]["exact"] == []
-            assert [facts(result) for result in llm.generate(*requests)] == expected
 
 
 @pytest.mark.parametrize("encoding", [Encoding.ZERO_POINT, Encoding.SIGNED, Encoding.HALF])

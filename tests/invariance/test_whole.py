@@ -55,8 +55,8 @@ def whole(model: nn.Module, *, unseen: bool = False) -> Decoder:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", WHOLE)
-def test_a_whole_model_gives_the_bits_of_plain_layers(
-    name: str, dtype: str, runs: list[bool]
+def test_a_whole_model_and_its_layers_give_the_bits_of_plain_layers(
+    name: str, dtype: str, runs: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_toy(name, dtype=DTYPES[dtype])
     expected = outputs(Decoder(model, fused=False))
@@ -66,6 +66,9 @@ def test_a_whole_model_gives_the_bits_of_plain_layers(
         assert outputs(decoder, 1 + unseen) == expected
         assert outputs(decoder, 3) == expected, "again"
     assert runs == [True] * 4 * len(BATCHES)
+    monkeypatch.setattr(WholeModel, "run", lambda *_, **__: None)
+    for threads in (1, 3):
+        assert outputs(decoder, threads) == expected, "layer by layer"
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_the_largest_scores_are_chosen_and_of_equal_ones_the_lowest_positions() 
 def test_every_instruction_set_scores_as_the_reference(
     name: str, heads: int, depth: int, weighted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VERBATIM_KERNELS", name)
+    monkeypatch.setattr("verbatim.kernels.wanted", lambda: name)
     numbers = torch.Generator().manual_seed(depth)
     for rows, length in ((1, 1), (3, 16), (2, 143)):
         q = torch.randn(rows, heads, depth, generator=numbers)

@@ -14,12 +14,10 @@ from verbatim.model.integers import (
     activation_codes,
     integer_linear,
     interleave,
-    interleaved_rows,
-    unpack_any,
 )
 from verbatim.model.products import Packed, linear
 from verbatim.model.quantization import GROUP_SIZES, Quantization
-from verbatim.model.quantize import pack, unpack
+from verbatim.model.quantize import pack, plain_rows, unpack, unpack_rows
 from verbatim.model.weight_packing import WeightPacking
 
 KINDS = [Quantization(bits, size, activation_bits=8) for bits in (8, 4) for size in GROUP_SIZES]
@@ -72,12 +70,10 @@ def test_laying_a_matrix_out_changes_no_number(kind: Quantization) -> None:
         data, laid = interleave(packed, packing, backend="torch")
         assert data.shape == (laid.nbytes,)
         assert all(torch.equal(interleave(packed, packing, backend=b)[0], data) for b in BACKENDS)
-        assert torch.equal(interleaved_rows(data, laid)[0], packed)
-        assert torch.equal(unpack_any(data, laid), unpack(packed, packing))
+        assert torch.equal(plain_rows(data, laid).flatten(), packed)
+        assert torch.equal(unpack(data, laid), unpack(packed, packing))
         some = torch.tensor([0, shape[0] - 1, 0, shape[0] // 2])
-        assert torch.equal(
-            unpack(*interleaved_rows(data, laid, some)), unpack(packed, packing)[some]
-        )
+        assert torch.equal(unpack_rows(data, laid, some), unpack(packed, packing)[some])
 
 
 def test_it_takes_the_bytes_of_rows_where_all_comes_out_even() -> None:
@@ -137,7 +133,7 @@ def test_codes_of_a_row() -> None:
 def test_it_is_near_the_product_of_numbers(kind: Quantization) -> None:
     weight, x = torch.randn(96, 512), torch.randn(8, 512)
     data, laid = laid_out(weight, kind)
-    exact = x @ unpack_any(data, laid).t()
+    exact = x @ unpack(data, laid).t()
     error = (linear(x, Packed(data, laid)) - exact).norm() / exact.norm()
     assert 0.001 < error < 0.01  # half a step of 127 to a largest of three deviations or so
 

@@ -46,7 +46,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     from verbatim.kernels.triton import recurrence
 
     if INTERPRETED:
-        monkeypatch.setenv("VERBATIM_KERNELS", "triton")
+        monkeypatch.setattr(kernels, "wanted", lambda: "triton")
         monkeypatch.setattr(recurrence, "NUMBERS", 2048)  # it takes its time for each program
     return DEVICE
 

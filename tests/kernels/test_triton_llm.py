@@ -43,7 +43,7 @@ TOYS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
-        monkeypatch.setenv("VERBATIM_KERNELS", "triton")
+        monkeypatch.setattr("verbatim.kernels.wanted", lambda: "triton")
 
 
 def toy(name: str, dtype: torch.dtype = torch.float32) -> Any:

@@ -48,7 +48,7 @@ def hidden_of(runner: Any, which: list[int], spans: list[tuple[int, int]], **fie
 def test_hidden_states_are_what_the_head_saw(case: str, dtype: torch.dtype) -> None:
     model = sweep.build(case).to(dtype)
     runner = opened(model)
-    assert runner.has_hidden and runner.hidden_reason is None
+    assert runner.hidden_reason is None
     forward = runner.forward(batch([0, 1, 2], WHOLE, wants_hidden=True))
     assert forward.hidden is not None
     assert forward.hidden.dtype == dtype and forward.hidden.shape == (28, model.config.hidden_size)
@@ -183,7 +183,6 @@ class _HeadlessLlama(LlamaForCausalLM):
 )
 def test_a_model_without_one_head_is_refused_by_name(cls: Any, why: str) -> None:
     runner = opened(build(cls, make_toy("llama").config))
-    assert not runner.has_hidden
     assert runner.hidden_reason is not None and why in runner.hidden_reason
     runner.forward(batch([0], WHOLE[:1]))
     with pytest.raises(NotSupported, match=f"no hidden states: .*{why}"):

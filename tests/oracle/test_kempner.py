@@ -116,13 +116,6 @@ def test_bfloat16_is_what_it_was_saved_in_unless_asked_otherwise(tmp_path: Path)
         assert llm.info()["dtype"] == "bfloat16"  # float16 is not computed on a CPU
 
 
-def test_kv_bytes_are_two_a_layer_and_head(tmp_path: Path) -> None:
-    folder = save(kempner_reference.make(n_layers=3), tmp_path / "step_1")
-    toml = kempner_reference.write_toml(tmp_path / "x.toml", n_layers=3)
-    with LLM(folder, config=toml, dtype="bfloat16") as llm:
-        assert llm.info()["kv_bytes_per_token"] == 3 * 2 * 2 * 8 * 2
-
-
 def test_a_capacity_factor_is_warned_about(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"moe_capacity_factor=1\.25.*none is"):
         opened(tmp_path, **MOE, moe_capacity_factor=1.25).close()

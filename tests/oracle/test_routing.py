@@ -107,7 +107,7 @@ def test_a_record_is_a_copy_and_goes_with_its_blocks() -> None:
 @pytest.mark.parametrize("case", WEIGHTS)
 def test_replaying_a_record_gives_the_same_bits(case: str, dtype: torch.dtype) -> None:
     runner = opened(build(case).to(dtype))
-    runner.check_replay("routing")
+    runner.choices["routing"].check_replay("routing")
     free = runner.forward(batch([0, 1, 2], WHOLE)).logits
     own = torch.cat(records(runner))
     replayed = batch([0, 1, 2], WHOLE, forced_experts=own)
@@ -164,7 +164,7 @@ def weights_of(runner: Resident, forced: Tensor | None) -> tuple[Tensor, Tensor]
 def test_weights_of_forced_experts_agree_with_those_of_chosen_ones(case: str) -> None:
     """Any router: if c is weighted against a and against b, then a against b is as it chose itself."""
     runner = opened(build(case))
-    runner.check_replay("routing")
+    runner.choices["routing"].check_replay("routing")
     own, weights = weights_of(runner, None)
     third = torch.stack(
         [row[~torch.isin(row, ids)] for ids, row in zip(own, _all(runner), strict=True)]
@@ -221,7 +221,7 @@ def test_a_model_that_wears_hooks_replays_under_the_safety_net() -> None:
     expected = runner.forward(work).logits
     calls: list[Any] = []
     handle = model.model.layers[1].register_forward_hook(lambda *call: calls.append(call))
-    runner.check_replay("routing")
+    runner.choices["routing"].check_replay("routing")
     assert not calls
     assert torch.equal(runner.forward(work).logits, expected)
     assert len(calls) == 1
@@ -234,7 +234,7 @@ def test_dense_models_have_no_routed_layers() -> None:
     assert runner.info()["routing_bytes"] == 0
     for refused in (
         lambda: runner.record("routing", [1], 1),
-        lambda: runner.check_replay("routing"),
+        lambda: runner.choices["routing"].check_replay("routing"),
         lambda: runner.forward(batch([0], WHOLE[:1], forced_experts=torch.zeros(13, 1, 2))),
     ):
         with pytest.raises(NotSupported, match="no layer of it sends its tokens to experts"):
@@ -271,8 +271,8 @@ def test_experts_with_a_known_code_of_their_own_are_recorded(case: str) -> None:
 def test_a_router_of_no_known_form_is_recorded_and_not_replayed(case: str) -> None:
     runner = opened(build(case))
     runner.forward(batch([0], WHOLE[:1]))
-    with pytest.raises(NotSupported, match="ForCausalLM: its router is of no form"):
-        runner.check_replay("routing")
+    with pytest.raises(NotSupported, match="routing: its router is of no form"):
+        runner.choices["routing"].check_replay("routing")
     forced = other_experts(runner)[0]
     with pytest.raises(NotSupported, match="of no form that is known"):
         runner.forward(batch([0], WHOLE[:1], forced_experts=forced))

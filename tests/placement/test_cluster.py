@@ -37,8 +37,8 @@ from verbatim.placement.distributed import layers as stage_layers
 from verbatim.placement.distributed import neighbours, served
 from verbatim.placement.distributed import opening as cluster_opening
 from verbatim.placement.distributed import stage as stage_module
-from verbatim.placement.distributed.handshake import connect as connect_to
 from verbatim.placement.distributed.link import LinkLost
+from verbatim.placement.distributed.link import connect as connect_to
 from verbatim.placement.distributed.plan import LayerSizes
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -311,14 +311,14 @@ def test_only_lost_layers_compute_again_where_hidden_states_were_kept(
             computed = 0
             part = first.stage._share.part
             assert part is not None
-            plain = part.run
+            plain = part.enter
 
-            def counted(forward: Any, batch: Any, received: Any, plain: Any = plain) -> Any:
+            def counted(batch: Any, received: Any, plain: Any = plain) -> Any:
                 nonlocal computed
                 computed += batch.num_tokens
-                return plain(forward, batch, received)
+                return plain(batch, received)
 
-            part.run = counted  # type: ignore[method-assign]
+            part.enter = counted  # type: ignore[method-assign]
             llm.generate([prompt], params)
             rows = llm.stats()["cluster"]["replayed_tokens"]
             assert rows == 60 + 4
@@ -380,7 +380,7 @@ def test_a_stage_lost_as_all_fall_asleep(saved: Callable[[str], Path]) -> None:
                 if i == 2:
                     dying = serving(llm)[1]
                     layers = dying.stage._share
-                    layers.sleep = lambda message, host=dying: host.kill()  # type: ignore[misc]
+                    layers.sleep = lambda weights, host=dying: host.kill()  # type: ignore[misc]
                     llm.sleep(weights=weights)
                     llm.wake()
             assert found == expected
@@ -466,7 +466,6 @@ def test_a_message_that_is_not_what_it_should_be(saved: Callable[[str], Path]) -
     """From somebody who knows the key: an error is the answer, and the stage goes on."""
     stage = stage_module.Stage(b"key", "127.0.0.1", stage_layers.Layers())
     link = connect_to(stage.address, b"key", {"role": "head"})
-    assert "welcome" in link.receive()
     for bad in ({"do": "draw"}, {"do": ["run"]}, {"do": "run"}, {"do": "epoch"}, {}):
         link.send({**bad, "call": 1})
         assert "error" in link.receive(), bad
@@ -643,9 +642,9 @@ def test_updated_weights_are_lost_with_their_stage(saved: Callable[[str], Path])
         layers: Any = serving(llm)[1].stage._share
         write = layers.write_weights
 
-        def lose(message: Any) -> Any:
+        def lose(tensors: Any) -> Any:
             kill(serving(llm)[1], None)
-            return write(message)
+            return write(tensors)
 
         layers.write_weights = lose
         llm.update_weights(new)

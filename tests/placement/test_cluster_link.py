@@ -7,11 +7,10 @@ import math
 import os
 import random
 import socket
-import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -27,28 +26,35 @@ from verbatim.batch import (
     Batch,
     Candidate,
     Candidates,
-    Draws,
+    Draw,
     SamplePlan,
     SampleRow,
     Support,
     dummy_batch,
 )
 from verbatim.core import Completion, DraftStats, FinishReason, Metrics, Result
-from verbatim.placement.distributed import handshake
+from verbatim.placement.distributed import link as links
 from verbatim.placement.distributed.group import StageGroup
-from verbatim.placement.distributed.handshake import Listener, Refused, connect
 from verbatim.placement.distributed.layers import Layers
-from verbatim.placement.distributed.link import Link, LinkLost
-from verbatim.placement.distributed.rows import Mark, RowsMessage, decode_rows, encode_rows
+from verbatim.placement.distributed.link import Link, LinkLost, Listener, Refused, connect
 from verbatim.placement.distributed.stage import Stage
-from verbatim.placement.distributed.wire import PREFIX, Garbage, decode, encode, sizes
+from verbatim.placement.distributed.wire import (
+    PREFIX,
+    Garbage,
+    Mark,
+    bytes_of,
+    decode,
+    encode,
+    encode_rows,
+    sizes,
+)
 
 KEY = b"k" * 32
 
 
 def over_the_wire(message: Any) -> Any:
     raw = b"".join(bytes(buffer) for buffer in encode(message))
-    header, arrays = sizes(raw[: PREFIX.size])
+    header, arrays, _ = sizes(raw[: PREFIX.size])
     assert len(raw) == PREFIX.size + header + arrays
     return decode(raw[PREFIX.size :][:header], bytearray(raw[PREFIX.size + header :]))
 
@@ -117,12 +123,13 @@ def test_batches_plans_and_draws_arrive_as_they_were() -> None:
             a, b = getattr(was, field), getattr(now, field)
             assert same(list(a) if isinstance(a, tuple | list) else a, b), field
     assert plan.rows[0].params == params
-    draws = Draws(
-        [1, 2], [-0.5, -math.inf], [0.0, -1.0], [[1], []], [[-0.5], []],
-        {1: Candidates([3, 4], [-0.1, -3.0], [-0.2, -3.0])}, {0: Support(None, -0.5)},
-    )  # fmt: skip
+    beam = Candidates([3, 4], [-0.1, -3.0], [-0.2, -3.0])
+    draws = [
+        Draw(1, -0.5, 0.0, [1], [-0.5], Support(None, -0.5)),
+        Draw(2, -math.inf, -1.0, [], [], candidates=beam),
+    ]
     again = over_the_wire({"draws": draws})["draws"]
-    assert again == draws and next(iter(again.candidates[1])) == Candidate(3, -0.1, -0.2)
+    assert again == draws and next(iter(again[1].candidates)) == Candidate(3, -0.1, -0.2)
     assert Mark(2, 1, 0) > Mark(1, 9, 9) and Mark(1, 2, 1) > Mark(1, 2, 0)
 
 
@@ -136,21 +143,14 @@ def test_results_arrive_as_they_were() -> None:
     assert found == [result] and found[0].outputs[0].finish_reason is FinishReason.STOP
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 300])
-def test_hidden_states_arrive_as_they_were(rows: int, dtype: torch.dtype) -> None:
-    states = torch.randn(rows, 48).to(dtype)
-    for hidden in (states, torch.randn(48, 7).to(dtype).t()):
-        sent = RowsMessage(Mark(3, 2**40, 5), hidden)
-        raw = b"".join(bytes(buffer) for buffer in encode_rows(sent))
-        size, states_size = sizes(raw[: PREFIX.size])
-        header, data = raw[PREFIX.size :][:size], bytearray(raw[PREFIX.size + size :])
-        assert len(data) == states_size and same(decode_rows(header, data), sent)
-    for cut in range(size):
-        with pytest.raises(Garbage):
-            decode_rows(header[:cut], data)
-    with pytest.raises(Garbage):
-        decode_rows(header, bytearray(12))
+def test_hidden_states_arrive_as_they_were(rows: int) -> None:
+    states, mark = torch.randn(rows, 48).bfloat16(), Mark(3, 2**40, 5)
+    for hidden in (states, states.t()):
+        raw = b"".join(bytes(buffer) for buffer in encode_rows(mark, hidden))
+        data = raw[PREFIX.size :]
+        assert sizes(raw[: PREFIX.size]) == (0, len(data), mark)
+        assert data == bytes_of(hidden.contiguous())
 
 
 @settings(max_examples=200)
@@ -203,7 +203,7 @@ def frames(count: int) -> Iterator[bytes]:
     rng = random.Random(0)
     deep = {"a": [{"b": torch.ones(2)}]}
     messages = ({"do": "work", "batch": dummy_batch(), **deep}, {"do": "ping"})
-    encoded = [encode_rows(some_rows(2, 3, torch.float32)), *map(encode, messages)]
+    encoded = [some_rows(2, 3), *map(encode, messages)]
     valid = [b"".join(map(bytes, buffers)) for buffers in encoded]
     for _ in range(count):
         raw = bytearray(rng.choice(valid))
@@ -253,12 +253,12 @@ class Guests:
         self.door = Listener(KEY, "127.0.0.1", self._let_in)
         self.address = ("127.0.0.1", self.door.port)
 
-    def _let_in(self, who: dict[str, Any], link: Link) -> None:
+    def _let_in(self, who: dict[str, Any], link: Link) -> Callable[[], object]:
         if who.get("name") == "nobody":
             raise VerbatimError("we want nobody here")
         self.met.append(who)
         self.links.append(link)
-        link.send({"welcome": 1})
+        return lambda: None
 
     def close(self) -> None:
         self.door.close()
@@ -275,7 +275,7 @@ def guests() -> Iterator[Guests]:
 
 def test_who_knows_the_key_is_let_in_and_heard(guests: Guests) -> None:
     link = connect(guests.address, KEY, {"name": "me"})
-    assert link.receive() == {"welcome": 1} and guests.met == [{"name": "me"}]
+    assert guests.met == [{"name": "me"}]
     big = {"rows": torch.randn(300, 1000), "many": [torch.tensor([i]) for i in range(200)]}
     threading.Thread(target=link.send, args=(big,)).start()
     assert same(guests.links[0].receive(), big)
@@ -289,44 +289,45 @@ def test_who_knows_the_key_is_let_in_and_heard(guests: Guests) -> None:
 
 @pytest.mark.parametrize("near", [True, False], ids=["one-machine", "tcp"])
 def test_a_connection_carries_hidden_states(near: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "_HAS_NAMES", near and sys.platform == "linux")
+    monkeypatch.setattr(links, "_HAS_NAMES", near and sys.platform == "linux")
     guests = Guests()
     link = connect(guests.address, KEY, {"name": "me"})
-    link.receive()
     there = guests.links[0]
     if sys.platform == "linux":
         assert (link._connection.family == socket.AF_UNIX) == near
-    for step, (rows, dtype) in enumerate(
-        [
-            (2, torch.bfloat16),
-            (3, torch.bfloat16),
-            (0, torch.float32),
-            (1000, torch.float32),  # more than is read ahead
-            (1, torch.float32),
-        ]
-    ):
-        sent = some_rows(step, rows, dtype)
-        sending = threading.Thread(target=link.send, args=(encode_rows(sent),))
-        sending.start()
-        assert same(there.receive(), {"do": "rows", "rows": sent}), step
-        sending.join()
+    rooms: list[memoryview] = []
+    there.room = lambda mark, size: rooms.pop() if rooms and len(rooms[-1]) == size else None
+    for step, rows in enumerate([2, 3, 0, 1000, 1]):  # some are more than what is read ahead
+        sent = some_rows(step, rows)
+        for size in (0, 7, 96 * rows):
+            rooms[:] = [memoryview(bytearray(size))]
+            sending = threading.Thread(target=link.send, args=(sent,))
+            sending.start()
+            assert heard(there) == (Mark(3, step, 5), bytes(sent[1])), step
+            sending.join()
     # They may come with something behind them, or in pieces.
-    message = {"do": "rows", "rows": some_rows(20, 2, torch.bfloat16)}
-    raw = b"".join(bytes(buffer) for buffer in encode_rows(message["rows"]))
+    sent = some_rows(20, 2)
+    raw = b"".join(bytes(buffer) for buffer in sent)
     for pieces in ([raw + raw], [raw[:9], raw[9:], raw], [raw[:-3], raw[-3:] + raw[:50], raw[50:]]):
         sending = threading.Thread(target=send_slowly, args=(link, pieces))
         sending.start()
-        assert same(there.receive(), message) and same(there.receive(), message)
+        assert heard(there) == heard(there) == (Mark(3, 20, 5), bytes(sent[1]))
         sending.join()
-    link._connection.sendall(raw[:17] + bytes([9]) + raw[18:])  # of no known dtype
+    link._connection.sendall(b"vbt3" + raw[4:])
     with pytest.raises(Garbage):
         there.receive()
     link.close()
     guests.close()
 
 
-def some_rows(step: int, rows: int, dtype: torch.dtype) -> RowsMessage:
-    return RowsMessage(Mark(3, step, 5), torch.randn(rows, 48).to(dtype))
+def some_rows(step: int, rows: int) -> list[Any]:
+    return encode_rows(Mark(3, step, 5), torch.randn(rows, 48).bfloat16())
+
+
+def heard(link: Link) -> tuple[Mark, bytes]:
+    message = link.receive()
+    assert message["do"] == "rows"
+    return message["mark"], bytes(message["states"])
 
 
 def send_slowly(link: Link, pieces: list[bytes]) -> None:
@@ -342,25 +343,20 @@ def send_often(link: Link, message: dict[str, Any]) -> None:
 
 
 def test_who_does_not_is_told_why(guests: Guests, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Refused, match="the cluster's key is another one"):
+    with pytest.raises(Refused, match="it does not know the cluster's key"):
         connect(guests.address, b"x" * 32, {"name": "me"})
-    monkeypatch.setattr(handshake, "_GREETING", b"verbatim-cluster-7\n")
+    monkeypatch.setattr(links, "_GREETING", b"verbatim-cluster-7\n")
     with pytest.raises(
         Refused, match="it speaks verbatim-cluster-1, and this side verbatim-cluster-7"
     ):
         _connect_to_an_older_one()
     monkeypatch.undo()
-    link = connect(guests.address, KEY, {"name": "nobody"})
-    assert link.receive() == {"refused": "we want nobody here"}
-    with pytest.raises(LinkLost):
-        link.receive()
-    link.close()
+    with pytest.raises(Refused, match="we want nobody here"):
+        connect(guests.address, KEY, {"name": "nobody"})
     assert guests.met == []
     with pytest.raises(LinkLost, match=r"no connection to 127\.0\.0\.1:1"):
         connect(("127.0.0.1", 1), KEY, {})
-    again = connect(guests.address, KEY, {"name": "me"})
-    assert again.receive() == {"welcome": 1}
-    again.close()
+    connect(guests.address, KEY, {"name": "me"}).close()
 
 
 def _connect_to_an_older_one() -> None:
@@ -386,11 +382,8 @@ def test_an_impostor_behind_the_address_is_found_out() -> None:
     server = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
-        for answer in (b"+" + bytes(32), b"HTTP/1.1 400 Bad Request\r\n"):
+        for answer in (links._GREETING + bytes(64), b"HTTP/1.1 400 Bad Request\r\n"):
             peer, _ = server.accept()
-            if answer[:1] == b"+":
-                peer.sendall(handshake._GREETING + bytes(32))
-                peer.recv(1000)
             peer.sendall(answer)
             with contextlib.suppress(ConnectionError):
                 while peer.recv(1000):
@@ -401,7 +394,7 @@ def test_an_impostor_behind_the_address_is_found_out() -> None:
     thread.start()
     with pytest.raises(Refused, match="does not know the cluster's key"):
         connect(server.getsockname(), KEY, {})
-    with pytest.raises(Refused, match="does not speak verbatim-cluster-1"):
+    with pytest.raises(Refused, match="does not speak verbatim-cluster-2"):
         connect(server.getsockname(), KEY, {})
     thread.join()
     server.close()
@@ -410,17 +403,14 @@ def test_an_impostor_behind_the_address_is_found_out() -> None:
 def test_strangers_of_all_kinds_leave_a_door_open_for_friends(
     guests: Guests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshake, "_SHAKE_S", 0.3)
+    monkeypatch.setattr(links, "_SHAKE_S", 0.3)
     strangers = [socket.create_connection(guests.address) for _ in range(20)]
     for i, stranger in enumerate(strangers[:15]):
-        said = [b"GET / HTTP/1.1\r\n\r\n" * 10, b"\0" * 5000, handshake._GREETING + bytes(64)][
-            i % 3
-        ]
+        said = [b"GET / HTTP/1.1\r\n\r\n" * 10, b"\0" * 5000, links._GREETING + bytes(64)][i % 3]
         stranger.sendall(said)
     link = connect(guests.address, KEY, {"name": "me"})
-    assert link.receive() == {"welcome": 1}
     # One that was let in and then speaks garbage.
-    link._connection.sendall(struct.pack("<4sIQ", b"vbt1", 7, 0) + b"garbage")
+    link._connection.sendall(PREFIX.pack(b"vbt2", 7, 0, 0, 0, 0) + b"garbage")
     with pytest.raises(Garbage):
         guests.links[0].receive()
     for stranger in strangers:
@@ -449,25 +439,21 @@ def ask(link: Link, **message: Any) -> Any:
 
 
 def test_a_stage_refuses_what_it_does_not_expect(stage: Stage) -> None:
-    stranger = connect(stage.address, KEY, {"role": "king"})
-    assert stranger.receive() == {"refused": "role 'king' is not known"}
+    with pytest.raises(Refused, match="role 'king' is not known"):
+        connect(stage.address, KEY, {"role": "king"})
     head = connect(stage.address, KEY, {"role": "head"})
-    assert "welcome" in head.receive()
-    second = connect(stage.address, KEY, {"role": "head"})
-    assert "serves another head" in second.receive()["refused"]
-    early = connect(stage.address, KEY, {"role": "stage", "epoch": 3, "index": 0})
-    assert "stage 0 of epoch 3 called stage 0 of epoch 0" in early.receive()["refused"]
-    for link in (stranger, second, early):
-        link.close()
+    with pytest.raises(Refused, match="serves another head"):
+        connect(stage.address, KEY, {"role": "head"})
+    with pytest.raises(Refused, match="stage 0 of epoch 3 called stage 0 of epoch 0"):
+        connect(stage.address, KEY, {"role": "stage", "epoch": 3, "index": 0})
     kind, text = ask(head, do="dance")["error"]
     assert (kind, text) == ("VerbatimError", "'dance' is nothing that a stage can do")
     asked = ask(head, do="record", name="routing", block_table=[1], num_tokens=1)
     assert asked["result"] is None
     assert ask(head, do="open")["error"][0] == "KeyError"
-    assert (
-        ask(head, do="allocate", num_blocks=3)["error"][1]
-        == "this stage holds no layers yet, or sleeps"
-    )
+    sizes = dict(num_blocks=3, num_states=0, keep_bytes=0, first_of={})
+    asked = ask(head, do="allocate", **sizes)
+    assert asked["error"][1] == "this stage holds no layers yet, or sleeps"
     nobody = ask(head, do="link", next=["127.0.0.1", 1], epoch=0)
     assert "no connection" in nobody["result"]["unreachable"]
     assert ask(head, do="epoch", epoch="x", index=0)["error"][0] == "ValueError"
@@ -497,10 +483,9 @@ def test_a_stage_refuses_what_it_does_not_expect(stage: Stage) -> None:
 def test_a_stage_that_stops_before_its_welcome_is_not_waited_for() -> None:
     stopped, left = threading.Event(), threading.Event()
 
-    def stop(who: Any, link: Link) -> None:
+    def stop(who: Any, link: Link) -> Callable[[], object]:
         stopped.wait(60.0)
-        link.close()
-        left.set()
+        return left.set
 
     door = Listener(KEY, "127.0.0.1", stop)
     hosts: Any = SimpleNamespace(key=KEY)
@@ -517,9 +502,7 @@ def test_a_stage_that_stops_before_its_welcome_is_not_waited_for() -> None:
 def test_a_stage_whose_head_is_gone_ends() -> None:
     ended = threading.Event()
     stage = Stage(KEY, "127.0.0.1", Layers(), ended.set)
-    head = connect(stage.address, KEY, {"role": "head"})
-    head.receive()
-    head.close()
+    connect(stage.address, KEY, {"role": "head"}).close()
     assert ended.wait(5)
     with pytest.raises(LinkLost):
         connect(stage.address, KEY, {"role": "head"})

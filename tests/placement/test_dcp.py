@@ -46,7 +46,7 @@ from verbatim.cli.commands import app
 from verbatim.draft import Mtp
 from verbatim.errors import ModelChanged
 from verbatim.model.dcp.checkpoint import DcpCheckpoint, find_dcp
-from verbatim.model.dcp.metadata import Metadata
+from verbatim.model.dcp.folder import DcpFolder
 from verbatim.model.kempner.config import ModelConfig
 from verbatim.model.kempner.layout import transformers_config
 from verbatim.opening import plan_offload
@@ -169,8 +169,8 @@ def test_every_sharded_tensor_is_what_was_saved(two_ranks: Path) -> None:
     checkpoint = DcpCheckpoint(two_ranks)
     for name, tensor in state.items():
         assert torch.equal(checkpoint.tensor(f"model.{name}"), tensor), name
-    sharded = {len(Metadata(two_ranks / ".metadata").chunks(f"model.{n}")) for n in state}
-    assert sharded == {1, 2}
+    entries = pickle.loads((two_ranks / ".metadata").read_bytes()).state_dict_metadata
+    assert {len(entries[f"model.{name}"].chunks) for name in state} == {1, 2}
 
 
 def test_the_stages_of_a_pipeline_are_one_model(tmp_path: Path, toml: Path) -> None:
@@ -327,11 +327,9 @@ def test_a_tied_head_may_be_left_out_and_must_be_equal(tmp_path: Path) -> None:
             assert words(llm) == right
     state["lm_head.weight"] = state["lm_head.weight"] + 1
     folder = save(tmp_path / "unequal", {"model": state})
-    with pytest.raises(ModelError, match=r"lm_head\.weight is shared .* not equal"):
-        LLM(folder, config=module.config)
-
-
-def test_kempner_embeddings_that_are_not_tied_though_the_toml_says_so(tmp_path: Path) -> None:
+    for placement in (None, Offload(weights=(0, 0, 100))):
+        with pytest.raises(ModelError, match=r"lm_head\.weight is shared .* not equal"):
+            LLM(folder, config=module.config, placement=placement)
     folder = save(tmp_path / "step", {"model": kempner_reference.make().state_dict()})
     toml = kempner_reference.write_toml(tmp_path / "x.toml", tie_embeddings=True)
     with pytest.raises(ModelError, match=r"output_head\.proj\.weight is shared .* not equal"):
@@ -381,15 +379,11 @@ def test_a_transformers_config_goes_to_the_stages(tmp_path: Path) -> None:
     state = module.state_dict()
     name = "model.layers.0.self_attn.q_proj.weight"
     state[name] = state[name].t().contiguous().t()
-    folder = save(tmp_path / "step", {"model": state})
+    save(tmp_path / "step", {"model": state})
     (tmp_path / "latest").symlink_to("step")
     with LLM(module) as live:
         right = words(live)
     check_placements(tmp_path, module.config, right)
-    state["lm_head.weight"] = state["lm_head.weight"] + 1
-    folder = save(tmp_path / "unequal", {"model": state})
-    with pytest.raises(ModelError, match=r"lm_head\.weight is shared .* not equal"):
-        LLM(folder, config=module.config, placement=Offload(weights=(0, 0, 100)))
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -478,6 +472,25 @@ def test_a_config_far_larger_than_the_checkpoint_is_refused(tmp_path: Path) -> N
     with pytest.raises(
         ModelError, match=r"describes [\d,]+ weights, and the checkpoint has [\d,]+ bytes"
     ):
+        LLM(folder, config=module.config)
+
+
+def test_a_small_file_holds_no_large_tensor(tmp_path: Path) -> None:
+    module, name, rows = toys.make_toy("llama"), "model.embed_tokens.weight", 10**6
+    tensor = module.state_dict()[name]
+    folder = save(tmp_path / "step", module.state_dict())
+    payload = saved(tensor[:1].expand(rows, -1))  # with a stride of 0
+    (folder / "__9_9.distcp").write_bytes(payload)
+
+    def grow(metadata: stored.Metadata) -> None:
+        relocated(name, relative_path="__9_9.distcp", offset=0, length=len(payload))(metadata)
+        size = torch.Size((rows, tensor.shape[1]))
+        entry = metadata.state_dict_metadata[name]
+        entry.size, entry.chunks = size, [stored.ChunkStorageMetadata(torch.Size((0, 0)), size)]
+
+    rewrite(folder, grow)
+    module.config.vocab_size = rows
+    with pytest.raises(ModelError, match="weights, and the checkpoint has"):
         LLM(folder, config=module.config)
 
 
@@ -685,11 +698,11 @@ _PEAK = """
 import resource, sys
 from pathlib import Path
 from verbatim.errors import ModelError
-from verbatim.model.dcp.metadata import Metadata
+from verbatim.model.dcp.folder import DcpFolder
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for path in map(Path, sys.argv[1:]):
     try:
-        Metadata(path)
+        DcpFolder(path)
     except ModelError as error:
         print(error)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
@@ -717,7 +730,8 @@ def test_a_small_metadata_neither_crashes_nor_eats_memory(tmp_path: Path) -> Non
         b"I" + b"9" * 1_000_000 + b"\n.",
     ]
     for i, data in enumerate(files):
-        (tmp_path / str(i)).write_bytes(b"\x80\x05" + data)
+        (tmp_path / str(i)).mkdir()
+        (tmp_path / str(i) / ".metadata").write_bytes(b"\x80\x05" + data)
     done = subprocess.run(
         [sys.executable, "-c", _PEAK, *sorted(tmp_path.glob("[0-9]"))],
         cwd=ROOT,
@@ -814,7 +828,7 @@ def test_only_the_very_classes_are_named(tmp_path: Path, module: str, name: str)
     text = b"".join(b"\x8c" + bytes([len(s)]) + s.encode() for s in (module, name))
     (tmp_path / ".metadata").write_bytes(b"\x80\x04" + text + b"\x93.")
     with pytest.raises(ModelError, match="which DCP has no need of"):
-        Metadata(tmp_path / ".metadata")
+        DcpFolder(tmp_path)
 
 
 @pytest.mark.parametrize("state", ["}\x8c\x01xK\x01s", "N}\x8c\x01xK\x01s\x86"])
@@ -827,7 +841,7 @@ def test_no_class_can_be_written_to(tmp_path: Path, name: str, state: str) -> No
     data = b"\x80\x04c" + name.encode() + b"\n" + state.encode("latin-1") + b"b."
     (tmp_path / ".metadata").write_bytes(data)
     with pytest.raises(ModelError):
-        Metadata(tmp_path / ".metadata")
+        DcpFolder(tmp_path)
     assert not hasattr(tuple, "x")
     assert not hasattr(stored.Metadata, "x")
 

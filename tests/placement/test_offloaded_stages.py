@@ -150,9 +150,9 @@ def test_layers_that_fit_nowhere_are_divided_by_memory(
     hosts = ThreadHosts("small", "large")
     facts = stage_layers.Layers.facts
 
-    def little(layers: Any, message: Any) -> Any:
+    def little(layers: Any) -> Any:
         on = [host.machine for host in hosts.hosts if host.stage._share is layers]
-        return facts(layers, message) | {"memory": 20_000 if on == ["small"] else 60_000}
+        return facts(layers) | {"memory": 20_000 if on == ["small"] else 60_000}
 
     monkeypatch.setattr(stage_layers.Layers, "facts", little)
     with LLM(saved("llama"), max_length=200) as llm:

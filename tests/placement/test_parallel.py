@@ -43,12 +43,12 @@ from verbatim.model.shard import bounds_of
 from verbatim.placement.distributed import rank_opening as parallel_opening
 from verbatim.placement.distributed.following import Following
 from verbatim.placement.distributed.heads import split_heads
-from verbatim.placement.distributed.hosts import LocalHosts
+from verbatim.placement.distributed.hosts import Hosts, LocalHosts
 from verbatim.placement.distributed.launcher import HOST
 from verbatim.placement.distributed.rank_group import RankGroup
 from verbatim.placement.distributed.served import Served
 from verbatim.placement.distributed.stage import Stage
-from verbatim.placement.distributed.torchrun import RankHost, RankHosts
+from verbatim.placement.distributed.torchrun import RankHost
 
 Folders = Callable[[str], Path]
 
@@ -298,15 +298,19 @@ def test_a_rank_that_fails_alone_is_named() -> None:
     class Failing(Served):
         calls = frozenset({"facts", "forward", "open"})
 
-        def forward(self, message: Any) -> None:
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
+        def forward(self) -> None:
             raise RuntimeError("out of luck")
 
-        def open(self, message: Any) -> int:
-            return int(message["rank"])
+        def open(self) -> int:
+            return self.number
 
-    stages = [Stage(b"key", HOST, Failing()) for _ in range(2)]
+    stages = [Stage(b"key", HOST, Failing(number)) for number in (1, 2)]
     ranks = [RankHost(rank, stage.address) for rank, stage in enumerate(stages, start=1)]
-    group = RankGroup(RankHosts(b"key", ranks), 3, 5.0)
+    group = RankGroup(Hosts(b"key", ranks), 3, 5.0)
     assert group.ask({"do": "open"}) == [1, 2]
     group.tell({"do": "forward"})
     assert re.match("rank [12] of 3: RuntimeError: out of luck", str(group.failure(None)))

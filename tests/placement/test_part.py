@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,12 +25,13 @@ from verbatim.errors import (
     UnsupportedModel,
 )
 from verbatim.kv.store import KVStore
-from verbatim.model.decoder import Decoder, Output
+from verbatim.model.decoder import Decoder
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.routing import Records, open_records
 from verbatim.params import CHOICES
 from verbatim.placement.distributed.part import Part
 from verbatim.placement.distributed.split import Split
+from verbatim.protocols import Forward
 from verbatim.source import open_model
 from verbatim.weights.lazy import Held
 from verbatim.weights.load import open_weights
@@ -131,6 +131,14 @@ class Whole:
         return _computed(out, [self.store], [self.records])
 
 
+def run(
+    part: Part, batch: Batch, received: Tensor | None, store: KVStore, *records: Any
+) -> Forward:
+    """One forward of a part."""
+    part.enter(batch, received)
+    return part.decoder.run(batch, store, *records)
+
+
 class Chain:
     """The same model in parts; K, V and routing of each are its own."""
 
@@ -153,15 +161,14 @@ class Chain:
                 rows = slice(first[name], first[name] + count)
                 own[field] = None if forced is None or not count else forced[:, rows]
                 first[name] += count
-            forward = partial(part.decoder.run, store=store, records=records)
-            out = part.run(forward, replace(batch, **own), received)
+            out = run(part, replace(batch, **own), received, store, records)
             if not part.is_last:
                 received = out.logits
                 self.leaving.append(received)
-        return _computed(Output(out.logits, out.hidden), self.stores, self.records)
+        return _computed(out, self.stores, self.records)
 
 
-def _computed(out: Output, stores: list[KVStore], records: list[Records]) -> Computed:
+def _computed(out: Forward, stores: list[KVStore], records: list[Records]) -> Computed:
     chosen = [
         torch.cat(parts, dim=2)
         for name in CHOICES
@@ -299,19 +306,19 @@ def test_hidden_states_may_lie_anywhere_in_memory(folders: Callable[[str], Path]
         wide = torch.full((len(rows), 67), torch.nan)
         wide[:, 1:65] = rows
         first, last = moved.parts
-        first.run(partial(first.decoder.run, store=moved.stores[0]), replace(batch), None)
-        forward = partial(last.decoder.run, store=moved.stores[1])
-        out = last.run(forward, replace(batch), wide[:, 1:65])
+        run(first, replace(batch), None, moved.stores[0])
+        out = run(last, replace(batch), wide[:, 1:65], moved.stores[1])
         assert same(expected.logits, out.logits)
         odd = torch.cat([torch.zeros(1), rows.flatten()])[1:].view_as(rows)
-        assert same(expected.logits, last.run(forward, replace(batch), odd).logits)
+        out = run(last, replace(batch), odd, moved.stores[1])
+        assert same(expected.logits, out.logits)
 
 
 def test_forced_experts_are_taken_in_every_part(folders: Callable[[str], Path]) -> None:
     module, skeleton = open_both(folders("qwen3_moe"))
     chain, whole = Chain(skeleton, [1]), Whole(module)
     for part in chain.parts:
-        part.decoder.check_replay()
+        part.decoder.spec.routed.check_replay("routing")
     for number, batch in enumerate(batches()):
         forced = torch.randint(
             0, 6, (batch.num_tokens, 3, 1), generator=torch.Generator().manual_seed(number)
@@ -330,7 +337,7 @@ def test_a_part_without_experts_says_so(folders: Callable[[str], Path]) -> None:
     assert first.decoder.spec.choices["routing"].layers == 0
     assert rest.decoder.spec.choices["routing"] == Choices(2, 2, 8)
     with pytest.raises(NotSupported, match="experts"):
-        first.decoder.check_replay("routing")
+        first.decoder.spec.routed.check_replay("routing")
 
 
 def test_a_part_reads_its_own_weights_only(tmp_path: Path) -> None:
@@ -377,7 +384,7 @@ def test_a_part_takes_the_memory_of_its_own_weights(
         assert needed == expected or (tied is None and (first, end) == (0, 3))
         part.close()
         with pytest.raises(EngineClosed):
-            part.run(part.decoder.forward, next(batches()), None)
+            part.decoder.module  # noqa: B018
     assert all(p.untyped_storage().nbytes() <= 4 for p in skeleton.module.parameters())
 
 

@@ -181,7 +181,7 @@ def test_folders_that_are_none(tmp_path: Path, folder: Path) -> None:
         (tmp_path / "cut.safetensors").write_bytes(
             (folder / "model.safetensors").read_bytes()[:5000]
         )
-        with pytest.raises(ModelError, match="can't be read"):
+        with pytest.raises(ModelError, match=r"cut\.safetensors is damaged or cut short"):
             llm.update_weights(tmp_path / "cut.safetensors")
 
 

@@ -33,7 +33,6 @@ class ScriptedRunner:
     """Implements `Runner` over a table of ids."""
 
     vocab_size = VOCAB
-    has_hidden = True
     hidden_reason = None
     choices = MappingProxyType(
         {"routing": Choices(2, 1, 5), "indices": Choices(reason="a scripted runner has no indexer")}
@@ -85,9 +84,6 @@ class ScriptedRunner:
 
     def record(self, name: str, block_table: list[int], num_tokens: int) -> Tensor:
         return self.experts[block_table].reshape(-1, 2, 1)[:num_tokens].clone()
-
-    def check_replay(self, name: str) -> None:
-        pass
 
     def info(self) -> dict[str, Any]:
         return {}

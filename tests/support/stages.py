@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from verbatim.placement.distributed.handshake import Address
 from verbatim.placement.distributed.hosts import NoHost
 from verbatim.placement.distributed.layers import Layers
+from verbatim.placement.distributed.link import Address
 from verbatim.placement.distributed.stage import Stage
 
 _MOST_BLOCKS = 512  # that a test takes
@@ -42,10 +42,10 @@ class ThreadHost:
             self.before(batch)
             return run(batch, hidden, **kept)
 
-        def poisoned_allocate(message: Any) -> Any:
-            answer = allocate(message)
+        def poisoned_allocate(**sizes: Any) -> Any:
+            answer = allocate(**sizes)
             held = layers.running.store
-            for store in (held, *layers._drafts.stores):
+            for store in (held, *layers.running.draft_layers.stores):
                 if held.nbytes < 64 * 2**20:
                     store.poison(list(range(min(held.num_blocks, _MOST_BLOCKS))))
             return answer

@@ -73,8 +73,8 @@ def cases() -> list[str]:
     return [*known, *(case for case in VARIANTS if case.partition(":")[0] in known)]
 
 
-def config_of(case: str) -> Any:
-    """The toy config of an architecture or a variant."""
+def settings_of(case: str) -> tuple[Any, dict[str, Any]]:
+    """The class of the config of an architecture or a variant, and its toy's settings."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -85,7 +85,13 @@ def config_of(case: str) -> Any:
     bare = name.removesuffix("_text")
     own = SETTINGS.get(name) or SETTINGS.get(f"{name}_text") or SETTINGS.get(bare) or {}
     settings |= copy.deepcopy(own) | copy.deepcopy(VARIANTS.get(case, {}))
-    return cls(**{key: value for key, value in settings.items() if value != DEFAULT})
+    return cls, {key: value for key, value in settings.items() if value != DEFAULT}
+
+
+def config_of(case: str) -> Any:
+    """The toy config of an architecture or a variant."""
+    cls, settings = settings_of(case)
+    return cls(**settings)
 
 
 def build(case: str) -> Any:

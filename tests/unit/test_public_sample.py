@@ -18,12 +18,13 @@ def test_sample_is_sample_rows_with_the_row_as_sample_index() -> None:
     logits = torch.randn(5, 64, generator=torch.Generator().manual_seed(8))
     positions = [4, 9, 9, 0, 2**32 - 1]
     rows = [SampleRow(SamplingParams(top_k=9), 7, b, p) for b, p in enumerate(positions)]
-    expected = sample_rows(logits, SamplePlan(rows)).ids
+    expected = [draw.id for draw in sample_rows(logits, SamplePlan(rows))]
     for given in (positions, tuple(positions), torch.tensor(positions)):
         ids = sample(logits, top_k=9, seed=7, position=given)
         assert ids.dtype == torch.int64 and ids.tolist() == expected
     rows = [SampleRow(SamplingParams(), 7, b, 3) for b in range(5)]
-    assert sample(logits, seed=7, position=3).tolist() == sample_rows(logits, SamplePlan(rows)).ids
+    drawn = [draw.id for draw in sample_rows(logits, SamplePlan(rows))]
+    assert sample(logits, seed=7, position=3).tolist() == drawn
     assert sample(logits[:0]).tolist() == []
 
 

@@ -13,7 +13,7 @@ from scipy import stats
 from torch import Tensor
 
 from verbatim import kernels
-from verbatim.batch import Draws, SamplePlan, SampleRow
+from verbatim.batch import Draw, Draws, SamplePlan, SampleRow
 from verbatim.errors import NotSupported
 from verbatim.params import SamplingParams
 from verbatim.sampling import fast, logprobs
@@ -77,15 +77,13 @@ def random_row(rng: random.Random, vocab_size: int, typical: bool = False) -> Sa
 
 def by_row(draws: Draws) -> list[str]:
     """Each row's results as text: equal text is equal bits, NaN included."""
-    columns = [getattr(draws, field.name) for field in dataclasses.fields(draws)[:5]]
-    return [repr(values) for values in zip(*columns, strict=True)]
+    return [repr(draw) for draw in draws]
 
 
-def one(logits: list[float] | Tensor, backend: str = "reference", **row: Any) -> tuple[Any, ...]:
+def one(logits: list[float] | Tensor, backend: str = "reference", **row: Any) -> Draw:
     params = SamplingParams(**row.pop("params", {}))
     one_row = SampleRow(params, **{"seed": 1, "sample_index": 0, "position": 3, **row})
-    draws = sample_rows(torch.as_tensor(logits)[None], SamplePlan([one_row]), backend=backend)
-    return tuple(getattr(draws, field.name)[0] for field in dataclasses.fields(draws)[:5])
+    return sample_rows(torch.as_tensor(logits)[None], SamplePlan([one_row]), backend=backend)[0]
 
 
 @needs_kernel
@@ -99,11 +97,11 @@ def test_kernel_and_reference_agree_on_random_rows(rng_seed: int) -> None:
         plan = SamplePlan([random_row(rng, vocab_size) for _ in range(num_rows)])
         ours = sample_rows(logits, plan, backend="kernel")
         reference = sample_rows(logits, plan, backend="reference")
-        assert ours.ids == reference.ids, (vocab_size, plan)
-        assert ours.top_ids == reference.top_ids
         same = {"rel": 1e-6, "abs": 1e-7, "nan_ok": True}
-        assert ours.logprobs == pytest.approx(reference.logprobs, **same)
-        assert ours.sampled_logprobs == pytest.approx(reference.sampled_logprobs, **same)
+        for a, b in zip(ours, reference, strict=True):
+            assert (a.id, a.top_ids) == (b.id, b.top_ids), (vocab_size, plan)
+            assert a.logprob == pytest.approx(b.logprob, **same)
+            assert a.sampled_logprob == pytest.approx(b.sampled_logprob, **same)
 
 
 @needs_kernel
@@ -118,25 +116,23 @@ def test_supports_of_kernel_and_reference_agree(rng_seed: int) -> None:
             row.params = row.params.replace(support=True)
         ours = sample_rows(logits, SamplePlan(rows), backend="kernel")
         reference = sample_rows(logits, SamplePlan(rows), backend="reference")
-        assert ours.supports.keys() == reference.supports.keys()
         for i, row in enumerate(rows):
-            drawn = row.target is None and ours.ids[i] >= 0
-            assert drawn == (i in ours.supports)
-            if not drawn:
+            token_id, (ids, log_mass) = ours[i].id, ours[i].support
+            assert ids == reference[i].support.ids, row
+            assert log_mass == pytest.approx(reference[i].support.log_mass, abs=1e-9)
+            if row.target is not None or token_id < 0:
+                assert (ids, log_mass) == (None, 0.0)
                 continue
-            ids, log_mass = ours.supports[i]
-            assert ids == reference.supports[i].ids, row
-            assert log_mass == pytest.approx(reference.supports[i].log_mass, abs=1e-9)
             edited = process(logits[i], dataclasses.replace(row, params=row.params.replace(
                 top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0)))  # fmt: skip
             if ids is None:
                 assert log_mass == 0.0
             elif not is_greedy(edit(logits[i], row), row.params.temperature):
-                assert ids == sorted(set(ids)) and ours.ids[i] in ids
+                assert ids == sorted(set(ids)) and token_id in ids
                 whole = edited.double().log_softmax(0)
                 assert log_mass == pytest.approx(whole[ids].logsumexp(0).item(), abs=1e-6)
-                own = whole[ours.ids[i]].item() - log_mass
-                assert ours.sampled_logprobs[i] == pytest.approx(own, abs=1e-5)
+                own = whole[token_id].item() - log_mass
+                assert ours[i].sampled_logprob == pytest.approx(own, abs=1e-5)
 
 
 @needs_kernel
@@ -193,8 +189,8 @@ def test_frequencies_of_20_000_draws(params: dict[str, Any]) -> None:
     counts = torch.zeros(37)
     for start in range(0, 20_000, 5000):
         rows = [SampleRow(settled, 99, p % 3, start + p) for p in range(5000)]
-        ids = sample_rows(logits.expand(5000, 37), SamplePlan(rows), backend="kernel").ids
-        counts += torch.bincount(torch.tensor(ids), minlength=37)
+        draws = sample_rows(logits.expand(5000, 37), SamplePlan(rows), backend="kernel")
+        counts += torch.bincount(torch.tensor([draw.id for draw in draws]), minlength=37)
     kept = expected > 0
     assert counts[~kept].sum() == 0
     observed = counts[kept].double().numpy()
@@ -233,9 +229,8 @@ def test_equal_scores_go_to_the_lowest_id(backend: str) -> None:
 def test_logprobs_are_raw_and_sampled_logprobs_processed(backend: str) -> None:
     logits = torch.randn(500, generator=torch.Generator().manual_seed(4)) * 2
     params = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "logit_bias": {4: 2.0}}
-    token_id, logprob, sampled, top_ids, top_logprobs = one(
-        logits, backend, params=params, num_logprobs=4
-    )
+    drawn = one(logits, backend, params=params, num_logprobs=4)
+    token_id, logprob, sampled, top_ids, top_logprobs = drawn[:5]
     processed = process(logits, SampleRow(SamplingParams(**params), 0, 0, 0))
     assert logprob == pytest.approx(logits.double().log_softmax(0)[token_id].item(), abs=1e-6)
     assert sampled == pytest.approx(processed.double().log_softmax(0)[token_id].item(), abs=1e-6)
@@ -256,12 +251,12 @@ def test_scoring_gives_generation_log_probs_bit_for_bit(backend: str) -> None:
     params = SamplingParams(temperature=0.8, top_p=0.9, frequency_penalty=0.5)
     rows = [SampleRow(params, 8, 0, p, (), [1, 2], num_logprobs=3) for p in range(6)]
     drawn = sample_rows(logits, SamplePlan(rows), backend=backend)
-    targets = [SampleRow(SamplingParams(), 0, 0, 0, target=i, num_logprobs=3) for i in drawn.ids]
+    targets = [SampleRow(SamplingParams(), 0, 0, 0, target=d.id, num_logprobs=3) for d in drawn]
     scored = sample_rows(logits, SamplePlan(targets), backend=backend)
-    assert scored.ids == drawn.ids
-    assert (scored.logprobs, scored.top_ids) == (drawn.logprobs, drawn.top_ids)
-    assert scored.top_logprobs == drawn.top_logprobs
-    assert all(math.isnan(value) for value in scored.sampled_logprobs)
+    assert all(math.isnan(draw.sampled_logprob) for draw in scored)
+    assert [d._replace(sampled_logprob=0) for d in scored] == [
+        d._replace(sampled_logprob=0) for d in drawn
+    ]
 
 
 @both_backends
@@ -285,7 +280,7 @@ def test_row_that_can_not_be_drawn_says_so_and_harms_no_other(backend: str) -> N
     draws = sample_rows(logits, SamplePlan(rows), backend=backend)
     results = by_row(draws)
     assert (results[0], results[5]) == (healthy[0], healthy[5])
-    assert results[1:5] == ["(-1, nan, nan, [], [])"] * 4
+    assert results[1:5] == [repr(Draw(-1, math.nan, math.nan, [], []))] * 4
 
 
 @both_backends
@@ -323,6 +318,6 @@ def test_wrong_plans_and_backends_are_refused(monkeypatch: pytest.MonkeyPatch) -
         sample_rows(torch.zeros(1, 4), SamplePlan(rows))
     rows[0].target = None
     monkeypatch.setattr(kernels, "library", lambda: None)
-    assert sample_rows(torch.zeros(1, 4), SamplePlan(rows)).ids[0] >= 0
+    assert sample_rows(torch.zeros(1, 4), SamplePlan(rows))[0].id >= 0
     with pytest.raises(NotSupported, match="kernel"):
         sample_rows(torch.zeros(1, 4), SamplePlan(rows), backend="kernel")

@@ -44,10 +44,10 @@ def follow(watch, ids):
     """Push until the end; the verdict and every piece of text, taken after each token."""
     taken = []
     for token_id in ids:
-        verdict = watch.push(token_id)
+        ended = watch.push(token_id)
         taken.append(watch.take())
-        if verdict:
-            assert verdict == (watch.finish_reason, watch.stop_reason)
+        assert ended == watch.finished
+        if ended:
             break
     return taken
 
@@ -124,7 +124,8 @@ def test_a_pending_stop_string_below_min_tokens_is_no_stop_later():
     tokenizer = toys.byte_fallback()
     newline, a = (tokenizer.hf.convert_tokens_to_ids(p) for p in ("<0x0A>", "<0x61>"))
     watch = watch_for(SamplingParams(stop="\n", min_tokens=2), tokenizer=tokenizer)
-    assert [watch.push(i) for i in (newline, a, newline)] == [None, None, (STOP, "\n")]
+    assert [watch.push(i) for i in (newline, a, newline)] == [False, False, True]
+    assert (watch.finish_reason, watch.stop_reason) == (STOP, "\n")
     assert watch.text == "\na"
 
 
@@ -148,7 +149,8 @@ def test_without_a_tokenizer_ids_still_stop():
         max_tokens=5,
         detokenizer=None,
     )
-    assert [watch.push(4), watch.push(5)] == [None, (STOP, (4, 5))]
+    assert [watch.push(4), watch.push(5)] == [False, True]
+    assert (watch.finish_reason, watch.stop_reason) == (STOP, (4, 5))
     assert watch.text == watch.take() == ""
 
 
@@ -183,7 +185,7 @@ def test_ids_banned_until_min_tokens():
 def test_a_stop_begun_in_the_prompt_is_not_completed_in_the_completion():
     for params in (SamplingParams(stop="bc"), SamplingParams(stop_token_ids=[ids_of("bc")])):
         watch = watch_for(params, prompt=ids_of("ab"))
-        assert watch.push(C) is None
+        assert not watch.push(C)
 
 
 # -- against brute force -----------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from support import toy_tokenizers
+from support.checkpoints import hub_snapshot
 from support.toys import make_toy
 from verbatim import LLM, ModelError, NotSupported, Offload, SamplingParams, VerbatimError
 from verbatim.text.tokenizer import Tokenizer
@@ -94,6 +95,13 @@ def test_a_small_pickle_holds_no_large_model(folder: Path) -> None:
     refused(folder, "describes .* weights, and the checkpoint has")
 
 
+def test_a_state_dict_inside_of_another_is_named(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    torch.save({"epoch": 3, "state_dict": tensors}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    refused(folder, r"pytorch_model\.bin: its weights lie under 'state_dict'")
+
+
 def test_an_index_of_pickles_names_no_file_outside(folder: Path) -> None:
     outside = folder.parent / "outside.bin"
     by_index(folder, "../outside.bin", "pytorch_model.bin")
@@ -114,21 +122,10 @@ def test_links_as_in_the_hubs_cache_are_followed(folder: Path, placement: Any) -
 
 
 def test_a_snapshot_of_the_hub_is_checked_too(folder: Path, monkeypatch: Any) -> None:
-    commit = "0" * 40
-    home = folder.parent / "hub" / "models--some--model"
-    (home / "refs").mkdir(parents=True)
-    (home / "refs" / "main").write_text(commit)
-    outside = home / "outside.safetensors"
+    snapshot = hub_snapshot(folder.parent, monkeypatch)
     by_index(folder, "../../outside.safetensors")
-    shutil.move(folder / "model.safetensors", outside)
-    shutil.copytree(folder, home / "snapshots" / commit)
-    for module in (
-        "huggingface_hub.constants",
-        "huggingface_hub.file_download",
-        "transformers.utils.hub",
-    ):
-        monkeypatch.setattr(f"{module}.HF_HUB_OFFLINE", True, raising=False)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder.parent / "hub"))
+    shutil.move(folder / "model.safetensors", snapshot.parents[1] / "outside.safetensors")
+    shutil.copytree(folder, snapshot)
     refused("some/model", "is refused: it names", tokenizer=toy_tokenizers.byte_level().hf)  # type: ignore[arg-type]
 
 

@@ -10,15 +10,12 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from verbatim.cli.terminal import WrongUsage, size_text
 from verbatim.errors import NotSupported, VerbatimError
-
-if TYPE_CHECKING:
-    from verbatim.placement.distributed.inspect import ClusterStatus
 
 PORT = 6379
 _LIMIT_S = 120.0  # for one of Ray's own commands
@@ -54,20 +51,19 @@ def start(
     Joining requires this machine's token, which is created if there is none.
     """
     _check_ray()
-    if node_ip_address is not None:
-        _check_own(node_ip_address)
-    from verbatim.placement.distributed.contact import resolve_token
+    where = _own_address(node_ip_address)
+    from verbatim.placement.distributed.contact import make_token, token_path
 
-    token, is_new = resolve_token()
-    where = [] if node_ip_address is None else [f"--node-ip-address={node_ip_address}"]
+    is_new = make_token()
     output = _ray("start", "--head", f"--port={port}", *where, *_FRUGAL, *(extra or []))
     address = f"{node_ip_address or _head_address(output)}:{port}"
-    source = "RAY_AUTH_TOKEN" if token is None else str(token)
-    copy_token = (
-        "export RAY_AUTH_TOKEN=...  # the same"
-        if token is None
-        else f"mkdir -p ~/.ray && scp {address.rpartition(':')[0]}:{token} ~/.ray/auth_token"
-    )
+    source = "RAY_AUTH_TOKEN"
+    copy_token = "export RAY_AUTH_TOKEN=...  # the same"
+    if not os.environ.get(source):
+        source = str(token_path())
+        copy_token = (
+            f"mkdir -p ~/.ray && scp {address.rpartition(':')[0]}:{source} ~/.ray/auth_token"
+        )
     typer.echo(f"""\
 This machine is the head of a cluster at {address}, with the {"new " if is_new else ""}token in {source}.
 
@@ -95,12 +91,11 @@ def join(
 ) -> None:
     """Join this machine to a cluster."""
     _check_ray()
-    from verbatim.placement.distributed.contact import answers, token_path
+    from verbatim.placement.distributed.contact import answers, has_token
 
     host, port = _host_port(head)
-    if node_ip_address is not None:
-        _check_own(node_ip_address)
-    if not os.environ.get("RAY_AUTH_TOKEN") and token_path() is None:
+    where = _own_address(node_ip_address)
+    if not has_token():
         raise VerbatimError(
             f"this machine has no token: copy the head's with `mkdir -p ~/.ray && "
             f"scp {host}:.ray/auth_token ~/.ray/auth_token`"
@@ -109,7 +104,6 @@ def join(
         raise VerbatimError(
             f"no answer from {host}:{port}: is a cluster started there (`verbatim cluster start`)?"
         )
-    where = [] if node_ip_address is None else [f"--node-ip-address={node_ip_address}"]
     _ray("start", f"--address={host}:{port}", *where, *_FRUGAL[1:], *(extra or []))
     typer.echo(f"This machine has joined the cluster at {host}:{port}.")
 
@@ -139,10 +133,10 @@ def status(
 ) -> None:
     """Show the machines of a cluster, and the stages of each open model."""
     _check_ray()
-    from verbatim.placement.distributed.inspect import cluster_status
+    from verbatim.placement.distributed.contact import cluster_status
 
     status = cluster_status(address)
-    typer.echo(json.dumps(status.as_dict()) if as_json else _text(status))
+    typer.echo(json.dumps(status) if as_json else _text(status))
 
 
 # ---- Ray's commands
@@ -162,8 +156,10 @@ def _check_ray() -> None:
         raise WrongUsage(f"RAY_AUTH_MODE={mode}: a Verbatim cluster uses token mode; unset it")
 
 
-def _check_own(address: str) -> None:
-    """Check that the address is this machine's; otherwise Ray would wait forever."""
+def _own_address(address: str | None) -> list[str]:
+    """Return Ray's option for an address of this machine; with another one, Ray would wait forever."""
+    if address is None:
+        return []
     try:
         family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -173,6 +169,7 @@ def _check_own(address: str) -> None:
             f"--node-ip-address {address!r} is not an address of this machine: "
             f"{error.strerror or error}"
         ) from None
+    return [f"--node-ip-address={address}"]
 
 
 def _host_port(text: str) -> tuple[str, int]:
@@ -190,27 +187,19 @@ def _ray(*arguments: str) -> str:
     Raises:
         VerbatimError: the command failed; the message has its last line.
     """
-    environment = {
-        **os.environ,
-        "RAY_AUTH_MODE": "token",
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
     line = [sys.executable, "-m", "ray.scripts.scripts", *arguments, "--log-style=record"]
     with tempfile.TemporaryFile() as output:  # a pipe would stay open in the daemons
-        process = subprocess.Popen(
-            line, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
-        )
+        files: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         try:
-            status = process.wait(_LIMIT_S)
+            status = subprocess.run(line, **files, env=environment, timeout=_LIMIT_S).returncode
         except subprocess.TimeoutExpired:
-            process.kill()
             raise VerbatimError(
                 f"`ray {arguments[0]}` did not finish within {_LIMIT_S:.0f} s: see "
                 "/tmp/ray/session_latest/logs"
             ) from None
-        finally:
-            output.seek(0)
-            text = output.read().decode(errors="replace")
+        output.seek(0)
+        text = output.read().decode(errors="replace")
     if status:
         raise VerbatimError(_reason(arguments[0], text))
     return text
@@ -239,17 +228,17 @@ def _head_address(text: str) -> str:
 # ---- output
 
 
-def _text(status: ClusterStatus) -> str:
-    lines = [f"cluster at {status.address}"]
+def _text(status: Mapping[str, Any]) -> str:
+    lines = [f"cluster at {status['address']}"]
     lines += [
         f"  machine {m['machine']}: {m['cores']:.0f} cores, {size_text(m['memory_bytes'])} of memory"
         + ("" if m["reachable"] else ", unreachable")
-        for m in status.machines
+        for m in status["machines"]
     ]
-    for name, stages in status.clusters.items():
+    for name, stages in status["clusters"].items():
         lines += ["", f"model {name}"]
         lines += _table([_HEADER, *(_row(stage) for stage in stages)])
-    if not status.clusters:
+    if not status["clusters"]:
         lines += ["", "no open models"]
     return "\n".join(lines)
 

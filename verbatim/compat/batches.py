@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -202,18 +203,27 @@ def check_complete(row: int, output: Completion | Row) -> None:
         raise RequestFailed(f"row {row} was ended from outside, by close() or pause('abort')")
 
 
-def new_rows(requests: Sequence[Request]) -> tuple[list[list[int]], int]:
+def new_rows(
+    requests: Sequence[Request] | Mapping[int, Request],
+    stops: Mapping[int, int] = MappingProxyType({}),
+) -> tuple[list[list[int]], int]:
     """Return the new ids of each row so far, and the number of columns that no step changes.
+
+    Args:
+        requests: of all rows, or of some by their number.
+        stops: for rows that were aborted on purpose, the number of new ids to keep.
 
     Raises:
         RequestFailed: a row was aborted. Or the error of one.
     """
     rows, growing = [], []
-    for number, request in enumerate(requests):
+    by_number = requests if isinstance(requests, Mapping) else dict(enumerate(requests))
+    for number, request in by_number.items():
         if request.error is not None:
             raise request.error
         row = request.sequences[0]
-        check_complete(number, row)
-        rows.append(list(row.output_ids))
-        growing += [] if request.finished else [len(row.output_ids)]
+        if number not in stops:
+            check_complete(number, row)
+        rows.append(list(row.output_ids[: stops.get(number)]))
+        growing += [] if request.finished or number in stops else [len(row.output_ids)]
     return rows, min(growing) if growing else max(map(len, rows), default=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from verbatim.batch import ZERO_STATE, Batch, Draws, SamplePlan, SampleRow
+from verbatim.batch import ZERO_STATE, Batch, SamplePlan, SampleRow
 from verbatim.core import GrammarState, Sequence
 from verbatim.placement.offload.cut import cut
 from verbatim.sampling.rows import draw_row
@@ -59,8 +59,9 @@ class Chain:
                 self.computed(draft, step)
             live = [
                 draft
-                for draft, token_id in zip(live, drawn, strict=True)
-                if _extend(draft, token_id) and len(draft.ids) < draft.length
+                for draft, ids in zip(live, drawn, strict=True)
+                if all(_extend(draft, token_id) for token_id in ids)
+                and len(draft.ids) < draft.length
             ]
             step += 1
         return [draft.ids for draft in drafts]
@@ -71,8 +72,13 @@ class Chain:
         """Start one draft per sequence with its blocks; shorter if there are too few blocks."""
         raise NotImplementedError
 
-    def run(self, step: int, batch: Batch, plan: SamplePlan | None) -> Draws | None:
-        """Run the forward that predicts the `step + 1`-th draft tokens, and draw them by `plan`, if given."""
+    def run(
+        self, step: int, batch: Batch, plan: SamplePlan | None, lengths: list[int]
+    ) -> list[list[int]]:
+        """Run the forward that predicts the `step + 1`-th draft tokens, and draw them by `plan`, if given.
+
+        Args and returns: as of `DraftRunner.draft`.
+        """
         raise NotImplementedError
 
     def rows(self, draft: ActiveDraft, step: int) -> Rows:
@@ -84,8 +90,8 @@ class Chain:
 
     # ----
 
-    def _draw(self, step: int, drafts: list[ActiveDraft], rows: list[Rows]) -> list[int]:
-        """Return the next token of each draft; -1 if none can be drawn."""
+    def _draw(self, step: int, drafts: list[ActiveDraft], rows: list[Rows]) -> list[list[int]]:
+        """Return the next token of each draft, or all that are missing; -1 if none can be drawn."""
         lasts = [end - 1 for end in accumulate(len(ids) for _, ids in rows)]
         pairs = list(zip(drafts, rows, strict=True))
         sources = [draft.states.get(start, ZERO_STATE) for draft, (start, _) in pairs]
@@ -95,11 +101,14 @@ class Chain:
             lasts,
             states=(sources, lasts, targets),
         )
-        wanted, drawn = [_row(draft) for draft in drafts], list[int]()
+        wanted, drawn = [_row(draft) for draft in drafts], list[list[int]]()
+        # Where the bans of a token depend on those before it, or a structure does, one is drawn at a time.
+        dependent = any(d.grammar is not None or d.sequence.request.bad_words for d in drafts)
+        lengths = [] if dependent else [draft.length - len(draft.ids) for draft in drafts]
         for part in cut(batch, len(drafts), self._max_rows):
-            here = wanted[len(drawn) : len(drawn) + len(part.logit_rows)]
-            draws = self.run(step, part, SamplePlan(here) if here else None)
-            drawn += [] if draws is None else draws.ids
+            here = slice(len(drawn), len(drawn) + len(part.logit_rows))
+            plan = SamplePlan(wanted[here]) if wanted[here] else None
+            drawn += self.run(step, part, plan, lengths[here])
         return drawn
 
 

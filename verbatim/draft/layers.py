@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verbatim.batch import Batch, Draws, SamplePlan
+from verbatim.batch import Batch, SamplePlan
 from verbatim.core import Sequence
 from verbatim.draft.chain import ActiveDraft, Chain, Rows
 from verbatim.placement.distributed.group import StageGone
@@ -14,6 +14,18 @@ from verbatim.protocols import DraftRunner
 class LayersProposer(Chain):
     """Drafts with layers of the model, wherever its runner has them, in the sequences' own blocks.
 
+    The first layers have no cache of their own: positions computed by all layers are computed by the
+    first ones. The K and V that they write for draft tokens are overwritten by the model's verifying forward;
+    positions that are not verified are never read before they are written again. The same is true of states:
+    there is a slot for each draft token that will be verified.
+
+    MTP layer j drafts the j-th token, and the last layer, chained, the tokens beyond. A layer first computes
+    all its missing slots, from the hidden states that the model and the layers before left in the sequence's
+    blocks. So evicted sequences, those with a cached prefix, and those that moved to another stage need no
+    special case. Sequences that share a block both write its slots. The values are equal but for the last
+    few, which depend on each sequence's next tokens. That costs a little acceptance; copying blocks would
+    cost more.
+
     Args:
         runner: the model's runner.
         max_rows: maximum number of rows of one forward.
@@ -22,69 +34,35 @@ class LayersProposer(Chain):
     def __init__(self, runner: DraftRunner, max_rows: int) -> None:
         super().__init__(max_rows)
         self._runner = runner
+        self._count = runner.draft_info.get("mtp_layers", 0)
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:
         """See `Proposer`. The step in which a stage of a cluster is lost runs without drafts."""
         try:
-            with self._runner.drafting():
-                return super().propose(sequences, lengths)
+            return super().propose(sequences, lengths)
         except StageGone:  # the next forward replaces the stage
             return [[] for _ in sequences]
 
     def begin(self, sequences: list[Sequence], lengths: list[int]) -> list[ActiveDraft]:
-        return [ActiveDraft(s, n, s.blocks) for s, n in zip(sequences, lengths, strict=True)]
-
-    def run(self, step: int, batch: Batch, plan: SamplePlan | None) -> Draws | None:
-        return self._runner.draft(self._layer(step), batch, plan)
-
-    def _layer(self, step: int) -> int:
-        return 0
-
-
-class EarlyExitProposer(LayersProposer):
-    """Drafts with the first layers.
-
-    They have no cache of their own: positions computed by all layers are computed by the first ones. The K
-    and V that they write for draft tokens are overwritten by the model's verifying forward; positions that
-    are not verified are never read before they are written again. The same is true of states: there is a slot
-    for each draft token that will be verified.
-    """
-
-    def begin(self, sequences: list[Sequence], lengths: list[int]) -> list[ActiveDraft]:
         return [
-            ActiveDraft(s, n, s.blocks, s.states) for s, n in zip(sequences, lengths, strict=True)
+            ActiveDraft(s, n, s.blocks, {} if self._count else s.states)
+            for s, n in zip(sequences, lengths, strict=True)
         ]
 
-    def rows(self, draft: ActiveDraft, step: int) -> Rows:
-        sequence = draft.sequence
-        if step:
-            return sequence.num_tokens + step - 1, draft.ids[-1:]
-        start = sequence.num_computed
-        return start, sequence.token_ids(start, sequence.num_tokens)
-
-    def info(self) -> dict[str, Any]:
-        """Return the number of layers, as plain values."""
-        return {"layers": self._runner.draft_info["early_exit_layers"]}
-
-
-class MtpProposer(LayersProposer):
-    """Drafts the j-th token with layer j, and tokens beyond the layers with the last layer, chained.
-
-    A layer first computes all its missing slots, from the hidden states that the model and the layers
-    before left in the sequence's blocks. So evicted sequences, those with a cached prefix, and those that
-    moved to another stage need no special case.
-
-    Sequences that share a block both write its slots. The values are equal but for the last few, which
-    depend on each sequence's next tokens. That costs a little acceptance; copying blocks would cost more.
-    """
+    def run(
+        self, step: int, batch: Batch, plan: SamplePlan | None, lengths: list[int]
+    ) -> list[list[int]]:
+        return self._runner.draft(self._layer(step), batch, plan, lengths)
 
     def rows(self, draft: ActiveDraft, step: int) -> Rows:
         sequence, k = draft.sequence, self._layer(step)
         num_tokens = sequence.num_tokens
-        if step > k:  # the slot after the layer's last one, from the last draft token
+        if step > max(0, k):  # the slot after the layer's last one, from the last draft token
             return num_tokens - 1 + step - self._count, draft.ids[-1:]
-        # At least one slot, also if the last draft was not verified, as when its step was interrupted.
-        start = min(sequence.num_draft_computed.get(k, 0), num_tokens - 2)
+        start = sequence.num_computed
+        if self._count:
+            # At least one slot, also if the last draft was not verified, as when its step was interrupted.
+            start = min(sequence.num_draft_computed.get(k, 0), num_tokens - 2)
         first = start + 1 + k  # may exceed `num_tokens` if the sequence is shorter than the layers
         ids = sequence.token_ids(first, num_tokens) + draft.ids[max(0, first - num_tokens) :]
         return start, ids
@@ -95,9 +73,10 @@ class MtpProposer(LayersProposer):
             final = max(0, draft.sequence.num_tokens - 1 - step)
             draft.sequence.num_draft_computed[step] = final
 
-    def _layer(self, step: int) -> int:
-        return min(step, self._count - 1)
+    def info(self) -> dict[str, Any]:
+        """Return the number of layers, as plain values."""
+        return {"layers": self._count or self._runner.draft_info["early_exit_layers"]}
 
-    @property
-    def _count(self) -> int:
-        return int(self._runner.draft_info["mtp_layers"])
+    def _layer(self, step: int) -> int:
+        """Return the layer that drafts the `step + 1`-th token; -1 for the model's first ones."""
+        return min(step, self._count - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verbatim.batch import Batch, Draws, SamplePlan
+from verbatim.batch import Batch, SamplePlan
 from verbatim.core import Request, Sequence
 from verbatim.draft.cache import DraftCache
 from verbatim.draft.chain import ActiveDraft, Chain, Rows
@@ -78,13 +78,15 @@ class DraftModelProposer(Chain):
             in_prefill.add(sequence.request)
         return ActiveDraft(sequence, max(0, length), entry.blocks, entry.states)
 
-    def run(self, step: int, batch: Batch, plan: SamplePlan | None) -> Draws | None:
+    def run(
+        self, step: int, batch: Batch, plan: SamplePlan | None, lengths: list[int]
+    ) -> list[list[int]]:
         forward = self.runner.forward(batch)
         if plan is None:
-            return None
+            return []
         if self.runner.vocab_size > self._vocab_size:
             forward = Forward(forward.logits[:, : self._vocab_size])
-        return self.runner.sample(forward, plan)
+        return [[draw.id] for draw in self.runner.sample(forward, plan)]
 
     def rows(self, draft: ActiveDraft, step: int) -> Rows:
         sequence = draft.sequence

@@ -258,7 +258,7 @@ class Admission:
                 f"num_beams={params.num_beams} on an engine with drafts: beam search can't verify draft "
                 "tokens; set draft=False for this request"
             )
-        if params.hidden_states and not self.runner.has_hidden:
+        if params.hidden_states and self.runner.hidden_reason is not None:
             raise NotSupported(f"hidden_states: {self.runner.hidden_reason}")
         for name in params.records:
             self.runner.choices[name].check(f"record_{name}")
@@ -274,7 +274,7 @@ class Admission:
             record, made = getattr(params, f"replay_{name}"), self.runner.choices[name]
             if record is None:
                 continue
-            self.runner.check_replay(name)
+            made.check_replay(f"replay_{name}")
             if tuple(record.shape[1:]) != (made.layers, made.k) or len(record) > most_tokens:
                 raise InvalidRequest(
                     f"replay_{name} has shape {list(record.shape)}; this model and request take up to "

@@ -6,27 +6,24 @@ selects the next beams. Beams need not run in the same step, nor keep their bloc
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from verbatim.batch import Candidate, Draws
+from verbatim.batch import Candidate, Candidates
 from verbatim.core import Request, Sequence, Token
 from verbatim.engine.scheduler import Scheduler
 from verbatim.errors import RequestFailed
 
 
 def add_candidates(
-    beam: Sequence, draws: Draws, row: int, hidden: Tensor | None, scheduler: Scheduler
+    beam: Sequence, candidates: Candidates | None, token: Token, scheduler: Scheduler
 ) -> list[Sequence]:
     """Store a beam's candidates, and advance the search if all beams have theirs.
+
+    Args:
+        token: the record of the next token, which lacks its log-prob.
 
     Returns:
         The completions, if the search ended.
     """
-    beam.candidates = draws.candidates[row]
-    beam.request.note_token()
-    beam.next_token = Token(
-        weight_version=beam.request.weight_version, top_logprobs=draws.top(row), hidden=hidden
-    )
+    beam.candidates, beam.next_token = candidates, token
     return _advance(beam.request, scheduler)
 
 

@@ -7,13 +7,12 @@ log-probs and top-n lists always have the same length.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from verbatim.batch import DRAW_FAILED, Draws, Support
+from verbatim.batch import DRAW_FAILED, Draw, Draws
 from verbatim.core import Completion, Delta, FinishReason, Request, Result, Sequence, Token
 from verbatim.engine import beams
 from verbatim.engine.draw import drawing_sequences
@@ -21,9 +20,7 @@ from verbatim.engine.scheduler import Scheduler
 from verbatim.engine.work import Chunk
 
 
-def commit(
-    chunk: Chunk, draws: Draws, hidden: Tensor | None, scheduler: Scheduler
-) -> list[Sequence]:
+def commit(chunk: Chunk, hidden: Tensor | None, scheduler: Scheduler) -> list[Sequence]:
     """Append the results of one step to one sequence: one token, or more if draft tokens are accepted.
 
     Args:
@@ -34,13 +31,12 @@ def commit(
     """
     sequence, request = chunk.sequence, chunk.sequence.request
     scheduler.advance(chunk)
-    last = chunk.first_logits_row + chunk.num_prompt_rows  # the first row to draw from, if any
-    if request.params.hidden_states and hidden is not None:
-        request.prompt_hidden += hidden[chunk.first_logits_row : last].clone()
-    prompt_rows = range(chunk.first_draw, chunk.first_draw + chunk.num_prompt_rows)
-    for row in prompt_rows if request.params.prompt_logprobs is not None else ():
-        request.prompt_logprobs.append(draws.logprobs[row])
-        request.prompt_top_logprobs.append(draws.top(row))
+    if not request.params.hidden_states:
+        hidden = None
+    if hidden is not None:
+        hidden = hidden[chunk.first_logits_row :]
+    for place, draw in enumerate(chunk.results[: chunk.num_prompt_rows]):
+        request.prompt_tokens.append(_token(request, draw, hidden, place))
     if request.is_prefill_only and sequence.num_uncomputed == 0:
         for sibling in request.sequences[1:]:
             scheduler.fork(sequence, sibling)
@@ -50,68 +46,72 @@ def commit(
     if chunk.is_complete:
         sequence.complete()
         return [sequence]
-    drawn_hidden = hidden[last:] if request.params.hidden_states and hidden is not None else None
+    drawn = valid_draws(chunk)[chunk.num_prompt_rows :]
+    if hidden is not None:
+        hidden = hidden[chunk.num_prompt_rows :]
     if request.search is not None:
-        beam_hidden = None if drawn_hidden is None else drawn_hidden[0].clone()
-        return beams.add_candidates(sequence, draws, prompt_rows.stop, beam_hidden, scheduler)
+        request.note_token()
+        token = _token(request, drawn[0], hidden, 0)
+        return beams.add_candidates(sequence, drawn[0].candidates, token, scheduler)
     samples = drawing_sequences(chunk)
     for sibling in samples[1:]:
         scheduler.fork(sequence, sibling)
-    rows = valid_rows(chunk, draws)[len(prompt_rows) :]
     if len(samples) > 1:
-        for row, sample in zip(rows, samples, strict=True):
-            grow(sample, draws, [row], drawn_hidden)
+        for draw, sample in zip(drawn, samples, strict=True):
+            grow(sample, [draw], hidden)
     else:
-        chunk.num_accepted = grow(sequence, draws, rows, drawn_hidden) - 1
+        chunk.num_accepted = grow(sequence, drawn, hidden) - 1
         if chunk.max_draft:
             scheduler.accept(sequence, chunk.num_accepted)
     return list(samples)
 
 
-def valid_rows(chunk: Chunk, draws: Draws) -> range:
-    """Return the chunk's rows of `draws` through the first rejected draft token.
+def valid_draws(chunk: Chunk) -> Draws:
+    """Return the chunk's results through the first rejected draft token.
 
     A failed draw is valid only in the first row: after a draft, the sequence may end before it, and if
     not, the draw fails again in the next step.
     """
-    rows = range(chunk.first_draw, chunk.first_draw + chunk.num_draws)
-    if not chunk.draft.ids:
-        return rows
-    drawn = [draws.ids[row] for row in rows]  # a chunk with a draft has no prompt rows
+    drawn, draft = chunk.results, chunk.draft.ids  # a chunk with a draft has no prompt rows
+    if not draft:
+        return drawn
     count = 1
     while (
         count < len(drawn)
-        and drawn[count - 1] == chunk.draft.ids[count - 1]
-        and drawn[count] != DRAW_FAILED
+        and drawn[count - 1].id == draft[count - 1]
+        and drawn[count].id != DRAW_FAILED
     ):
         count += 1
-    return rows[:count]
+    return drawn[:count]
 
 
-def grow(sequence: Sequence, draws: Draws, rows: Iterable[int], hidden: Tensor | None) -> int:
-    """Append the ids drawn in `rows`, in order, through the first that ends the sequence.
+def grow(sequence: Sequence, draws: Draws, hidden: Tensor | None) -> int:
+    """Append drawn ids, in order, through the first that ends the sequence.
 
     Args:
-        hidden: input of the LM head in those rows; None if not requested.
+        hidden: input of the LM head in their rows; None if not requested.
 
     Returns:
         The number of tokens appended.
     """
     before, request = len(sequence.output_ids), sequence.request
-    for place, row in enumerate(rows):
+    for place, draw in enumerate(draws):
         request.note_token()
-        token = Token(
-            draws.logprobs[row],
-            draws.sampled_logprobs[row],
-            request.weight_version,
-            draws.top(row),
-            draws.supports.get(row, Support(None, 0.0)),
-            None if hidden is None else hidden[place].clone(),
-        )
-        sequence.push(draws.ids[row], token)
+        sequence.push(draw.id, _token(request, draw, hidden, place))
         if sequence.finished:
             break
     return len(sequence.output_ids) - before
+
+
+def _token(request: Request, draw: Draw, hidden: Tensor | None, row: int) -> Token:
+    return Token(
+        draw.logprob,
+        draw.sampled_logprob,
+        request.weight_version,
+        draw.top,
+        draw.support,
+        None if hidden is None else hidden[row].clone(),
+    )
 
 
 def finish(request: Request, reason: FinishReason) -> list[Sequence]:
@@ -121,9 +121,7 @@ def finish(request: Request, reason: FinishReason) -> list[Sequence]:
     else:
         sequences = [sequence for sequence in request.sequences if not sequence.finished]
     for sequence in sequences:
-        if not sequence.finished:
-            sequence.finish_reason = reason
-            sequence.watch.finish(reason)
+        sequence.watch.finish(reason)
     return sequences
 
 
@@ -149,6 +147,7 @@ def delta(sequence: Sequence, num_accepted: int = 0) -> Delta:
 
 def _result(request: Request) -> Result:
     metrics, wanted = request.metrics, request.params.prompt_logprobs
+    prompt = request.prompt_tokens
     metrics.total_s = time.monotonic() - request.arrival
     longest = max((len(s.output_ids) for s in request.sequences), default=0)
     longest -= len(request.resumed_ids)
@@ -158,26 +157,25 @@ def _result(request: Request) -> Result:
         request_id=request.request_id,
         prompt=request.prompt,
         prompt_token_ids=request.prompt_ids + request.resumed_ids,
-        prompt_logprobs=None if wanted is None else [None, *request.prompt_logprobs],
-        prompt_top_logprobs=None if not wanted else [None, *request.prompt_top_logprobs],
+        prompt_logprobs=None if wanted is None else [None, *(t.logprob for t in prompt)],
+        prompt_top_logprobs=None if not wanted else [None, *(t.top_logprobs for t in prompt)],
         outputs=[_completion(s) for s in sorted(request.sequences, key=lambda s: s.index)],
         num_cached_tokens=metrics.num_cached_tokens,
         metrics=metrics,
         weight_version=request.weight_version,
-        prompt_hidden_states=_stack(request, request.prompt_hidden),
+        prompt_hidden_states=_stack(request, prompt),
     )
 
 
 def _completion(sequence: Sequence) -> Completion:
     request = sequence.request
     begin = len(request.resumed_ids)
-    hidden = [token.hidden for token in sequence.tokens[begin:] if token.hidden is not None]
     return Completion(
         sample_index=sequence.sample_index,
         text=sequence.watch.text,
         seed=request.seed,
         score=None if request.search is None else sequence.score,
-        hidden_states=_stack(request, hidden),
+        hidden_states=_stack(request, sequence.tokens[begin:]),
         routing=sequence.routing,
         indices=sequence.indices,
         **_output(sequence, begin),
@@ -195,14 +193,15 @@ def _output(sequence: Sequence, begin: int) -> dict[str, Any]:
         "sampled_logprobs": [t.sampled_logprob for t in tokens] if is_drawn else None,
         "top_logprobs": None if params.logprobs is None else [t.top_logprobs for t in tokens],
         "finish_reason": sequence.finish_reason,
-        "stop_reason": sequence.stop_reason,
+        "stop_reason": sequence.watch.stop_reason,
         "weight_versions": [token.weight_version for token in tokens],
         "supports": [token.support.ids for token in tokens] if params.support else None,
         "log_masses": [token.support.log_mass for token in tokens] if params.support else None,
     }
 
 
-def _stack(request: Request, rows: list[Tensor]) -> Tensor | None:
+def _stack(request: Request, tokens: list[Token]) -> Tensor | None:
     if not request.params.hidden_states:
         return None
+    rows = [token.hidden for token in tokens if token.hidden is not None]
     return torch.stack(rows) if rows else torch.empty(0, 0)

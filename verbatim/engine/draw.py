@@ -11,26 +11,27 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from verbatim.batch import Draws, SamplePlan, SampleRow
+from verbatim.batch import SamplePlan, SampleRow
 from verbatim.core import Request, Sequence, Watch
 from verbatim.engine.work import Chunk
 from verbatim.errors import RequestFailed
 from verbatim.protocols import Forward, Runner
 from verbatim.sampling.logprobs import Mass
 from verbatim.sampling.rows import draw_row
-from verbatim.sampling.sampler import merge, sample_rows
+from verbatim.sampling.sampler import sample_rows
 
 Fail = Callable[[Request, BaseException], None]
 IndexedRow = tuple[int, SampleRow]  # a row of the plan, with the index of its logits row
 
 
-def draw(runner: Runner, forward: Forward, chunks: list[Chunk], fail: Fail) -> Draws:
-    """Draw for every chunk, and set its `first_draw` and `num_draws`.
+def draw(runner: Runner, forward: Forward, chunks: list[Chunk], fail: Fail) -> None:
+    """Draw for every chunk, and set its `results`.
 
-    A request with a failing row (its processor raises, its grammar fails) fails alone and has no rows.
+    A request with a failing row (its processor raises, its grammar fails) fails alone and has no results.
     """
     rows: list[SampleRow] = []
     logits_rows: list[int] = []
+    drawing: list[tuple[Chunk, int]] = []  # with the number of its rows
     fetched: dict[int, Tensor] = {}  # logits rows for processors
 
     def fetch(index: int) -> Tensor:
@@ -53,22 +54,28 @@ def draw(runner: Runner, forward: Forward, chunks: list[Chunk], fail: Fail) -> D
         except BaseException as error:  # also a processor's sys.exit, or a panic in a library
             fail(chunk.sequence.request, error)
             continue
-        chunk.first_draw, chunk.num_draws = len(rows), len(indexed)
+        drawing.append((chunk, len(indexed)))
         rows += [row for _, row in indexed]
         logits_rows += [index for index, _ in indexed]
     local = [i for i, row in enumerate(rows) if row.processed is not None]
-    if not local:
-        return runner.sample(forward, SamplePlan(rows, logits_rows))
-    remote = [i for i, row in enumerate(rows) if row.processed is None]
-    logits = torch.stack([fetched[logits_rows[i]] for i in local])
-    remote_plan = SamplePlan([rows[i] for i in remote], [logits_rows[i] for i in remote])
-    local_draws = sample_rows(logits, SamplePlan([rows[i] for i in local]))
-    return merge((local_draws, runner.sample(forward, remote_plan)), (local, remote))
+    if local:
+        logits = torch.stack([fetched[logits_rows[i]] for i in local])
+        remote = [i for i, row in enumerate(rows) if row.processed is None]
+        plan = SamplePlan([rows[i] for i in remote], [logits_rows[i] for i in remote])
+        here = sample_rows(logits, SamplePlan([rows[i] for i in local]))
+        drawn = dict(zip(local + remote, here + runner.sample(forward, plan), strict=True))
+        results = [drawn[i] for i in range(len(rows))]
+    else:
+        results = runner.sample(forward, SamplePlan(rows, logits_rows))
+    start = 0
+    for chunk, count in drawing:
+        chunk.results = results[start : start + count]
+        start += count
 
 
 def _prompt_rows(chunk: Chunk) -> list[IndexedRow]:
     sequence, request = chunk.sequence, chunk.sequence.request
-    done = request.num_prompt_rows_done
+    done = len(request.prompt_tokens)
     targets = sequence.token_ids(done + 1, done + 1 + chunk.num_prompt_rows)
     return [
         (
@@ -127,11 +134,11 @@ def _processed_rows(chunk: Chunk, fetch: Callable[[int], Tensor]) -> list[Indexe
             break
         rows.append((index, row))
         if num_drafts < len(chunk.draft.ids):
-            (drawn,) = sample_rows(logits[None], SamplePlan([row])).ids
+            drawn = sample_rows(logits[None], SamplePlan([row]))[0].id
             if drawn != chunk.draft.ids[num_drafts]:
                 break
             watch = watch or sequence.watch.fork()
-            if watch.push(drawn) is not None:
+            if watch.push(drawn):
                 break
     return rows
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any
 
-from verbatim.batch import DRAW_FAILED, Draws
+from verbatim.batch import DRAW_FAILED
 from verbatim.core import Delta, FinishReason, Request, Sequence
 from verbatim.engine.adapters import LoadedAdapters
 from verbatim.engine.calls import as_exception
-from verbatim.engine.commit import commit, delta, finish, valid_rows
+from verbatim.engine.commit import commit, delta, finish, valid_draws
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.draw import draw
 from verbatim.engine.scheduler import Scheduler
@@ -130,7 +130,7 @@ class Engine:
         if work is None:
             return self._wait_for_mask()
         try:
-            forward, draws = self._compute(work, drafting if lengths else None)
+            forward = self._compute(work, drafting if lengths else None)
         except Exception as error:
             for chunk in work.chunks:
                 if not chunk.sequence.request.finished:
@@ -141,14 +141,14 @@ class Engine:
         except BaseException:
             self.scheduler.roll_back(work)
             raise
-        self._commit(work, forward, draws)
+        self._commit(work, forward)
         self.adapters.free()
         if drafting is not None:
             drafting.note_step(work.chunks, time.perf_counter() - begin)
         return True
 
-    def peek(self) -> tuple[list[Chunk], Draws] | None:
-        """Return the draws of the next step without committing them; None if there is nothing to do."""
+    def peek(self) -> list[Chunk]:
+        """Return the chunks of the next step with their results, without committing them."""
         work = self.scheduler.schedule()
         while self.scheduler.masks:  # whether a mask is ready shall not decide what is returned
             wait(self.scheduler.masks)
@@ -156,12 +156,12 @@ class Engine:
                 self.scheduler.roll_back(work)
             work = self.scheduler.schedule()
         if work is None:
-            return None
+            return []
         try:
-            _, draws = self._compute(work, None)
+            self._compute(work, None)
         finally:
             self.scheduler.roll_back(work)
-        return work.chunks, draws
+        return work.chunks
 
     def _wait_for_mask(self) -> bool:
         """Wait a moment for a grammar mask, if nothing else is left to do; return whether one is computed."""
@@ -169,27 +169,28 @@ class Engine:
         wait(masks, timeout=_MASK_WAIT_S, return_when=FIRST_COMPLETED)
         return bool(masks)
 
-    def _compute(self, work: Schedule, drafting: Drafting | None) -> tuple[Forward, Draws]:
+    def _compute(self, work: Schedule, drafting: Drafting | None) -> Forward:
         """Draft, forward and sample, with Ctrl-C allowed."""
         with self.shield.down():
             if drafting is not None:
                 drafting.propose(work.chunks)
             forward = self.runner.forward(work.batch())
-            return forward, draw(self.runner, forward, work.chunks, self.fail)
+            draw(self.runner, forward, work.chunks, self.fail)
+            return forward
 
-    def _commit(self, work: Schedule, forward: Forward, draws: Draws) -> None:
+    def _commit(self, work: Schedule, forward: Forward) -> None:
         """Append the drawn tokens to their sequences, and deliver the deltas."""
         for chunk in work.chunks:
             request = chunk.sequence.request
             if request.finished:  # it failed in this step
                 continue
             try:
-                if any(draws.ids[row] == DRAW_FAILED for row in valid_rows(chunk, draws)):
+                if any(draw.id == DRAW_FAILED for draw in valid_draws(chunk)):
                     raise RequestFailed(
                         f"request {request.request_id}: no token can be drawn; the model's logits are "
                         "not numbers, or the request's bans, structure and filters leave nothing"
                     )
-                changed = commit(chunk, draws, forward.hidden, self.scheduler)
+                changed = commit(chunk, forward.hidden, self.scheduler)
                 if self.drafting is not None:
                     self.drafting.note_commit(chunk)
                 for sequence in changed:
@@ -260,7 +261,7 @@ class Engine:
         request.error = error
         for sequence in request.sequences:
             if not sequence.finished:
-                sequence.finish_reason = FinishReason.ERROR
+                sequence.watch.finish_reason = FinishReason.ERROR
             self.scheduler.remove(sequence)
         self._active.pop(request.request_id, None)
         self.on_end(request)

@@ -28,10 +28,7 @@ from verbatim.engine.calls import (
     as_exception,
     wake_all,
 )
-from verbatim.engine.drafting import Drafting
 from verbatim.engine.engine import Engine
-from verbatim.engine.scheduler import Scheduler
-from verbatim.engine.sessions import Sessions
 from verbatim.errors import (
     EngineClosed,
     InvalidRequest,
@@ -44,7 +41,6 @@ from verbatim.model.products import probe_report
 from verbatim.numerics import numerics_key
 from verbatim.options import dtype_name
 from verbatim.placement.actor import run_alone, run_layers
-from verbatim.protocols import Runner
 from verbatim.shield import Shield
 
 _T = TypeVar("_T")
@@ -102,6 +98,10 @@ class EngineHandle:
 
     Attributes:
         admission: validates prompts and parameters, and creates requests.
+        runner: the model in its placement. Its methods are called inside `call`.
+        scheduler: read inside `call`, or while nothing runs.
+        drafting: speculative decoding; None without drafts.
+        sessions: reservations and cached blocks of sessions.
         name: the name by which the model was opened.
         config, generation_config: transformers' objects; None if the model has none.
     """
@@ -122,6 +122,8 @@ class EngineHandle:
         self.config = config
         self.generation_config = generation_config
         self.collective = collective
+        self.runner, self.scheduler = engine.runner, engine.scheduler
+        self.drafting, self.sessions = engine.drafting, engine.sessions
         self._engine = engine
         self._max_unread = max_unread
         self._mode = Mode.RUNNING
@@ -153,29 +155,9 @@ class EngineHandle:
     # ---- state
 
     @property
-    def runner(self) -> Runner:
-        """The model in its placement. Its methods are called inside `call`."""
-        return self._engine.runner
-
-    @property
     def module(self) -> Any:
         """The model's module, if it is whole and unquantized in this process's memory; else None."""
         return getattr(self.runner, "whole_module", None)
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """The scheduler. Read it inside `call`, or while nothing runs."""
-        return self._engine.scheduler
-
-    @property
-    def drafting(self) -> Drafting | None:
-        """Speculative decoding; None without drafts."""
-        return self._engine.drafting
-
-    @property
-    def sessions(self) -> Sessions:
-        """Reservations and cached blocks of sessions."""
-        return self._engine.sessions
 
     @property
     def live(self) -> bool:
@@ -234,7 +216,7 @@ class EngineHandle:
             deliver: called with their deltas in the thread that runs the step; an exception ends the request.
         """
         waiter = ThreadWaiter()
-        call = Call(requests, waiter, deliver=deliver, driven=False)
+        call = Call(requests, waiter, deliver=deliver)
         with self._submitted(call):
             self._wait(waiter, lambda: not call.num_open)
             return call.results()
@@ -257,7 +239,7 @@ class EngineHandle:
         """
         self.refuse_collective("a loop over steps")
         waiter = ThreadWaiter()
-        call = Call(requests, waiter, max_unread=max_unread, driven=False)
+        call = Call(requests, waiter, max_unread=max_unread)
         with self._submitted(call):
             ended = False
             while not ended:
@@ -301,23 +283,18 @@ class EngineHandle:
         request: Request,
         deliver: Callable[[Delta], None] | None = None,
         on_end: Callable[[], None] | None = None,
-        *,
-        driven: bool = False,
     ) -> None:
-        """Add a request before the next step, and return at once.
+        """Add a request before the next step, and return at once; the caller runs the steps.
 
         Args:
             deliver: called with its deltas in the thread that runs the step; an exception ends the request.
             on_end: called there at its end, when `request.result` or `request.error` is set.
-            driven: the background thread runs the steps. False: the caller calls `step`.
 
         Raises:
             QueueFull: the queue is at its limit.
         """
-        if driven:
-            self._refuse_async("a request that the background thread runs")
         request.on_end = on_end or request.on_end
-        self._submit(Call([request], deliver=deliver, driven=driven))
+        self._submit(Call([request], deliver=deliver))
 
     def step(self) -> bool:
         """Run a step for all requests; return False if there was nothing to do, or the engine is paused.
@@ -812,16 +789,12 @@ class EngineHandle:
             self._engine.close()
 
     def _peek(self) -> list[tuple[Request, int, float]]:
-        seen = None if self._mode is Mode.PAUSED else self._engine.peek()
-        if seen is None:
-            return []
-        chunks, draws = seen
-        rows = [
-            (chunk.sequence.request, chunk.first_draw + chunk.num_prompt_rows)
-            for chunk in chunks
-            if chunk.draws and not chunk.sequence.request.finished
+        return [
+            (chunk.sequence.request, draw.id, draw.logprob)
+            for chunk in (() if self._mode is Mode.PAUSED else self._engine.peek())
+            if not chunk.sequence.request.finished
+            for draw in chunk.results[chunk.num_prompt_rows :][:1]
         ]
-        return [(request, draws.ids[row], draws.logprobs[row]) for request, row in rows]
 
     def _abort(self, requests: list[Request], call: Call | None) -> None:
         for request in requests:

@@ -22,6 +22,7 @@ _TRIAL_SHARE = 0.005  # of the time, for trials: steps in which all sequences ge
 _TRIAL_PAUSE, _TRIAL_AGAIN = 64, 8
 _LONGEST_PAUSE = 256  # as the costs change with the number of sequences
 _PLAIN_EVERY = 64  # steps at most until one without drafts is measured again
+_SAMPLED = 4  # where drafts do not pay, one step of so many is measured
 
 
 class Line:
@@ -166,6 +167,8 @@ class DraftLengths:
         num_drafted = sum(len(chunk.draft.ids) for chunk in chunks)
         if not num_drafted:  # also a step with prefill: under load there may be no other
             self._last_plain = self._step
+        if not self._pays and self._step % _SAMPLED:
+            return
         if all(chunk.draws and chunk.num_rows == 1 for chunk in chunks):
             self._step_s.note(len(chunks) + num_drafted, spent_s)
 

@@ -232,8 +232,7 @@ class Scheduler:
         """Discard results of the old weights that no token depends on yet, after `evict_all`."""
         num_new = request.sequences[0].num_tokens - request.num_input_tokens
         if not num_new:  # else the prompt's results are complete
-            request.prompt_logprobs, request.prompt_top_logprobs = [], []
-            request.prompt_hidden = []
+            request.prompt_tokens = []
         for beam in request.sequences:
             if beam.candidates is not None:
                 beam.candidates = None

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from verbatim.batch import ZERO_STATE, Batch
+from verbatim.batch import ZERO_STATE, Batch, Draw
 from verbatim.core import Sequence
 
 Span = tuple[Sequence, int, list[int]]  # rows of a sequence: the first position, and their ids
@@ -37,8 +37,8 @@ class Chunk:
     max_draft: int = 0  # draft rows that are allocated
     draft: Draft = field(default_factory=Draft)
     first_logits_row: int = 0
-    first_draw: int = 0  # index of its first row in the step's `Draws`
-    num_draws: int = 0
+    # Of its logits rows, those of the prompt first; a row has one for each sample that draws from it.
+    results: list[Draw] = field(default_factory=list)
     num_accepted: int = 0  # accepted draft tokens
     is_complete: bool = False  # it draws nothing, as the sequence's grammar is complete
     error: BaseException | None = None  # fails the request after the accepted tokens
@@ -85,7 +85,7 @@ class Schedule:
                 targets.append(states[position])
             chunk.first_logits_row = len(logit_rows)
             if chunk.num_prompt_rows:
-                first_prompt_row = first_row + sequence.request.num_prompt_rows_done - start
+                first_prompt_row = first_row + len(sequence.request.prompt_tokens) - start
                 logit_rows += range(first_prompt_row, first_prompt_row + chunk.num_prompt_rows)
             if chunk.draws:
                 logit_rows += range(end_row - 1 - len(draft), end_row)

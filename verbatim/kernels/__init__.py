@@ -64,14 +64,9 @@ def load(name: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(Path(__file__).parent / f"verbatim_{name}.so"))
 
 
-# os.environ encodes the name for each lookup, and there are hundreds of them in a step.
-_environment: dict[bytes, bytes] = getattr(os.environ, "_data", {}) if os.name == "posix" else {}
-
-
-def _wanted() -> str | None:
-    if _environment:
-        value = _environment.get(b"VERBATIM_KERNELS")
-        return None if value is None else value.decode()
+@functools.cache
+def wanted() -> str | None:
+    """Return `VERBATIM_KERNELS` as it was when it was first needed."""
     return os.environ.get("VERBATIM_KERNELS")
 
 
@@ -82,19 +77,19 @@ def instruction_set() -> str | None:
     references, and `VERBATIM_KERNELS=triton` those and, wherever a GPU would take them, the kernels in
     Triton, under its interpreter.
     """
-    return _chosen(_wanted(), available())
+    return _chosen(wanted(), available())
 
 
 @functools.cache
-def _chosen(wanted: str | None, names: tuple[str, ...]) -> str | None:
-    if wanted in ("none", "triton"):
+def _chosen(name: str | None, names: tuple[str, ...]) -> str | None:
+    if name in ("none", "triton"):
         return None
-    if wanted:
-        if wanted not in names:
+    if name:
+        if name not in names:
             raise NotSupported(
-                f"VERBATIM_KERNELS={wanted!r}: this build and processor have {[*names]}"
+                f"VERBATIM_KERNELS={name!r}: this build and processor have {[*names]}"
             )
-        return wanted
+        return name
     return names[0] if names else None
 
 
@@ -104,7 +99,7 @@ def triton_serves(device: torch.device) -> bool:
     """
     if device.type == "cuda":
         return True
-    if device.type != "cpu" or os.environ.get("VERBATIM_KERNELS") != "triton":
+    if device.type != "cpu" or wanted() != "triton":
         return False
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError("VERBATIM_KERNELS=triton on the CPU needs TRITON_INTERPRET=1 besides")
@@ -130,7 +125,7 @@ MISSING = "installed without compiled kernels, so this will be slow (docs/instal
 
 def missing() -> bool:
     """Return whether no kernels were built, unless VERBATIM_KERNELS requests none."""
-    return instruction_set() is None and not _wanted()
+    return instruction_set() is None and not wanted()
 
 
 def library() -> ctypes.CDLL | None:

@@ -4,11 +4,13 @@
 // The products, norms and activations are the ones that the same modules run with one by one, in
 // the same order and with the same roundings, so the bits are the same too.
 
+#include <numeric>
 #include <vector>
 
 #include "attention.h"
 #include "experts.h"
 #include "recurrence.h"
+#include "sampling.h"
 
 using namespace vb;
 
@@ -121,6 +123,16 @@ struct Model {
     int64_t count;
     Norm norm;    // behind the last of them
     Matrix head;  // [vocabulary, hidden]
+};
+
+// What comes before the layers of a draft: the embedding of a token, or its product with a hidden state.
+// As verbatim/model/whole.py declares it.
+struct Entry {
+    const void *table;  // [?, hidden]
+    int64_t hidden;
+    Matrix project;  // [hidden, 2 * hidden], of both, each behind its norm; or null
+    Norm of_embedding, of_hidden;
+    int32_t hidden_first, is_bf16;
 };
 
 // Cosines and sines [?, width], in the layer's dtype or in float, and which row of them is whose: null
@@ -486,24 +498,29 @@ void take_rows(void *to, const void *from, const int64_t *rows, int64_t count, i
 }
 
 // The last layer, the last norm and the head. Behind attention only the rows that need logits are
-// computed; of the others, where the layer has experts, no more than which ones they choose.
+// computed; of the others, where the layer has experts, no more than which ones they choose. With `kept`
+// [slots, hidden] all rows are, and what the norm makes of them goes there.
 template <typename T>
 void finish(const Model &m, const Rows &rows, void *k_store, void *v_store, const T *hidden,
-            const Angles &angles, const Record &record, const int64_t *logit_rows, int64_t count,
-            T *normed, T *logits, int threads) {
+            const Angles &angles, const Record &record, const int64_t *logit_rows, int64_t num_logits,
+            T *normed, T *logits, T *kept_rows, int threads) {
     const Layer &l = *m.layers[m.count - 1];
+    std::vector<int64_t> every(kept_rows ? rows.count : 0);
+    std::iota(every.begin(), every.end(), 0);
+    const int64_t *wanted = kept_rows ? every.data() : logit_rows;
+    const int64_t count = kept_rows ? rows.count : num_logits;
     const int64_t width = m.norm.width, bytes = attended_bytes(l);
     const Scratch<char> attended(rows.count * bytes);
     attend(l, rows, k_store, v_store, hidden, angles, attended.data, threads);
     const Scratch<T> kept(count * width), x(count * width);
     const Choice choice(l, count);
-    const std::vector<AdaptedRows> groups = kept_groups(rows, logit_rows, count);
+    const std::vector<AdaptedRows> groups = kept_groups(rows, wanted, count);
     const Adapted adapted{groups.data(), (int64_t)groups.size(), l.index * PLACES};
     const T *given = x.data;
     if (!l.mixture) {
         const Scratch<char> theirs(count * bytes);
-        take_rows(kept.data, hidden, logit_rows, count, width * sizeof(T));
-        take_rows(theirs.data, attended.data, logit_rows, count, bytes);
+        take_rows(kept.data, hidden, wanted, count, width * sizeof(T));
+        take_rows(theirs.data, attended.data, wanted, count, bytes);
         given = behind_attention(l, kept.data, (const T *)theirs.data, count, adapted, kept.data,
                                  x.data, threads);
     } else {
@@ -512,16 +529,107 @@ void finish(const Model &m, const Rows &rows, void *k_store, void *v_store, cons
         const T *of_all = behind_attention(l, hidden, (const T *)attended.data, rows.count,
                                            rows.of(l), residual.data, room.data, threads);
         route(l.mixture->router, of_all, rows.count, record, all.chosen(), threads);
-        take_rows(kept.data, residual.data, logit_rows, count, width * sizeof(T));
-        take_rows(x.data, of_all, logit_rows, count, width * sizeof(T));
-        take_rows(choice.experts.data, all.experts.data, logit_rows, count, choice.top_k * 4);
-        take_rows(choice.weights.data, all.weights.data, logit_rows, count, choice.top_k * 4);
+        take_rows(kept.data, residual.data, wanted, count, width * sizeof(T));
+        take_rows(x.data, of_all, wanted, count, width * sizeof(T));
+        take_rows(choice.experts.data, all.experts.data, wanted, count, choice.top_k * 4);
+        take_rows(choice.weights.data, all.weights.data, wanted, count, choice.top_k * 4);
     }
     add_mlp(l, given, count, adapted, choice.chosen(), kept.data, threads);
     each_row(count, width, threads, [&](int64_t r) {
-        norm_row(normed + r * width, kept.data + r * width, m.norm);
+        T *out = kept_rows ? kept_rows + rows.slots[r] * width : normed + r * width;
+        norm_row(out, kept.data + r * width, m.norm);
     });
-    multiply(normed, count, width, &m.head, 1, logits, m.head.cols, threads);
+    for (int64_t i = 0; kept_rows && i < num_logits; i++)
+        std::memcpy(normed + i * width, kept_rows + rows.slots[logit_rows[i]] * width, width * sizeof(T));
+    multiply(normed, num_logits, width, &m.head, 1, logits, m.head.cols, threads);
+}
+
+// All layers, from `hidden`, which they overwrite, to normed [count, hidden] and logits [count, vocabulary] of
+// the rows `logit_rows`. Without a head, hidden becomes the output of the last layer.
+void run_layers(const Model &m, const Rows &rows, void *const *stores, void *hidden, const Angles &angles,
+                const Record &all, const int64_t *logit_rows, int64_t count, void *normed, void *logits,
+                void *kept, int threads) {
+    const int64_t last = m.head.data ? m.count - 1 : m.count;
+    int64_t routed = 0;
+    const auto record = [&](const Layer &l) {
+        return l.mixture ? all.layer(routed++, l.mixture->router.top_k) : Record{};
+    };
+    for (int64_t i = 0; i < last; i++)
+        whole(*m.layers[i], rows, stores[2 * i], stores[2 * i + 1], hidden, angles,
+              record(*m.layers[i]), hidden, nullptr, threads);
+    if (last == m.count) return;
+    void *k = stores[2 * last], *v = stores[2 * last + 1];
+    const Record own = record(*m.layers[last]);
+    if (m.layers[last]->is_bf16)
+        finish(m, rows, k, v, (const bf16 *)hidden, angles, own, logit_rows, count, (bf16 *)normed,
+               (bf16 *)logits, (bf16 *)kept, threads);
+    else
+        finish(m, rows, k, v, (const float *)hidden, angles, own, logit_rows, count, (float *)normed,
+               (float *)logits, (float *)kept, threads);
+}
+
+template <typename T>
+void enter(const Entry &e, const int64_t *ids, const T *entering, int64_t rows, T *out, int threads) {
+    const int64_t width = e.hidden, hidden_at = e.hidden_first ? 0 : width;
+    const T *table = (const T *)e.table;
+    if (!e.project.data) {
+        take_rows(out, table, ids, rows, width * sizeof(T));
+        return;
+    }
+    const Scratch<T> both(rows * 2 * width);
+    each_row(rows, 2 * width, threads, [&](int64_t r) {
+        T *row = both.data + r * 2 * width;
+        const T *embedded = table + ids[r] * width;
+        norm_row(row + width - hidden_at, embedded, e.of_embedding);
+        norm_row(row + hidden_at, entering ? entering + r * width : embedded, e.of_hidden);
+    });
+    multiply(both.data, rows, 2 * width, &e.project, 1, out, width, threads);
+}
+
+// See vb_chain.
+template <typename T>
+void chain(const Model &m, const Entry &e, Rows rows, void *const *stores, const int64_t *ids,
+           const T *entering, Angles angles, const int64_t *logit_rows, const sampling::SampleRow *samples,
+           const int32_t *lengths, int64_t most, int32_t *drawn, int threads) {
+    const int64_t width = e.hidden, vocabulary = m.head.cols, blocks = rows.max_blocks;
+    int64_t live = rows.sequences;
+    std::vector<int64_t> who(live), next_ids(live), positions(live), slots(live), firsts(live);
+    std::vector<int32_t> starts(live + 1), lens(rows.context_lens, rows.context_lens + live);
+    std::vector<int32_t> next_lens(live), tables(rows.block_tables, rows.block_tables + live * blocks);
+    std::vector<sampling::SampleRow> draws(live);
+    const Scratch<T> normed(live * width), logits(live * vocabulary), next(live * width);
+    for (int64_t i = 0; i < live; i++) who[i] = firsts[i] = i, starts[i + 1] = (int32_t)i + 1;
+    for (int64_t step = 0; live; step++) {
+        const Scratch<T> hidden(rows.count * width);
+        enter(e, ids, entering, rows.count, hidden.data, threads);
+        run_layers(m, rows, stores, hidden.data, angles, Record{}, logit_rows, live, normed.data,
+                   logits.data, nullptr, threads);
+        for (int64_t i = 0; i < live; i++) {
+            draws[i] = samples[who[i]];
+            draws[i].logits_row = i;
+            draws[i].position += (uint32_t)step;
+        }
+        vb_sample_rows(logits.data, sizeof(T) == sizeof(bf16), vocabulary, live, vocabulary, draws.data(),
+                       nullptr, nullptr, 0, threads);
+        int64_t left = 0;
+        for (int64_t i = 0; i < live; i++) {
+            const int64_t s = who[i], id = draws[i].id, position = lens[s]++;
+            drawn[s * most + step] = (int32_t)id;
+            const int64_t block = position / rows.block_size;
+            if (step + 1 >= lengths[s] || id < 0 || block >= blocks) continue;
+            const int32_t *table = rows.block_tables + i * blocks;
+            slots[left] = table[block] * rows.block_size + position % rows.block_size;
+            std::memmove(tables.data() + left * blocks, table, blocks * sizeof(int32_t));
+            std::memcpy(next.data + left * width, normed.data + i * width, width * sizeof(T));
+            who[left] = s, next_ids[left] = id, positions[left] = position, next_lens[left] = lens[s];
+            left++;
+        }
+        live = left;
+        rows = Rows{slots.data(), starts.data(), next_lens.data(), tables.data(), nullptr, nullptr,
+                    nullptr, live, live, blocks, rows.block_size, 0, nullptr, 0};
+        ids = next_ids.data(), entering = next.data, logit_rows = firsts.data();
+        angles.rows = positions.data();
+    }
 }
 
 }  // namespace
@@ -575,12 +683,13 @@ extern "C" void vb_layer(const Layer *l, const Rows *rows, void *k_store, void *
 // [count, hidden] and logits [count, vocabulary] of the rows `logit_rows`. `stores` holds K and V of the
 // first layer, of the second, and so on; `angle_rows` is null, or where in cos and sin a row's angles
 // are. `chosen` and `forced` are [rows, layers with experts, top_k], or null. Of a model without a head, that
-// is some layers of one, hidden becomes the output of the last layer, and `count` must be 0.
+// is some layers of one, hidden becomes the output of the last layer, and `count` must be 0. Unless `kept`
+// [slots, hidden] is null, what the norm makes of all rows goes there.
 extern "C" void vb_model(const Model *m, const Rows *rows, void *const *stores, void *hidden,
                          const void *cos, const void *sin, int64_t angles, int angles_f32,
                          const int64_t *angle_rows, int16_t *chosen, const int16_t *forced,
                          const int64_t *logit_rows, int64_t count, void *normed, void *logits,
-                         int threads) {
+                         void *kept, int threads) {
     const Angles found{cos, sin, angles, angles_f32, angle_rows};
     if (threads <= 0) threads = omp_get_max_threads();
     int64_t stride = 0;
@@ -588,25 +697,41 @@ extern "C" void vb_model(const Model *m, const Rows *rows, void *const *stores, 
         if (const Mixture *mixture = m->layers[i]->mixture) stride += mixture->router.top_k;
     const Record all{chosen, forced, stride};
     const auto run = [&] {
-        const int64_t last = m->head.data ? m->count - 1 : m->count;
-        int64_t routed = 0;
-        const auto record = [&](const Layer &l) {
-            return l.mixture ? all.layer(routed++, l.mixture->router.top_k) : Record{};
-        };
-        for (int64_t i = 0; i < last; i++)
-            whole(*m->layers[i], *rows, stores[2 * i], stores[2 * i + 1], hidden, found,
-                  record(*m->layers[i]), hidden, nullptr, threads);
-        if (last == m->count) return;
-        void *k = stores[2 * last], *v = stores[2 * last + 1];
-        const Record own = record(*m->layers[last]);
-        if (m->layers[last]->is_bf16)
-            finish(*m, *rows, k, v, (const bf16 *)hidden, found, own, logit_rows, count,
-                   (bf16 *)normed, (bf16 *)logits, threads);
-        else
-            finish(*m, *rows, k, v, (const float *)hidden, found, own, logit_rows, count,
-                   (float *)normed, (float *)logits, threads);
+        run_layers(*m, *rows, stores, hidden, found, all, logit_rows, count, normed, logits, kept,
+                   threads);
     };
     if (shares_products(*m, rows->count, count, threads)) with_team(threads, run);
+    else run();
+}
+
+// out[rows, hidden] of the tokens `ids` and the hidden states `entering` [rows, hidden]; null takes the
+// embeddings in their place.
+extern "C" void vb_enter(const Entry *e, const int64_t *ids, const void *entering, int64_t rows, void *out,
+                         int threads) {
+    if (e->is_bf16) enter(*e, ids, (const bf16 *)entering, rows, (bf16 *)out, threads);
+    else enter(*e, ids, (const float *)entering, rows, (float *)out, threads);
+}
+
+// Draws `lengths` tokens behind each sequence, one forward for each, into drawn[sequences, most]: by a model
+// that is given the last token drawn, and, behind the first one, its own hidden state. Where none can be drawn, what
+// follows is left as it is. The rows of the first forward have the last one of each sequence in `logit_rows`.
+// `samples` draw the first tokens. The rest is as in vb_model; without states, adapters and records.
+extern "C" void vb_chain(const Model *m, const Entry *e, const Rows *rows, void *const *stores,
+                         const int64_t *ids, const void *entering, const void *cos, const void *sin,
+                         int64_t angles, int angles_f32, const int64_t *angle_rows,
+                         const int64_t *logit_rows, const sampling::SampleRow *samples,
+                         const int32_t *lengths, int64_t most, int32_t *drawn, int threads) {
+    const Angles found{cos, sin, angles, angles_f32, angle_rows};
+    if (threads <= 0) threads = omp_get_max_threads();
+    const auto run = [&] {
+        if (e->is_bf16)
+            chain(*m, *e, *rows, stores, ids, (const bf16 *)entering, found, logit_rows, samples, lengths,
+                  most, drawn, threads);
+        else
+            chain(*m, *e, *rows, stores, ids, (const float *)entering, found, logit_rows, samples, lengths,
+                  most, drawn, threads);
+    };
+    if (shares_products(*m, rows->count, rows->sequences, threads)) with_team(threads, run);
     else run();
 }
 
@@ -616,4 +741,5 @@ extern "C" int64_t vb_delta_size() { return sizeof(DeltaRule); }
 extern "C" int64_t vb_mamba2_size() { return sizeof(Mamba2); }
 extern "C" int64_t vb_conv_size() { return sizeof(ShortConv); }
 extern "C" int64_t vb_mixture_size() { return sizeof(Mixture); }
+extern "C" int64_t vb_entry_size() { return sizeof(Entry); }
 extern "C" int64_t vb_model_size() { return sizeof(Model); }

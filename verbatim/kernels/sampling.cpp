@@ -3,25 +3,11 @@
 // One thread takes a whole row, so nothing about a row can depend on the rows beside it.
 
 #include "philox.h"
+#include "sampling.h"
 #include "select.h"
 #include "threads.h"
 
 namespace vb::sampling {
-
-struct SampleRow {  // field for field the ctypes structure in sampling/fast.py
-    uint64_t seed;
-    int64_t logits_row;   // several samples may be drawn from one row of logits
-    const float *edited;  // the row after penalties, biases and bans; null: as the model gave it
-    int64_t target;       // report this id and draw nothing; -1: draw
-    int64_t top_k;        // 0: all
-    double top_p, min_p;
-    float temperature;
-    uint32_t sample_index, position;
-    int32_t num_top;
-    int32_t id;  // from here on: results
-    float logprob, sampled_logprob;
-    int32_t found_top;
-};
 
 static bool ahead(float score, int64_t id, float best, int64_t best_id) {
     return score > best || (score == best && id < best_id);

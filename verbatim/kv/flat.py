@@ -66,8 +66,8 @@ class BlockStore:
 
     def poison(self, blocks: list[int]) -> None:
         """Fill `blocks` with NaN, so that tests detect reads of what was not written."""
-        for tensor in self.tensors:
-            tensor[blocks] = torch.nan
+        for tensor in self.tensors:  # of bytes, all ones make every bf16 scale a NaN
+            tensor[blocks] = torch.nan if tensor.is_floating_point() else 0xFF
 
 
 def read_rows(

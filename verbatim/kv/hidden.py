@@ -37,8 +37,10 @@ class HiddenStore(BlockStore):
     def write(self, slots: Tensor, hidden: Tensor) -> None:
         """Write `hidden` `[T, H]` at `slots` `[T]`."""
         rows = self.rows
+        slots = slots.to(rows.device)
         rows.index_copy_(0, slots, hidden.to(rows))  # plain indexing would wake all threads
 
     def read(self, slots: Tensor) -> Tensor:
         """Return a copy of the states at `slots` `[T]`: `[T, H]`."""
-        return self.rows.index_select(0, slots)
+        rows = self.rows
+        return rows.index_select(0, slots.to(rows.device))

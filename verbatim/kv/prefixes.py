@@ -63,15 +63,13 @@ class Prefixes:
         needed = -(-sequence.num_tokens // self.block_size) - len(found)
         if self.pool.num_free >= needed and self.states.num_free(3) == 3:
             usable = len(found) + folder.leading(keys[len(found) :])
-            has_state = False
-            if self.states.enabled:
-                cached = self.states.pool.has
-                while usable and not (has_state := cached(keys[usable - 1])):
-                    if folder.has("states", keys[usable - 1]):
-                        break
-                    usable -= 1
-            count = folder.load("blocks", keys[len(found) : usable])
-            if self.states.enabled and not has_state and len(found) + count >= usable > 0:
+            cached = self.states.pool.has
+            while self.states.enabled and usable and not cached(keys[usable - 1]):
+                if folder.has("states", keys[usable - 1]):
+                    break
+                usable -= 1
+            count = len(found) + folder.load("blocks", keys[len(found) : usable])
+            if self.states.enabled and count >= usable > 0 and not cached(keys[usable - 1]):
                 folder.load("states", keys[usable - 1 : usable])
         self.pool.give_back(found)
 

@@ -70,6 +70,11 @@ def resolve_kv_dtype(kv_dtype: str | torch.dtype) -> KVDtype:
     return found
 
 
+def row_nbytes(dtype: KVDtype, width: int) -> int:
+    """Return the bytes of one head's vector of `width` elements."""
+    return dtype.row_bytes(width) if isinstance(dtype, Packing) else width * dtype.itemsize
+
+
 def pack(x: Tensor, packing: Packing) -> Tensor:
     """Quantize `[..., D]` of any float dtype to rows `[..., row_bytes(D)]` uint8.
 

@@ -6,7 +6,7 @@ invariant by construction: the bits of a row depend on the state before it and o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -47,26 +47,24 @@ def causal_conv(
         if recurrence.served(x):
             bias = None if bias is None else bias.to(x.dtype)
             return recurrence.causal_conv(x, weight.to(x.dtype), bias, state, at)
-    before = weight.shape[1] - 1
-    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     if compiled:
+        out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         x, weight = x.contiguous(), weight.to(x.dtype).contiguous()
         bias = None if bias is None else bias.to(x.dtype).contiguous()
         operands = addresses(out, x, weight, bias, state, *at)
         sizes = len(at.sources), len(at.rows), *weight.shape
         run("vb_causal_conv", x.dtype, *operands, *sizes)
         return out
-    for first, last, source, writes in _sequences(at):
-        inputs = torch.cat([state[source], x[first:last]])  # [K - 1 + rows, C]
-        total = torch.zeros_like(out[first:last])
-        if bias is not None:
-            total = total + bias.float()
-        for j, tap in enumerate(weight.T.float()):
-            total = total + inputs[j : j + last - first].float() * tap
-        out[first:last] = total
-        for row, target in writes:
-            state[target] = inputs[row - first + 1 : row - first + 1 + before]
-    return out
+    first = weight.new_zeros(weight.shape[0], dtype=torch.float32)
+    first = first if bias is None else first + bias.float()
+    return scan(partial(_conv_step, weight.t().float(), first), [x], state, at)
+
+
+def _conv_step(taps: Tensor, total: Tensor, state: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+    inputs = torch.cat([state, row[:, None]], dim=1)
+    for j, tap in enumerate(taps):
+        total = total + inputs[:, j].float() * tap
+    return inputs[:, 1:], total
 
 
 @kernels.without_overrides
@@ -106,8 +104,8 @@ def linear_recurrence(
         from verbatim.kernels.triton import recurrence
 
         return recurrence.linear_recurrence(q, k, v, decay, beta, state, at)
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
     if compiled:
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
         q, k, v, decay = (x.contiguous() for x in (q, k, v, decay))
         beta = None if beta is None else beta.contiguous()
         operands = addresses(out, q, k, v, decay, beta, state, *at)
@@ -117,19 +115,18 @@ def linear_recurrence(
     group = v.shape[1] // k.shape[1]
     q, k = (x.repeat_interleave(group, dim=1)[..., None] for x in (q, k))  # [T, H, K, 1]
     decay = decay[..., None, None] if decay.dim() == 2 else decay[..., None]
-    for first, last, source, writes in _sequences(at):
-        targets = dict(writes)
-        s = state[source]
-        for row in range(first, last):
-            s = s * decay[row]
-            value = v[row]
-            if beta is not None:
-                value = (value - tree_sum(s * k[row], -2)) * beta[row][:, None]
-            s = s + k[row] * value[:, None]
-            out[row] = tree_sum(s * q[row], -2)
-            if row in targets:
-                state[targets[row]] = s
-    return out
+    rows = [q, k, v, decay] if beta is None else [q, k, v, decay, beta[..., None]]
+    return scan(_linear_step, rows, state, at)
+
+
+def _linear_step(
+    state: Tensor, q: Tensor, k: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    state = state * decay
+    if beta is not None:
+        value = (value - tree_sum(state * k, -2)) * beta
+    state = state + k * value[..., None, :]
+    return state, tree_sum(state * q, -2)
 
 
 Step = Callable[..., tuple[Tensor, Tensor]]
@@ -226,11 +223,3 @@ def tree_sum(x: Tensor, dim: int, *, keepdim: bool = False) -> Tensor:
         total = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
         x = torch.cat([total, x.narrow(dim, size - 1, 1)], dim) if size % 2 else total
     return x if keepdim else x.squeeze(dim)
-
-
-def _sequences(at: StateRows) -> Iterator[tuple[int, int, int, list[tuple[int, int]]]]:
-    """Yield first row, last row + 1, the slot to read and the (row, slot)s to write of each sequence."""
-    starts = at.query_starts.tolist()
-    writes = list(zip(at.rows.tolist(), at.targets.tolist(), strict=True))
-    for first, last, source in zip(starts, starts[1:], at.sources.tolist(), strict=False):
-        yield first, last, source, [(row, slot) for row, slot in writes if first <= row < last]

@@ -18,7 +18,7 @@ from verbatim.kernels.options import AnyOptions, IndexOptions
 from verbatim.kv.attention import paged_attention, write_kv
 from verbatim.kv.flat import BlockStore
 from verbatim.kv.indexing import attend_to_chosen, attend_to_records, choose_keys
-from verbatim.kv.quantized import KVDtype, Packing, unpack
+from verbatim.kv.quantized import KVDtype, Packing, row_nbytes, unpack
 from verbatim.kv.states import StateShape, StateStore
 
 
@@ -73,18 +73,17 @@ class KVStore(BlockStore):
     ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.dtype = dtype
         self.packing = packing = dtype if isinstance(dtype, Packing) else None
         self.dtype_name = packing.name if packing else str(dtype).removeprefix("torch.")
         self.device = device
         self._value_sizes = [s.value_dim for s in layers]
 
+        stored = torch.uint8 if isinstance(dtype, Packing) else dtype
+
         def blocks(heads: int, width: int) -> Tensor:
-            row = (
-                (width, dtype)
-                if isinstance(dtype, torch.dtype)
-                else (dtype.row_bytes(width), torch.uint8)
-            )
-            return torch.empty(num_blocks, heads, block_size, row[0], dtype=row[1], device=device)
+            size = num_blocks, heads, block_size, row_nbytes(dtype, width) // stored.itemsize
+            return torch.empty(size, dtype=stored, device=device)
 
         def all_blocks() -> list[tuple[Tensor, Tensor]]:
             # Inference tensors could only be written in inference mode.
@@ -147,10 +146,6 @@ class KVStore(BlockStore):
         keys = k[blocks, 0].flatten(0, 1)
         return keys.float() if self.packing is None else unpack(keys, width, self.packing)
 
-    def poison(self, blocks: list[int]) -> None:
-        for tensor in self.tensors:  # of bytes, all ones make every bf16 scale a NaN
-            tensor[blocks] = torch.nan if self.packing is None else 0xFF
-
     @contextmanager
     def stores_for(self, batches: list[Batch]) -> Iterator[list[KVStore]]:
         """Yield the store to use for each micro-batch of one forward."""
@@ -173,11 +168,9 @@ class KVStore(BlockStore):
 
 def bytes_per_token(layers: list[LayerShape], dtype: KVDtype) -> int:
     """Return the KV bytes of one token in all layers."""
-    if isinstance(dtype, Packing):
-        return sum(
-            s.kv_heads * (dtype.row_bytes(s.key_dim) + dtype.row_bytes(s.value_dim)) for s in layers
-        )
-    return sum(shape.elements for shape in layers) * dtype.itemsize
+    return sum(
+        s.kv_heads * row_nbytes(dtype, width) for s in layers for width in (s.key_dim, s.value_dim)
+    )
 
 
 def cache_info(

@@ -86,79 +86,63 @@ def state_bytes(layer: Any) -> int:
     return nbytes
 
 
-def indexer(module: Any) -> Callable[..., Tensor]:
-    """Return the forward of DeepSeek V4's indexer, with records of its own: positions `[T, 1, k]`."""
+def indexer(module: Any, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor) -> Tensor:
+    """DeepSeek V4's indexer, with records of its own: positions `[T, 1, k]`."""
     scorer = module.scorer
+    k = _records(module, hidden_states, position_ids)
+    angles = module.rotary_emb(
+        hidden_states, position_ids=position_ids, layer_type=module.rope_layer_type
+    )
+    q = module.q_b_proj(q_residual).unflatten(-1, (module.num_heads, module.head_dim))
+    q = _rotate(module, q, *angles).flatten(0, 1)
     scale = float(scorer.weights_scaling * scorer.softmax_scale)
-
-    def forward(hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor) -> Tensor:
-        k = _records(module, hidden_states, position_ids)
-        angles = module.rotary_emb(
-            hidden_states, position_ids=position_ids, layer_type=module.rope_layer_type
-        )
-        q = module.q_b_proj(q_residual).unflatten(-1, (module.num_heads, module.head_dim))
-        q = _rotate(module, q, *angles).flatten(0, 1)
-        weights = scorer.weights_proj(hidden_states).float().flatten(0, 1) * scale
-        options = IndexOptions(
-            module.index_topk, weights, module.compress_rate, pooled=True, records=True
-        )
-        return attend(module, q, k, k[..., :0], options)
-
-    return forward
+    weights = scorer.weights_proj(hidden_states).float().flatten(0, 1) * scale
+    options = IndexOptions(
+        module.index_topk, weights, module.compress_rate, pooled=True, records=True
+    )
+    return attend(module, q, k, k[..., :0], options)
 
 
-def attention(module: Any) -> Callable[..., tuple[Tensor, None]]:
-    """Return the forward of DeepSeek V4's attention."""
-    compressor = module.compressor
-    if compressor is not None and compressor.compress_rate < 2:
-        raise UnsupportedModel("a record of one token is none: its compress rate is below 2")
-
-    def forward(
-        hidden_states: Tensor,
-        position_embeddings: dict[str, tuple[Tensor, Tensor]],
-        position_ids: Tensor,
-        *_: Any,
-        **__: Any,
-    ) -> tuple[Tensor, None]:
-        cos, sin = position_embeddings[module.rope_layer_type]
-        heads = (-1, module.head_dim)
-        residual = module.q_a_norm(module.q_a_proj(hidden_states))
-        q = module.q_b_norm(module.q_b_proj(residual).unflatten(-1, heads))
-        k = module.kv_norm(module.kv_proj(hidden_states)).unflatten(-1, heads)
-        q, k = (_rotate(module, x, cos, sin) for x in (q, k))
-        v, records = k.flatten(0, 1), None
-        if compressor is not None:
-            v, records = compressor(hidden_states, residual, position_ids)
-        options = AttentionOptions(
-            scale=module.scaling,
-            window=module.sliding_window,
-            sinks=module.sinks.detach().float(),
-            records=records,
-        )
-        out = attend(module, q.flatten(0, 1), k.flatten(0, 1), v, options).view(q.shape)
-        # The values are rotated, as they are the keys; this leaves their distance to the row.
-        grouped = _rotate(module, out, cos, -sin).flatten(2)
-        grouped = grouped.unflatten(-1, (module.config.o_groups, -1))
-        return module.o_b_proj(module.o_a_proj(grouped).flatten(2)), None
-
-    return forward
+def attention(
+    module: Any,
+    hidden_states: Tensor,
+    position_embeddings: dict[str, tuple[Tensor, Tensor]],
+    position_ids: Tensor,
+    *_: Any,
+    **__: Any,
+) -> tuple[Tensor, None]:
+    """DeepSeek V4's attention."""
+    cos, sin = position_embeddings[module.rope_layer_type]
+    heads = (-1, module.head_dim)
+    residual = module.q_a_norm(module.q_a_proj(hidden_states))
+    q = module.q_b_norm(module.q_b_proj(residual).unflatten(-1, heads))
+    k = module.kv_norm(module.kv_proj(hidden_states)).unflatten(-1, heads)
+    q, k = (_rotate(module, x, cos, sin) for x in (q, k))
+    v, records, compressor = k.flatten(0, 1), None, module.compressor
+    if compressor is not None:
+        if compressor.compress_rate < 2:
+            raise UnsupportedModel("a record of one token is none: its compress rate is below 2")
+        v, records = compressor(hidden_states, residual, position_ids)
+    options = AttentionOptions(
+        scale=module.scaling,
+        window=module.sliding_window,
+        sinks=module.sinks.detach().float(),
+        records=records,
+    )
+    out = attend(module, q.flatten(0, 1), k.flatten(0, 1), v, options).view(q.shape)
+    # The values are rotated, as they are the keys; this leaves their distance to the row.
+    grouped = _rotate(module, out, cos, -sin).flatten(2)
+    grouped = grouped.unflatten(-1, (module.config.o_groups, -1))
+    return module.o_b_proj(module.o_a_proj(grouped).flatten(2)), None
 
 
-def grouped_linear(module: Any) -> Callable[[Tensor], Tensor]:
-    """Return the forward of a linear for each group of columns, `[..., G, D]` to `[..., G, R]`."""
-
-    def forward(x: Tensor) -> Tensor:
-        weight = module.weight.unflatten(0, (module.n_groups, -1)).transpose(1, 2)
-        out = products.matmul(x.flatten(0, -3).transpose(0, 1), weight)
-        return out.transpose(0, 1).reshape(*x.shape[:-1], -1)
-
-    return forward
+def grouped_linear(module: Any, x: Tensor) -> Tensor:
+    """A linear for each group of columns, `[..., G, D]` to `[..., G, R]`."""
+    weight = module.weight.unflatten(0, (module.n_groups, -1)).transpose(1, 2)
+    out = products.matmul(x.flatten(0, -3).transpose(0, 1), weight)
+    return out.transpose(0, 1).reshape(*x.shape[:-1], -1)
 
 
-ADAPTERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
-    "DeepseekV4Attention": attention,
-    "DeepseekV4GroupedLinear": grouped_linear,
-}
 COMPRESSORS: dict[str, Callable[..., Any]] = {
     "DeepseekV4CSACompressor": chosen_records,
     "DeepseekV4HCACompressor": all_records,

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from verbatim.batch import Adapter, Batch
+from verbatim.batch import Adapter, Batch, SampleRow
 from verbatim.errors import EngineClosed, ModelChanged, NotSupported, first_line
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.store import KVStore
@@ -22,7 +22,7 @@ from verbatim.model.context import IMPLEMENTATION, ForwardContext, activate, fla
 from verbatim.model.experts import flat_experts, how_run
 from verbatim.model.flat import BLOCK_SIZE, FlatContext, logits_of, noise_store, span_batch
 from verbatim.model.fused import FusedLayers
-from verbatim.model.hidden import body_outputs, head_inputs, head_of, hidden_rows
+from verbatim.model.hidden import head_of, hidden_rows, recorded
 from verbatim.model.invariant import InvariantMode
 from verbatim.model.lora import Adapters
 from verbatim.model.patching import (
@@ -36,7 +36,8 @@ from verbatim.model.routing import Records, Routing
 from verbatim.model.spec import ModelSpec, inner_model
 from verbatim.model.tree import Tree, hooked_everywhere
 from verbatim.model.trial import inspect_model
-from verbatim.model.whole import ModelPart, Output
+from verbatim.model.whole import ModelPart
+from verbatim.protocols import Forward
 
 _TRIAL_TOKENS = 8  # tokens of a trial forward
 
@@ -80,6 +81,7 @@ class Decoder:
         batch_invariant: False leaves products and activations to the module, not batch-invariant; faster on a
             GPU.
         part: the module has only some layers of a model.
+        origin: decoder of a module that has parts of this one; if that may be edited, so may this one.
 
     Attributes:
         fused: number of fused layers, and why others are not (`FusedLayers.report`); None: disabled.
@@ -98,8 +100,11 @@ class Decoder:
         unseen: bool = False,
         batch_invariant: bool = True,
         part: ModelPart | None = None,
+        origin: Decoder | None = None,
     ) -> None:
         register()
+        self._origin = origin
+        self._views: weakref.WeakSet[Decoder] = weakref.WeakSet()
         self._part = part
         self._batch_invariant = batch_invariant
         self._fuse = fused
@@ -114,6 +119,28 @@ class Decoder:
             self._prepare(module)
         self._watched |= self._tree.has_hooks()  # hooks of the model's own code
 
+    def view(self, module: nn.Module, part: ModelPart | None = None) -> Decoder:
+        """Return a decoder of another module that has parts of this one's, with the same settings.
+
+        Raises:
+            UnsupportedModel: as `Decoder`.
+        """
+        view = Decoder(
+            module,
+            fused=self._fuse,
+            unseen=True,
+            batch_invariant=self._batch_invariant,
+            part=part,
+            origin=self,
+        )
+        self._views.add(view)
+        return view
+
+    @property
+    def _is_watched(self) -> bool:
+        """Return whether the module may have been edited since the last forward."""
+        return self._watched or (self._origin is not None and self._origin._is_watched)
+
     def _prepare(self, module: nn.Module) -> None:
         self._tree = Tree(module)
         self._forwards = replaced_forwards(module, batch_invariant=self._batch_invariant)
@@ -126,7 +153,6 @@ class Decoder:
         self.fused = self._layers.report
         if self.adapters.numbers:
             self.adapters.attach(module, self._unfused, self._layers.layers)
-        self._body: nn.Module | None = None
         self._head_reads_body = False  # what the head is given is what the body returns
 
     def load_adapter(self, adapter: Adapter, *, partial: bool = False) -> list[str]:
@@ -137,7 +163,8 @@ class Decoder:
         """
         with exclusive:
             self.refresh()
-            self.adapters.attach(self.held, self._unfused, self._layers.layers)
+            if not self.adapters.numbers:
+                self.adapters.attach(self.held, self._unfused, self._layers.layers)
             return self.adapters.load(adapter, partial=partial)
 
     def unload_adapter(self, number: int) -> None:
@@ -152,7 +179,7 @@ class Decoder:
         """
         with exclusive:
             module = self.held
-            if self._tree.unchanged():
+            if not self._is_watched or self._tree.unchanged():
                 return
             before, now = self.spec, inspect_model(module)
             for name, old, new in (
@@ -189,6 +216,11 @@ class Decoder:
         """The module whose parameters these are, by the names that callers know: itself."""
         return self.held
 
+    @property
+    def architecture(self) -> str:
+        """The class of the model."""
+        return type(inner_model(self.held)).__name__
+
     def how_experts_run(self) -> dict[str, int]:
         """Return the number of layers by the way their experts run, in words; empty without experts."""
         fused = self._layers.fused_experts()
@@ -201,13 +233,14 @@ class Decoder:
 
     def weights_moved(self) -> None:
         """Update after the module's tensors moved in memory."""
-        self._layers.forget()
+        for decoder in (self, *self._views):
+            decoder._layers.forget()
 
     def close(self) -> None:
         """Drop the references to the module."""
         self._module = lambda: None
         self.adapters = Adapters(self.spec.dtype)
-        for name in ("_tree", "_body", "_forwards", "_unfused", "_configs", "_layers"):
+        for name in ("_tree", "_forwards", "_unfused", "_configs", "_layers"):
             vars(self).pop(name, None)
 
     def forward(self, batch: Batch, store: KVStore) -> Tensor:
@@ -222,7 +255,7 @@ class Decoder:
         body: HiddenStore | None = None,
         *,
         hooks: bool = True,
-    ) -> Output:
+    ) -> Forward:
         """Run one forward; write K and V to `store`, what layers choose to `records`, and the body's
         output of every row, after the last norm, to `body`.
 
@@ -233,14 +266,14 @@ class Decoder:
             NotSupported: the batch wants hidden states or forced choices, and the model does not support it.
         """
         with exclusive:
-            if self._watched:
-                self.refresh()
+            self.refresh()
+            spec = self.spec
             if batch.forced_experts is not None:
-                self.spec.check("replay", "its routing can't be replayed")
-            if batch.wants_hidden:
-                self.spec.check("hidden", "no hidden states")
+                spec.routed.check_replay("its routing can't be replayed")
             if batch.forced_keys is not None:
-                self.spec.check("indices", "its indices can't be replayed")
+                spec.indexed.check_replay("its indices can't be replayed")
+            if batch.wants_hidden and spec.hidden_reason is not None:
+                raise NotSupported(f"no hidden states: {spec.hidden_reason}")
             routing = records.get("routing")
             indices = records.get("indices") if batch.records_keys else None
             for record in (routing, indices):
@@ -266,6 +299,25 @@ class Decoder:
                     routing.write(context.rows, context.routing.record())
             return output
 
+    def chain(
+        self, batch: Batch, store: KVStore, rows: list[SampleRow], lengths: list[int]
+    ) -> list[list[int]] | None:
+        """Draw tokens one after the other, as of `WholeModel.chain`, without hooks.
+
+        Raises:
+            ModelChanged: as `refresh`.
+        """
+        with exclusive:
+            self.refresh()
+            watched = self._is_watched
+            trusted = self._layers.unchanged(hooks=False, watched=watched)
+            whole = self._layers.whole_now() if trusted and self._order is None else None
+            if whole is None:
+                return None
+            with plain_numbers():
+                context = FlatContext(self.spec.slots, batch, store)
+                return whole.chain(context, rows, lengths, watched=watched)
+
     def steps_can_be_recorded(self) -> bool:
         """Return whether every forward runs the same operations, without hooks."""
         with exclusive:
@@ -281,17 +333,6 @@ class Decoder:
         with exclusive:
             context = FlatContext(self.spec.slots, batch, store, rows=rows)
             return self._forward(self.module, [context], hooks=False).logits
-
-    def check_replay(self, name: str = "routing") -> None:
-        """Check that this model's experts, or the keys of its indexers ("indices"), can be forced.
-
-        Raises:
-            NotSupported: they can't; the message has the reason.
-        """
-        with exclusive:
-            self.refresh()
-            name = "replay" if name == "routing" else name
-            self.spec.check(name, type(inner_model(self.held)).__name__)
 
     def check_body(self, hidden_size: int) -> None:
         """Check by a trial that `run` can store the body's output, `hidden_size` numbers per row.
@@ -314,15 +355,9 @@ class Decoder:
                 self._head_reads_body = torch.equal(hidden, body.read(context.rows))
             except Exception as error:  # a body of any architecture
                 raise NotSupported(
-                    f"{type(inner_model(self.held)).__name__}: the hidden states of its body can't be "
+                    f"{self.architecture}: the hidden states of its body can't be "
                     f"kept: {type(error).__name__}: {first_line(error)}"
                 ) from error
-
-    def _body_of(self, module: nn.Module) -> nn.Module:
-        """Return the model without its head, cached, as the lookup is slow."""
-        if self._body is None:
-            self._body = inner_model(module).get_decoder()
-        return self._body
 
     def _forward(
         self,
@@ -331,7 +366,7 @@ class Decoder:
         *,
         body: HiddenStore | None = None,
         hooks: bool = True,
-    ) -> Output:
+    ) -> Forward:
         """Run the forwards of all micro-batches; join their outputs."""
         spec, layers, adapters = self.spec, self._layers, self.adapters
         wants_hidden = contexts[0].batch.wants_hidden
@@ -345,7 +380,7 @@ class Decoder:
                 for context in contexts:
                     if context.direct is not None and context.adapted:
                         context.direct.adapt(adapters.structs(context.adapted))
-        watched = self._watched
+        watched = self._is_watched
         hooked = hooks and (self._tree.has_hooks() if watched else hooked_everywhere())
         # A hook may keep references to modules, and edit them later.
         self._watched |= hooked
@@ -353,21 +388,21 @@ class Decoder:
         for context in contexts:
             context.trusted = trusted
         context = contexts[0]
-        serves = body is None or (self._head_reads_body and _needs_all_logits(context.batch))
+        serves = body is None or self._head_reads_body
         serves = serves and self._order is None and adapters.serves(groups, whole=True)
         whole = layers.whole_now() if serves and trusted else None
         if whole is not None:
             with plain_numbers():
-                found = whole.run(context, watched=watched)
+                found = whole.run(context, body, watched=watched)
             if found is not None:
-                if body is not None and found.hidden is not None:
-                    body.write(context.rows, found.hidden)
-                return found if wants_hidden else Output(found.logits, None)
+                return found if wants_hidden else Forward(found.logits)
         with (
             patched(self._tree, forwards_of_layers, self._configs, hooks=hooks),
             _mode(self._tree, spec, self._batch_invariant),
-            head_inputs(head_of(inner_model(module)) if wants_hidden else None, contexts) as seen,
-            body_outputs(None if body is None else self._body_of(module), contexts) as made,
+            recorded(head_of(inner_model(module)) if wants_hidden else None, contexts) as seen,
+            recorded(
+                None if body is None else inner_model(module).get_decoder(), contexts, outputs=True
+            ) as made,
         ):
             if self._order is None:
                 with activate(context):
@@ -385,13 +420,7 @@ class Decoder:
             if body is not None:
                 for context, (last,) in zip(contexts, made, strict=True):
                     body.write(context.rows, last.flatten(0, -2))
-        return Output(_joined(logits), _joined(hidden) if hidden else None)
-
-
-def _needs_all_logits(batch: Batch) -> bool:
-    """Return whether every row of a batch has logits, as in decoding."""
-    rows = batch.logit_rows
-    return len(rows) == batch.num_tokens and torch.equal(rows, torch.arange(len(rows)))
+        return Forward(_joined(logits), _joined(hidden) if hidden else None)
 
 
 def _joined(rows: list[Tensor]) -> Tensor:

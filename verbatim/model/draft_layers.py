@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from torch import Tensor
 
-from verbatim.batch import Batch
+from verbatim.batch import Batch, SampleRow
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.quantized import KVDtype
 from verbatim.kv.store import KVStore
@@ -34,38 +31,14 @@ class DraftLayers:
         """Everything that is kept in blocks."""
         return []
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of `stores`."""
-        return sum(store.nbytes for store in self.stores)
-
     def info(self) -> dict[str, int]:
         """Describe them in plain values."""
         return {}
 
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, (from, to)."""
-        for store in self.stores:
-            store.copy_blocks(copies)
-
-    def release(self) -> None:
-        """Free the memory of the stores; the weights stay."""
-        for store in self.stores:
-            store.release()
-
-    def allocate(self) -> None:
-        """Allocate the stores again after `release`, without their contents."""
-        for store in self.stores:
-            store.allocate()
-
     def close(self) -> None:
         """Free all memory, and drop the references to modules."""
-        self.release()
-
-    @contextmanager
-    def patched(self) -> Iterator[None]:
-        """The context in which layers are run: one for all forwards of a draft."""
-        yield
+        for store in self.stores:
+            store.release()
 
     def run(self, k: int, batch: Batch, store: KVStore) -> Tensor:
         """Run layer `k`: `[R, V]` logits of `batch.logit_rows`.
@@ -74,3 +47,9 @@ class DraftLayers:
             store: K and V of the whole model.
         """
         raise NotImplementedError
+
+    def chain(
+        self, k: int, batch: Batch, store: KVStore, rows: list[SampleRow], lengths: list[int]
+    ) -> list[list[int]] | None:
+        """Draw tokens by layer `k` and its own earlier draws, as of `WholeModel.chain`; None if it can't."""
+        return None

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from verbatim.batch import Batch
+from verbatim.batch import Batch, SampleRow
 from verbatim.checks import optional_integer
 from verbatim.errors import InvalidRequest, UnsupportedModel
 from verbatim.kv.store import KVStore
@@ -74,17 +74,26 @@ class EarlyExitLayers(DraftLayers):
         Raises:
             ModelChanged: as the whole model's; other edits of a live module are followed.
         """
+        return self._current().run(batch, store, hooks=False).logits
+
+    def chain(
+        self, k: int, batch: Batch, store: KVStore, rows: list[SampleRow], lengths: list[int]
+    ) -> list[list[int]] | None:
+        return self._current().chain(batch, store, rows, lengths)
+
+    def _current(self) -> Decoder:
+        """Return the decoder of the first layers, after edits of the module."""
         self._whole.refresh()
-        if self._whole.spec is not self._spec:  # the module was edited
+        if self._whole.spec is not self._spec:
             self._cut()
-        return self._short.run(batch, store, hooks=False).logits
+        return self._short
 
     def close(self) -> None:
         self._short.close()
         self._module = None
 
     def _cut(self) -> None:
-        module, spec = self._module or self._whole.module, self._whole.spec
+        module, spec = self._module or self._whole.held, self._whole.spec
         name = type(inner_model(module)).__name__
         try:
             layers = _list_of_layers(module, spec)
@@ -95,8 +104,7 @@ class EarlyExitLayers(DraftLayers):
             first = _twin(layers)
             kept = list(layers._modules.items())[: self.num_layers]
             first.__dict__["_modules"] = dict(kept)
-            fused = self._whole.fused is not None
-            self._short = Decoder(_with(module, layers, first), fused=fused)
+            self._short = self._whole.view(_with(module, layers, first))
             _check_prefix(self._short.spec, spec, self.num_layers, whole=self._module is None)
         except UnsupportedModel as reason:
             raise UnsupportedModel(f"{name} can't exit early: {reason}") from reason.__cause__
@@ -190,13 +198,19 @@ def _check_prefix(short: ModelSpec, long: ModelSpec, num_layers: int, *, whole: 
 
 
 def open_draft_layers(
-    draft: Mtp | EarlyExit | None, decoder: Decoder, loaded: LoadedModel
+    draft: Mtp | EarlyExit | None,
+    decoder: Decoder,
+    loaded: LoadedModel,
+    module: nn.Module | None = None,
 ) -> DraftLayers:
     """Open the layers of a model in this process that draft for it, without KV stores.
+
+    Args:
+        module: as of `EarlyExitLayers`.
 
     Raises:
         InvalidRequest, NotSupported, ModelError: it has none, or unsupported ones.
     """
     if isinstance(draft, Mtp):
         return open_mtp(draft, decoder, loaded)
-    return DraftLayers() if draft is None else EarlyExitLayers(decoder, draft.layers)
+    return DraftLayers() if draft is None else EarlyExitLayers(decoder, draft.layers, module)

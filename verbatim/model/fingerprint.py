@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import chain
-from operator import attrgetter, getitem
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,9 +13,10 @@ from verbatim.model.structs import NotFusable
 
 # A reference to a tensor or a number: its dictionary and name.
 Place = tuple[dict[str, Any], str]
-# Attributes that change while a module is patched, or with its caller.
+# Attributes that change while a module is patched, or with its caller, or that no forward reads.
 _IGNORED = frozenset(
-    {"training", "_attn_implementation_internal", "_experts_implementation_internal"}
+    "training _attn_implementation_internal _experts_implementation_internal _is_hf_initialized "
+    "_is_full_backward_hook".split()
 )
 _LAYOUT = Tensor.data_ptr, Tensor.numel, Tensor.stride, attrgetter("dtype")
 
@@ -33,12 +34,9 @@ class Fingerprint:
     """
 
     def __init__(
-        self, tensors: list[Place], numbers: Iterable[Place] = (), classes: Iterable[type] = ()
+        self, tensors: Iterable[Place], numbers: Iterable[Place] = (), classes: Iterable[type] = ()
     ) -> None:
-        self._tensors = tensors
-        distinct = {(id(fields), name): (fields, name) for fields, name in numbers}
-        self._numbers = [fields for fields, _ in distinct.values()]
-        self._names = [name for _, name in distinct.values()]
+        self._tensors, self._numbers = _distinct(tensors), _distinct(numbers)
         self._values = self._values_now()
         self._classes: list[Any] = [*dict.fromkeys(classes)]
         self._forwards = [cls.forward for cls in self._classes]
@@ -49,8 +47,8 @@ class Fingerprint:
         """Return the fingerprint of all, none of which has changed."""
         parts = [*fingerprints]
         whole = cls(
-            [*chain.from_iterable(part._tensors for part in parts)],
-            chain.from_iterable(zip(part._numbers, part._names, strict=True) for part in parts),
+            chain.from_iterable(zip(*part._tensors, strict=True) for part in parts),
+            chain.from_iterable(zip(*part._numbers, strict=True) for part in parts),
             chain.from_iterable(part._classes for part in parts),
         )
         whole.record_layouts()
@@ -66,12 +64,7 @@ class Fingerprint:
 
     def same_layouts(self) -> bool:
         """Return whether the tensors lie where they lay at the last `record_layouts`."""
-        try:
-            if self._layouts is None or self._layouts_now() != self._layouts:
-                return False
-        except (KeyError, TypeError):  # a tensor is gone
-            return False
-        return {*map(dict.get, *self._missing)} <= {None}
+        return self._layouts is not None and self._layouts_now() == self._layouts
 
     def unchanged(self) -> bool:
         """Return whether nothing changed but perhaps the values of tensors."""
@@ -97,18 +90,22 @@ class Fingerprint:
 
     def record_layouts(self) -> None:
         """Record where the tensors lie, and which are missing."""
-        there = [p for p in self._tensors if p[0].get(p[1]) is not None]
-        missing = [p for p in self._tensors if p[0].get(p[1]) is None]
-        self._present = [p[0] for p in there], [p[1] for p in there]
-        self._missing = [p[0] for p in missing], [p[1] for p in missing]
         self._layouts = self._layouts_now()
 
     def _layouts_now(self) -> list[list[Any]]:
-        tensors = [*map(getitem, *self._present)]
-        return [[*map(of, tensors)] for of in _LAYOUT]
+        tensors = [*map(dict.get, *self._tensors)]
+        there = [tensor for tensor in tensors if tensor is not None]
+        missing = [] if len(there) == len(tensors) else [tensor is None for tensor in tensors]
+        return [missing, *([*map(of, there)] for of in _LAYOUT)]
 
     def _values_now(self) -> list[Any]:
-        return [*map(dict.get, self._numbers, self._names)]
+        return [*map(dict.get, *self._numbers)]
+
+
+def _distinct(places: Iterable[Place]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the dictionaries and the names of distinct places."""
+    distinct = {(id(fields), name): (fields, name) for fields, name in places}
+    return [fields for fields, _ in distinct.values()], [name for _, name in distinct.values()]
 
 
 def numbers_of(modules: list[nn.Module]) -> list[Place]:

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from verbatim.kernels.functions import addresses, kernel
-from verbatim.model.quantize import pack_and_measure, unpack
-from verbatim.model.weight_packing import WeightPacking, stretches
+from verbatim.model.quantize import pack_and_measure, plain_rows
+from verbatim.model.weight_packing import INTERLEAVED, WeightPacking, join, split
 
-BLOCK = 32  # columns per block, also in `WeightPacking.nbytes`
 _SMALLEST = 2.0**-100
 
 
@@ -75,38 +74,11 @@ def _interleave_one(packed: Tensor, packing: WeightPacking, out: Tensor, backend
         sizes = packing.width, packing.depth, kind.bits, kind.group_size
         function(*addresses(out, rows), *sizes)
         return
-    words = _moved(rows, packing, replace(packing, interleaved=True)).view(torch.int32)
-    missing = -len(words) % BLOCK
+    words = join(*split(rows, packing), replace(packing, interleaved=True)).view(torch.int32)
+    missing = -len(words) % INTERLEAVED
     words = torch.cat([words, words.new_zeros(missing, words.shape[1])])
-    blocks = words.view(-1, BLOCK, words.shape[1]).transpose(1, 2).contiguous()
+    blocks = words.view(-1, INTERLEAVED, words.shape[1]).transpose(1, 2).contiguous()
     out.copy_(blocks.view(torch.uint8).flatten())
-
-
-def interleaved_rows(
-    data: Tensor, packing: WeightPacking, rows: Tensor | None = None
-) -> tuple[Tensor, WeightPacking]:
-    """Return all rows, or `rows` `[n]`, of an interleaved matrix in `pack`'s layout of `[N, K]`."""
-    assert packing.interleaved and data.shape == (packing.nbytes,)
-    blocks = data.view(torch.int32).view(-1, packing.vector_words, BLOCK)
-    if rows is None:
-        words = blocks.transpose(1, 2).reshape(-1, packing.vector_words)[: packing.width]
-    else:
-        words = blocks[rows // BLOCK, :, rows % BLOCK]
-    shape = (len(words), packing.depth)
-    plain = replace(packing, interleaved=False, columns=False, shape=shape)
-    return _moved(words.contiguous().view(torch.uint8), packing, plain).flatten(), plain
-
-
-def unpack_any(packed: Tensor, packing: WeightPacking) -> Tensor:
-    """Dequantize matrices that may be interleaved."""
-    packed = packed.contiguous()
-    if not packing.interleaved:
-        return unpack(packed, packing)
-    one = packing.one
-    matrices = [unpack(*interleaved_rows(part, one)) for part in packed.split(one.nbytes)]
-    if packing.columns:
-        matrices = [matrix.t() for matrix in matrices]
-    return torch.stack(matrices).view(packing.shape)
 
 
 def activation_codes(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,9 +102,9 @@ def integer_linear(
     group = packing.quantization.group_size
     rows = x.reshape(-1, packing.depth)
     codes, scales, sums = activation_codes(rows, group)
-    weights, heads = _codes(*interleaved_rows(data, packing))
+    weights, heads = split(plain_rows(data, packing), replace(packing, interleaved=False))
     weights = weights.to(x.device, torch.float32)
-    heads = heads.to(x.device).float()
+    heads = heads[..., None].view(torch.bfloat16).to(x.device).float()
     out = torch.zeros(len(rows), packing.width, device=x.device)
     for g in range(heads.shape[1]):
         at = slice(g * group, (g + 1) * group)
@@ -142,56 +114,3 @@ def integer_linear(
     if bias is not None:
         out += bias.float()
     return (out if float32 else out.to(x.dtype)).view(*x.shape[:-1], packing.width)
-
-
-# ---- rows of bytes, in `pack`'s layout or interleaved; a unit is a code, and as many bits of a head ----
-
-
-def _places(packing: WeightPacking) -> tuple[Tensor, Tensor]:
-    """Return the units of a row: where its K codes are, and the bytes of its heads."""
-    bits = packing.quantization.bits
-    each, at = 8 // bits, 0  # units of a byte
-    codes, heads = [], []
-    for count, size in stretches(packing.depth, packing.quantization.group_size):
-        code, nbytes = torch.arange(size), (size * bits + 7) // 8
-        if packing.interleaved:
-            nbytes = 4 + -(-nbytes // 4) * 4
-            # Eight codes of a word: the later four in the upper halves of its bytes.
-            code = code if each == 1 else code // 8 * 8 + code % 4 * 2 + code % 8 // 4
-        elif each == 2:
-            code = code % nbytes * 2 + code // nbytes
-        first = at + torch.arange(count)[:, None] * nbytes * each
-        codes.append((first + code + 4 * each * packing.interleaved).flatten())
-        heads.append((first + torch.arange(4 * each)).flatten())
-        at += count * nbytes * each
-    if not packing.interleaved:
-        heads = [torch.arange(sum(map(len, heads))) + at]
-    return torch.cat(codes), torch.cat(heads)
-
-
-def _units(rows: Tensor, bits: int) -> Tensor:
-    """Split bytes `[n, B]` uint8 into units, the lower half first."""
-    return rows if bits == 8 else torch.stack([rows & 15, rows >> 4], -1).flatten(1)
-
-
-def _bytes(units: Tensor, bits: int) -> Tensor:
-    """Join units to bytes."""
-    return units if bits == 8 else units[:, ::2] | units[:, 1::2] << 4
-
-
-def _moved(rows: Tensor, source: WeightPacking, target: WeightPacking) -> Tensor:
-    """Convert rows of bytes from one layout to the other, with zeros between the groups."""
-    bits = source.quantization.bits
-    nbytes = 4 * target.vector_words if target.interleaved else target.vector_bytes
-    units = _units(rows, bits)
-    out = units.new_zeros(len(units), nbytes * 8 // bits)
-    out[:, torch.cat(_places(target))] = units[:, torch.cat(_places(source))]
-    return _bytes(out, bits)
-
-
-def _codes(packed: Tensor, packing: WeightPacking) -> tuple[Tensor, Tensor]:
-    """Return codes `[N, K]` uint8, and heads `[N, groups, 2]` bf16."""
-    bits = packing.quantization.bits
-    units, (codes, heads) = _units(packed.view(-1, packing.vector_bytes), bits), _places(packing)
-    found = _bytes(units[:, heads], bits).contiguous().view(torch.bfloat16)
-    return units[:, codes], found.unflatten(1, (-1, 2))

@@ -151,8 +151,8 @@ class FusedLayer:
             parts.mixture.fill(self._mixture, dtype)
             struct.mixture = ctypes.addressof(self._mixture)
         if parts.mixer is not None and self._mixer is not None:
-            parts.mixer.fill(self._mixer, dtype)
-            setattr(struct, parts.mixer.field, ctypes.addressof(self._mixer))
+            self._mixer.fill(parts.mixer, dtype)
+            setattr(struct, self._mixer.field, ctypes.addressof(self._mixer))
         if not fits:
             raise NotFusable("its matrices do not fit together")
 

@@ -90,7 +90,7 @@ class LayerParts:
     @property
     def num_states(self) -> int:
         """Number of states that it keeps; 0: it keeps K and V."""
-        return 0 if self.mixer is None else self.mixer.num_states
+        return 0 if self.mixer is None else self.mixer.kind.num_states
 
     def modules(self) -> list[nn.Module]:
         """Return the modules replaced by the kernels, without the layer itself."""

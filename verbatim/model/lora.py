@@ -14,7 +14,6 @@ import ctypes
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -72,26 +71,40 @@ class _RowsStruct(ctypes.Structure):
     _fields_ = (("begin", _LONG), ("end", _LONG), ("matrices", _POINTER))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Matrices:
+class _Matrices(NamedTuple):
     """A and B of one linear layer."""
 
     a: Tensor  # [rank, K]
     panels: Tensor  # [ceil(N / 64), rank, 64]: B's columns beside one another, filled up with zeros
     scaling: float
-    struct: _LowRankStruct
+
+    @property
+    def struct(self) -> _LowRankStruct:
+        return _LowRankStruct(
+            self.a.data_ptr(), self.panels.data_ptr(), self.a.shape[0], self.scaling
+        )
 
     def b(self, cols: int) -> Tensor:
         """Return B `[cols, rank]` in float32."""
         return self.panels.transpose(1, 2).flatten(0, 1)[:cols].float()
 
 
-@dataclass(slots=True, eq=False)
-class _AdapterMatrices:
+class _Held(NamedTuple):
+    """An adapter that is held.
+
+    Attributes:
+        matrices: of each linear layer, by its name.
+        structs: the matrices for fused layers, by layer and place.
+        fused: the names of those layers.
+        serves: whether fused layers can run it: where all layers run in one call, and where others run
+            between them.
+    """
+
     name: str
     matrices: dict[str, _Matrices]
-    # In fused layers: the matrices by layer and place, and whether it has others.
-    fused: tuple[Any, bool, bool] | None = field(default=None)
+    structs: Any
+    fused: frozenset[str]
+    serves: dict[bool, bool]
 
 
 class Adapters:
@@ -103,7 +116,7 @@ class Adapters:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._loaded: dict[int, _AdapterMatrices] = {}
+        self._held: dict[int, _Held] = {}
         self._modules: dict[str, nn.Module] = {}
         self._plain: Mapping[int, Callable[..., Any]] = {}
         self._layers: Sequence[FusedLayer] = ()
@@ -123,10 +136,10 @@ class Adapters:
         self._layers = layers
         for index, layer in enumerate(layers):
             layer.index = index
-        for loaded in self._loaded.values():
-            loaded.fused = None
-            for name, matrices in loaded.matrices.items():
-                self._check(loaded.name, name, matrices.a.shape[1], None)
+        for number, held in self._held.items():
+            for name, matrices in held.matrices.items():
+                self._check(held.name, name, matrices.a.shape[1], None)
+            self._held[number] = self._placed(held.name, held.matrices)
 
     def load(self, adapter: Adapter, *, partial: bool = False) -> list[str]:
         """Hold an adapter for the batches that name its number.
@@ -155,14 +168,13 @@ class Adapters:
                     f"adapter {adapter.name!r}: {name[:200]} has NaN or infinity in {self._dtype}"
                 )
             panels = b.unflatten(0, (-1, _PANEL)).transpose(1, 2).contiguous()
-            struct = _LowRankStruct(a.data_ptr(), panels.data_ptr(), a.shape[0], low.scaling)
-            made[name] = _Matrices(a, panels, low.scaling, struct)
-        self._loaded[adapter.number] = _AdapterMatrices(adapter.name, made)
+            made[name] = _Matrices(a, panels, low.scaling)
+        self._held[adapter.number] = self._placed(adapter.name, made)
         return list(made)
 
     def unload(self, number: int) -> None:
         """Drop an adapter; do nothing if it is not held."""
-        self._loaded.pop(number, None)
+        self._held.pop(number, None)
 
     def _check(self, adapter: str, name: str, depth: int, cols: int | None) -> nn.Module:
         module = self._modules.get(name)
@@ -179,10 +191,26 @@ class Adapters:
             )
         return module
 
+    def _placed(self, adapter: str, matrices: dict[str, _Matrices]) -> _Held:
+        """Put the matrices of an adapter in the places of fused layers, as far as these have any."""
+        names = {id(module): name for name, module in self._modules.items()}
+        structs = (_LowRankStruct * (_PLACES * max(1, len(self._layers))))()
+        fused, inside = set[str](), set[str]()
+        for layer in self._layers:
+            for place, module in layer.matrices.items():
+                name = names.get(id(module), "")
+                if name in matrices:
+                    structs[_PLACES * layer.index + place] = matrices[name].struct
+                    fused.add(name)
+            inside |= {names[id(m)] for m in layer.parts.modules() if id(m) in names}
+        others = matrices.keys() - fused
+        serves = {True: not others, False: not others & inside}
+        return _Held(adapter, matrices, structs, frozenset(fused), serves)
+
     @property
     def numbers(self) -> list[int]:
         """The numbers of the adapters that are held."""
-        return [*self._loaded]
+        return [*self._held]
 
     # ---- forwards
 
@@ -195,11 +223,11 @@ class Adapters:
             if name in names
         ]
 
-    def _of(self, group: AdaptedRows) -> _AdapterMatrices:
-        loaded = self._loaded.get(group.number)
-        if loaded is None:
+    def _of(self, group: AdaptedRows) -> _Held:
+        held = self._held.get(group.number)
+        if held is None:
             raise NotSupported(f"adapter number {group.number} is not loaded here")
-        return loaded
+        return held
 
     def _forward(self, name: str, module: nn.Module) -> Callable[..., Any]:
         own = functools.partial(type(module).forward, module)
@@ -224,13 +252,10 @@ class Adapters:
             raise NotSupported(f"adapters: {name} is not called with one row for each token")
         if not out.is_contiguous():
             out = out.contiguous()
-        found = [
-            (group, matrices)
-            for group in context.adapted
-            if (matrices := self._of(group).matrices.get(name)) is not None
-        ]
+        found = [(g, m) for g in context.adapted if (m := self._of(g).matrices.get(name))]
         if elementwise.served(out) and rows.dtype is out.dtype is self._dtype:
-            groups = _structs((g, ctypes.addressof(m.struct)) for g, m in found)
+            structs = [m.struct for _, m in found]
+            groups = _structs([g for g, _ in found], structs)
             rows = rows if rows.stride(1) == 1 else rows.contiguous()
             at, sizes = (rows.data_ptr(), rows.stride(0)), (len(found), cols, depth)
             run("vb_add_low_rank", out.dtype, *at, groups, *sizes, out.data_ptr(), cols)
@@ -252,23 +277,17 @@ class Adapters:
         Raises:
             NotSupported: the model computes with a layer's weights without calling it.
         """
-        inside = self._fused_names if fused else frozenset()
         for group in groups:
-            loaded = self._of(group)
-            missed = loaded.matrices.keys() - changed - inside
+            held = self._of(group)
+            missed = held.matrices.keys() - changed - (held.fused if fused else frozenset())
             if missed:
                 raise NotSupported(
-                    f"adapter {loaded.name!r}: the model reads the weights of "
+                    f"adapter {held.name!r}: the model reads the weights of "
                     f"{min(missed)} without calling it, so an adapter per request can't change it; open "
                     "the model with the adapter merged instead"
                 )
 
     # ---- fused layers
-
-    @property
-    def _fused_names(self) -> frozenset[str]:
-        inside = {id(m) for layer in self._layers for m in layer.matrices.values()}
-        return frozenset(name for name, m in self._modules.items() if id(m) in inside)
 
     def serves(self, groups: Iterable[AdaptedRows], *, whole: bool) -> bool:
         """Return whether fused layers can add the adapters of these rows.
@@ -276,35 +295,17 @@ class Adapters:
         Args:
             whole: all layers run in one call, and nothing else.
         """
-        return all(self._fuse(self._of(group))[2 if whole else 1] for group in groups)
+        return all(self._of(group).serves[whole] for group in groups)
 
     def structs(self, groups: Sequence[AdaptedRows]) -> Any:
         """Return the rows with their adapters' matrices for all fused layers, `AdaptedRows` in memory."""
-        return _structs((g, ctypes.addressof(self._fuse(self._of(g))[0])) for g in groups)
-
-    def _fuse(self, loaded: _AdapterMatrices) -> tuple[Any, bool, bool]:
-        """Return its matrices for fused layers; and whether it changes no other layers inside of them, and
-        none anywhere.
-        """
-        if loaded.fused is None:
-            names = {id(module): name for name, module in self._modules.items()}
-            array = (_LowRankStruct * (_PLACES * max(1, len(self._layers))))()
-            placed, inside = set[str](), set[str]()
-            for layer in self._layers:
-                for place, module in layer.matrices.items():
-                    matrices = loaded.matrices.get(names.get(id(module), ""))
-                    if matrices is not None:
-                        array[_PLACES * layer.index + place] = matrices.struct
-                        placed.add(names[id(module)])
-                inside |= {names[id(m)] for m in layer.parts.modules() if id(m) in names}
-            others = loaded.matrices.keys() - placed
-            loaded.fused = array, not others & inside, not others
-        return loaded.fused
+        return _structs(groups, [self._of(group).structs for group in groups])
 
 
-def _structs(groups: Iterable[tuple[AdaptedRows, int]]) -> Any:
-    """Return rows with the addresses of their matrices as an array in memory."""
-    structs = [_RowsStruct(group.begin, group.end, at) for group, at in groups]
+def _structs(groups: Sequence[AdaptedRows], matrices: Sequence[Any]) -> Any:
+    """Return rows with the addresses of their matrices, which the caller keeps, as an array in memory."""
+    pairs = zip(groups, matrices, strict=True)
+    structs = [_RowsStruct(g.begin, g.end, ctypes.addressof(at)) for g, at in pairs]
     return (_RowsStruct * len(structs))(*structs)
 
 

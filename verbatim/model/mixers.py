@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,42 +26,46 @@ class Mixer:
     """The recurrent part of a layer, in place of attention.
 
     Attributes:
-        field: of `LayerStruct`, for the address of the struct.
-        num_states: recurrent operations, each of which keeps a state.
         kind: the struct's class.
-        inputs: names of the linears of the layer's input.
+        inputs: names of the linears of the layer's input, each with what its product has.
+        widths: columns of their products.
         norm: beside those of the layer; None without.
         sizes: heads, key heads, and their widths; heads times value width is the width of the output.
     """
 
-    field: ClassVar[str]
-    kind: ClassVar[type[ctypes.Structure]]
-    num_states: ClassVar[int] = 2
+    kind: type[MixerStruct]
     module: nn.Module
-    inputs: list[str]
+    inputs: Mapping[str, str]
+    widths: list[int]
     norm: Norm | None
     sizes: tuple[int, int, int, int]
 
-    @property
-    def widths(self) -> list[int]:
-        """Columns of the inputs' products."""
-        raise NotImplementedError
+    def tensors(self, conv: str, *names: str) -> list[Any]:
+        """Return the convolution's weight and bias, and parameters of the module; None for a missing one."""
+        child = self.module._modules[conv]
+        assert child is not None
+        found = [child._parameters["weight"], child._parameters.get("bias")]
+        return [*found, *(self.module._parameters.get(name) for name in names)]
 
-    def fill(self, struct: Any, dtype: torch.dtype) -> None:
-        """Fill in a struct of its kind.
+
+class MixerStruct(ctypes.Structure):
+    """A mixer in the kernels.
+
+    Attributes:
+        field: of `LayerStruct`, for the address of the struct.
+        num_states: recurrent operations, each of which keeps a state.
+    """
+
+    field: ClassVar[str]
+    num_states: ClassVar[int] = 2
+
+    def fill(self, mixer: Mixer, dtype: torch.dtype) -> None:
+        """Fill in a mixer of this kind.
 
         Raises:
             NotFusable: its weights are of a kind that the kernels don't read where they are.
         """
         raise NotImplementedError
-
-
-def _tensors_of(mixer: Mixer, conv: str, *names: str) -> list[Any]:
-    """Return the convolution's weight and bias, and parameters of the mixer; None for a missing one."""
-    child = mixer.module._modules[conv]
-    assert child is not None
-    found = [child._parameters["weight"], child._parameters.get("bias")]
-    return [*found, *(mixer.module._parameters.get(name) for name in names)]
 
 
 class _Slice(ctypes.Structure):
@@ -77,10 +82,21 @@ _DELTA_INPUTS: tuple[dict[str, str], ...] = (
 _BY_KEY_HEAD = ("in_proj_qkvz", "in_proj_ba")  # all roles of one key head, then those of the next
 
 
-@struct_of("delta")
-class DeltaRuleStruct(ctypes.Structure):
-    """`DeltaRule` of kernels/layer.cpp."""
+def _delta_widths(heads: int, key_heads: int, key_dim: int, value_dim: int) -> dict[str, int]:
+    """Return the columns of each key head in the products of a delta rule, by role."""
+    group = heads // key_heads
+    value = group * value_dim
+    return dict(zip(_ROLES, (key_dim, key_dim, value, value, group, group), strict=True))
 
+
+@struct_of("delta")
+class DeltaRule(MixerStruct):
+    """A gated delta rule, as Qwen3-Next, Qwen3.5 and OLMo Hybrid have it, with a norm of a head's output.
+
+    `DeltaRule` of kernels/layer.cpp.
+    """
+
+    field = "delta"
     _fields_ = [
         *((role, _Slice) for role in _ROLES),
         *((name, _POINTER) for name in ("weight", "a_log", "dt_bias")),
@@ -89,121 +105,80 @@ class DeltaRuleStruct(ctypes.Structure):
         *((name, _FLOAT) for name in ("eps", "q_scale", "k_scale", "beta_scale")),
     ]
 
-
-class DeltaRule(Mixer):
-    """A gated delta rule, as Qwen3-Next, Qwen3.5 and OLMo Hybrid have it, with a norm of a head's output."""
-
-    __slots__ = ()
-    field, kind = "delta", DeltaRuleStruct
-
-    @property
-    def roles(self) -> dict[str, str]:
-        """The roles that the product of each input has."""
-        return next(names for names in _DELTA_INPUTS if [*names] == self.inputs)
-
-    @property
-    def widths(self) -> list[int]:
-        of, key_heads = self._widths(), self.sizes[1]
-        return [key_heads * sum(of[role] for role in x.split()) for x in self.roles.values()]
-
-    def _widths(self) -> dict[str, int]:
-        """Columns of each key head, by role."""
-        heads, key_heads, key_dim, value_dim = self.sizes
-        group = heads // key_heads
-        value = group * value_dim
-        return dict(zip(_ROLES, (key_dim, key_dim, value, value, group, group), strict=True))
-
-    def fill(self, struct: Any, dtype: torch.dtype) -> None:
-        heads, key_heads, key_dim, value_dim = self.sizes
-        of, at = self._widths(), 0
-        for name, given in self.roles.items():
+    def fill(self, mixer: Mixer, dtype: torch.dtype) -> None:
+        heads, key_heads, key_dim, value_dim = mixer.sizes
+        of, at = _delta_widths(*mixer.sizes), 0
+        for name, given in mixer.inputs.items():
             roles = given.split()
             together = sum(of[role] for role in roles)
             for role in roles:
                 by_head = name in _BY_KEY_HEAD
-                setattr(struct, role, _Slice(at, together if by_head else of[role]))
+                setattr(self, role, _Slice(at, together if by_head else of[role]))
                 at += of[role] * (1 if by_head else key_heads)
             if name in _BY_KEY_HEAD:
                 at += together * (key_heads - 1)
-        weight, bias, a_log, dt_bias = _tensors_of(self, "conv1d", "A_log", "dt_bias")
+        weight, bias, a_log, dt_bias = mixer.tensors("conv1d", "A_log", "dt_bias")
         channels = 2 * key_heads * key_dim + heads * value_dim
         if bias is not None or a_log is None or dt_bias is None:
             raise NotFusable("its convolution has a bias, or parameters are missing")
         if not a_log.shape == dt_bias.shape == (heads,):
             raise NotFusable("its parameters do not fit together")
-        struct.a_log, struct.dt_bias = address_of(a_log, dtype), address_of(dt_bias, dtype)
-        struct.weight, struct.taps = _taps(weight, channels, dtype)
-        struct.norm = norm_of(self.norm, dtype, value_dim, None)
-        # As in `recurrent.py`: vectors of length 1, by a norm of their mean square.
-        struct.eps = 1e-6 / key_dim
-        struct.q_scale = key_dim**-0.5 / math.sqrt(key_dim)
-        struct.k_scale = 1.0 / math.sqrt(key_dim)
-        struct.beta_scale = 2.0 if getattr(self.module, "allow_neg_eigval", False) else 1.0
+        self.a_log, self.dt_bias = address_of(a_log, dtype), address_of(dt_bias, dtype)
+        self.weight, self.taps = _taps(weight, channels, dtype)
+        self.norm = norm_of(mixer.norm, dtype, value_dim, None)
+        # As in `recurrent_ops.py`: vectors of length 1, by a norm of their mean square.
+        self.eps = 1e-6 / key_dim
+        self.q_scale = key_dim**-0.5 / math.sqrt(key_dim)
+        self.k_scale = 1.0 / math.sqrt(key_dim)
+        self.beta_scale = 2.0 if getattr(mixer.module, "allow_neg_eigval", False) else 1.0
 
 
 @struct_of("mamba2")
-class Mamba2Struct(ctypes.Structure):
-    """`Mamba2` of kernels/layer.cpp."""
+class Mamba2(MixerStruct):
+    """Mamba-2 with a norm behind its gate, as Bamba, Granite 4 and Nemotron-H have it.
 
+    `Mamba2` of kernels/layer.cpp.
+    """
+
+    field = "mamba2"
     _fields_ = [
         *((name, _POINTER) for name in ("weight", "bias", "a_log", "dt_bias", "d", "norm_weight")),
         *((name, _LONG) for name in ("norm_width", "taps")),
         *((name, _FLOAT) for name in ("eps", "dt_min", "dt_max")),
     ]
 
-
-class Mamba2(Mixer):
-    """Mamba-2 with a norm behind its gate, as Bamba, Granite 4 and Nemotron-H have it."""
-
-    __slots__ = ()
-    field, kind = "mamba2", Mamba2Struct
-
-    @property
-    def widths(self) -> list[int]:
-        heads, groups, key_dim, value_dim = self.sizes
-        return [2 * heads * value_dim + 2 * groups * key_dim + heads]
-
-    def fill(self, struct: Any, dtype: torch.dtype) -> None:
-        heads, groups, key_dim, value_dim = self.sizes
+    def fill(self, mixer: Mixer, dtype: torch.dtype) -> None:
+        heads, groups, key_dim, value_dim = mixer.sizes
         width = heads * value_dim
         channels = width + 2 * groups * key_dim
-        weight, bias, *vectors = _tensors_of(self, "conv1d", "A_log", "dt_bias", "D")
+        weight, bias, *vectors = mixer.tensors("conv1d", "A_log", "dt_bias", "D")
         if any(x is None or x.shape != (heads,) for x in vectors):
             raise NotFusable("its parameters do not fit together")
-        assert self.norm is not None
-        norm_weight = self.norm.weight
+        assert mixer.norm is not None
+        norm_weight = mixer.norm.weight
         if norm_weight is None or norm_weight.shape != (width,):
             raise NotFusable("its norm has another width")
-        struct.weight, struct.taps = _taps(weight, channels, dtype)
-        struct.bias = _bias(bias, channels, dtype)
-        struct.a_log, struct.dt_bias, struct.d = (address_of(x, dtype) for x in vectors)
-        struct.norm_weight = address_of(norm_weight, dtype)
-        struct.norm_width = group_width(self.norm.module)
-        struct.eps = self.norm.eps
-        struct.dt_min, struct.dt_max = getattr(self.module, "time_step_limit", (0.0, math.inf))
+        self.weight, self.taps = _taps(weight, channels, dtype)
+        self.bias = _bias(bias, channels, dtype)
+        self.a_log, self.dt_bias, self.d = (address_of(x, dtype) for x in vectors)
+        self.norm_weight = address_of(norm_weight, dtype)
+        self.norm_width = group_width(mixer.norm.module)
+        self.eps = mixer.norm.eps
+        limits: tuple[float, float] = getattr(mixer.module, "time_step_limit", (0.0, math.inf))
+        self.dt_min, self.dt_max = limits
 
 
 @struct_of("conv")
-class ShortConvStruct(ctypes.Structure):
-    """`ShortConv` of kernels/layer.cpp."""
+class ShortConv(MixerStruct):
+    """A gated convolution, as LFM2 has it; `ShortConv` of kernels/layer.cpp."""
 
+    field, num_states = "conv", 1
     _fields_ = [("weight", _POINTER), ("bias", _POINTER), ("taps", _LONG)]
 
-
-class ShortConv(Mixer):
-    """A gated convolution, as LFM2 has it."""
-
-    __slots__ = ()
-    field, kind, num_states = "conv", ShortConvStruct, 1
-
-    @property
-    def widths(self) -> list[int]:
-        return [3 * self.sizes[3]]
-
-    def fill(self, struct: Any, dtype: torch.dtype) -> None:
-        weight, bias = _tensors_of(self, "conv")
-        struct.weight, struct.taps = _taps(weight, self.sizes[3], dtype)
-        struct.bias = _bias(bias, self.sizes[3], dtype)
+    def fill(self, mixer: Mixer, dtype: torch.dtype) -> None:
+        weight, bias = mixer.tensors("conv")
+        self.weight, self.taps = _taps(weight, mixer.sizes[3], dtype)
+        self.bias = _bias(bias, mixer.sizes[3], dtype)
 
 
 def _bias(bias: Any, channels: int, dtype: torch.dtype) -> int:
@@ -225,6 +200,9 @@ def recurs(module: nn.Module) -> bool:
     return any(isinstance(child, nn.Conv1d) for child in module._modules.values())
 
 
+_IN = {"in_proj": ""}
+
+
 def mixer_of(module: Any) -> Mixer:
     """Return the parts of a recurrent module.
 
@@ -234,19 +212,24 @@ def mixer_of(module: Any) -> Mixer:
     children, fields = module._modules, module.__dict__
     conv = children.get("conv")
     if children.keys() == {"conv", "in_proj", "out_proj"} and isinstance(conv, nn.Conv1d):
-        return ShortConv(module, ["in_proj"], None, (1, 0, 0, conv.out_channels))
+        width = conv.out_channels
+        return Mixer(ShortConv, module, _IN, [3 * width], None, (1, 0, 0, width))
     if {"conv1d", "in_proj", "norm", "out_proj"} <= children.keys():
         gated = find_norm(children["norm"], Gate.BEFORE)
         sizes = _sizes(fields, "num_heads", "n_groups", "ssm_state_size", "head_dim")
         if gated is not None and sizes is not None:
-            return Mamba2(module, ["in_proj"], gated, sizes)
+            heads, groups, key_dim, value_dim = sizes
+            width = 2 * heads * value_dim + 2 * groups * key_dim + heads
+            return Mixer(Mamba2, module, _IN, [width], gated, sizes)
     roles = next((names for names in _DELTA_INPUTS if names.keys() <= children.keys()), None)
     child = children.get("norm", children.get("o_norm"))
     norm = None if child is None else find_norm(child, Gate.AFTER)
     sizes = _sizes(fields, "num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim")
     if roles is None or norm is None or sizes is None:
         raise NotFusable(f"the kernels don't have {type(module).__name__}")
-    return DeltaRule(module, [*roles], norm, sizes)
+    of = _delta_widths(*sizes)
+    widths = [sizes[1] * sum(of[role] for role in names.split()) for names in roles.values()]
+    return Mixer(DeltaRule, module, roles, widths, norm, sizes)
 
 
 def _sizes(fields: dict[str, Any], *names: str) -> tuple[int, int, int, int] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -12,7 +12,6 @@ from torch import nn
 from verbatim.kernels.functions import struct_of
 from verbatim.model.elementwise import activation_of
 from verbatim.model.experts import ExpertsParts, ExpertsStruct, parts_of
-from verbatim.model.fingerprint import Place
 from verbatim.model.products import Matrix
 from verbatim.model.router import CORRECTIONS, RouterParts, RouterStruct, fill_form, router_parts
 from verbatim.model.structs import NotFusable, matrix_at, matrix_of
@@ -40,14 +39,13 @@ class MixtureParts:
     """The parts of a mixture of experts.
 
     Attributes:
-        correction: reference of the router's correction, if it has one.
+        router: with the correction that its block passes to it.
         shared_gates, shared_down: of the shared expert; empty and None without one.
         shared_gate: a linear to one number; its sigmoid scales the shared expert. None: no scale.
         scale: factor of the chosen experts' sum.
     """
 
     router: RouterParts
-    correction: Place | None
     experts: ExpertsParts
     shared_gates: list[nn.Module]
     shared_down: nn.Module | None
@@ -70,8 +68,8 @@ class MixtureParts:
         kind = weight.dtype if form.wide and dtype is torch.bfloat16 else dtype
         router.weight = matrix_at(weight, bias, kind, count, depth, None)
         router.correction = None
-        if self.correction is not None:
-            tensor = self.correction[0][self.correction[1]]
+        if self.router.correction is not None:
+            tensor = self.router.correction[0][self.router.correction[1]]
             if tensor.numel() != count or not tensor.is_contiguous() or not tensor.is_cpu:
                 raise NotFusable("its router's correction is not one number for each expert")
             if tensor.dtype not in (torch.float32, dtype):
@@ -111,12 +109,11 @@ def mixtures_of(block: nn.Module) -> Iterator[MixtureParts]:
     shared = [m for m in others if m is not gate]
     if len(shared) > 1 or (gate is not None and not shared):
         return
-    correction = router.correction
     if router.takes_correction:
         held = [(t, n) for t in (block._parameters, block._buffers) for n in CORRECTIONS if n in t]
         if len(held) != 1:
             return
-        (correction,) = held
+        router = replace(router, correction=held[0])
     if hasattr(experts[0], "expert_share"):
         return
     try:
@@ -129,7 +126,7 @@ def mixtures_of(block: nn.Module) -> Iterator[MixtureParts]:
     scale = block.__dict__.get("routed_scaling_factor")
     scales = {1.0, float(scale)} if isinstance(scale, int | float) else {1.0}
     for factor in sorted(scales):
-        yield MixtureParts(router, correction, held_experts, gates, down, gate, factor)
+        yield MixtureParts(router, held_experts, gates, down, gate, factor)
 
 
 def _shared_parts(

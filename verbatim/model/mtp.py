@@ -1,7 +1,7 @@
-"""A model's layers for multi-token prediction, run on flat batches one by one.
+"""A model's layers for multi-token prediction (MTP), each of them run as a small model.
 
 Layer k, given at slot i a hidden state and the token i + 1 + k, predicts the token i + 2 + k. The hidden
-state is what the model's body made of position i, for layer 0, and what layer k - 1 made at slot i, for
+state is the output of the model's body at position i, for layer 0, and of layer k - 1 at slot i, for
 those above (DeepSeek-V3, section 2.2). So a slot is to these layers what a position is to the model, and
 all they keep of one lies in the same blocks: what loses, shares or copies those loses, shares or
 copies this.
@@ -9,31 +9,88 @@ copies this.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from verbatim.batch import Batch
-from verbatim.errors import NotSupported, first_line
+from verbatim.batch import Batch, SampleRow
+from verbatim.errors import NotSupported, UnsupportedModel
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.quantized import KVDtype
-from verbatim.kv.store import KVStore, LayerShape, bytes_per_token
+from verbatim.kv.store import KVStore, bytes_per_token
 from verbatim.model.angles import rotary
-from verbatim.model.context import activate
+from verbatim.model.context import active_context
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
-from verbatim.model.flat import FlatContext
-from verbatim.model.invariant import InvariantMode, Recorder
-from verbatim.model.patching import configs_of, exclusive, patched, replaced_forwards
-from verbatim.model.spec import InspectionContext
-from verbatim.model.tree import Tree
+from verbatim.model.spec import OwnModel
 from verbatim.model.weights import weight_info
+from verbatim.model.whole import Entry
 
-_INSPECTED_TOKENS = 4
+
+class MtpLayer(OwnModel):
+    """One MTP layer as a model, between the embedding and the head of the model that it drafts for.
+
+    Its hidden states are those that enter with the batch; where none do, as in trials, the embeddings of the
+    ids. Positions are slots: rotary embeddings depend on distances only.
+
+    Args:
+        mtp: transformers' `MtpModel`; its modules are used in place.
+        k: number of the layer.
+    """
+
+    is_first, is_last = False, True  # as of `ModelPart`
+
+    def __init__(self, mtp: Any, k: int) -> None:
+        super().__init__()
+        self.config = mtp.config
+        self.embed_tokens, self.rotary_emb = mtp.embed_tokens, mtp.rotary_emb
+        self.layer, self.head = mtp.layers[k], mtp.shared_head
+        self._shares_norm: bool = mtp.use_shared_post_norm
+        self.norm = mtp.shared_post_norm if self._shares_norm else self.layer.post_norm
+        self._logits = mtp._project_to_logits
+        self._rope: dict[str, Any] = {}
+        if getattr(mtp, "has_per_layer_rope", False):  # older versions know of none
+            self._rope = {"layer_type": mtp.config.layer_types[k]}
+
+    @property
+    def entry(self) -> Entry:
+        """See `ModelPart`."""
+        layer: Any = self.layer
+        hidden_first = getattr(self.config, "mtp_hidden_states_first", False)
+        return Entry(self.embed_tokens, layer.enorm, layer.hnorm, layer.eh_proj, hidden_first)
+
+    def get_decoder(self) -> nn.Module:
+        return self
+
+    def get_input_embeddings(self) -> Any:
+        return self.embed_tokens
+
+    def get_output_embeddings(self) -> Any:
+        return self.head
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        logits_to_keep: Tensor,
+        use_cache: bool = False,
+    ) -> Any:
+        embedded = self.embed_tokens(input_ids)
+        batch = getattr(active_context(), "batch", None)  # an inspection has none
+        hidden = embedded
+        if batch is not None and batch.entering is not None:
+            hidden = batch.entering[None]
+        turns = None
+        if self.rotary_emb is not None:
+            turns = rotary(self.rotary_emb, embedded, position_ids, **self._rope)
+        mask, cache = None, None  # in place: the name of the cache changed with transformers 5.24
+        out = self.layer(embedded, hidden, turns, mask, position_ids, cache)
+        if self._shares_norm:
+            out = self.norm(out)
+        logits = self._logits(out[:, logits_to_keep])
+        return SimpleNamespace(logits=logits, last_hidden_state=out)
 
 
 class MtpLayers(DraftLayers):
@@ -53,42 +110,49 @@ class MtpLayers(DraftLayers):
 
     def __init__(self, mtp: Any, decoder: Decoder) -> None:
         self.count = len(mtp.layers)
-        self._mtp = mtp
-        self._layers = list(mtp.layers)
+        self._layers: nn.Module = mtp.layers
         self._hidden_size: int = mtp.config.hidden_size
         self._dtype = decoder.spec.dtype
         self._device = next(mtp.parameters()).device
-        self._rope: list[dict[str, Any]] = [{} for _ in self._layers]
-        if getattr(mtp, "has_per_layer_rope", False):  # older versions know of none
-            self._rope = [{"layer_type": kind} for kind in mtp.config.layer_types]
-        decoder.check_body(self._hidden_size)
-        with exclusive:
-            self._prepare()
-            self._shapes, self._slots, self._override = self._inspect(decoder.spec.vocab_size)
-        self._store: KVStore | None = None
+        self._kept: list[KVStore] = []
         self._inputs: list[HiddenStore] = []
+        decoder.check_body(self._hidden_size)
+        try:
+            models = [MtpLayer(mtp, k) for k in range(self.count)]
+            self._decoders = [decoder.view(model, model) for model in models]
+            for view in self._decoders[:-1]:
+                view.check_body(self._hidden_size)
+        except UnsupportedModel as reason:
+            raise NotSupported(f"draft='mtp': {reason}") from reason.__cause__
+        vocab_size = decoder.spec.vocab_size
+        for spec in (view.spec for view in self._decoders):
+            if spec.states or spec.vocab_size != vocab_size:
+                raise NotSupported(
+                    f"draft='mtp': the model's MTP layers keep {len(spec.states)} recurrent states and speak "
+                    f"of {spec.vocab_size} ids; they must keep none, and speak of {vocab_size} ids"
+                )
 
     # ---- memory
 
     def bytes_per_token(self, kv_dtype: KVDtype) -> int:
         states = self.count * self._hidden_size * self._dtype.itemsize
-        return bytes_per_token(self._shapes, kv_dtype) + states
+        return states + sum(bytes_per_token(d.spec.layers, kv_dtype) for d in self._decoders)
 
     def open_stores(self, num_blocks: int, block_size: int, kv_dtype: KVDtype) -> None:
-        self._store = KVStore(self._shapes, num_blocks, block_size, kv_dtype, self._device)
-        self._inputs = [
-            HiddenStore(self._hidden_size, num_blocks, block_size, self._dtype, self._device)
-            for _ in self._layers
-        ]
+        for view in self._decoders:
+            shapes = view.spec.layers
+            self._kept.append(KVStore(shapes, num_blocks, block_size, kv_dtype, self._device))
+            sizes = self._hidden_size, num_blocks, block_size
+            self._inputs.append(HiddenStore(*sizes, self._dtype, self._device))
         self.hidden = self._inputs[0]
 
     @property
     def stores(self) -> list[KVStore | HiddenStore]:
-        return [] if self._store is None else [self._store, *self._inputs]
+        return [*self._kept, *self._inputs]
 
     def info(self) -> dict[str, int]:
         # Embedding and head are the model's own.
-        found = weight_info(self._mtp.layers)
+        found = weight_info(self._layers)
         return {
             "mtp_layers": self.count,
             "mtp_parameters": found["parameters"],
@@ -97,99 +161,39 @@ class MtpLayers(DraftLayers):
 
     def close(self) -> None:
         super().close()
-        self._mtp, self._layers = None, []
-        self._forwards.clear()
-        self._configs.clear()
+        self._layers = nn.Module()
+        for view in self._decoders:
+            view.close()
 
     # ---- forwards
 
-    @contextmanager
-    def patched(self) -> Iterator[None]:
-        """Enter once per draft, as it costs a tenth of a layer.
-
-        The owner's hooks are silenced, also those on embedding and head, which are the model's own: a
-        draft must not be seen by what counts the model's forwards, or changes them by their number.
-        """
-        with exclusive:
-            if not self._tree.unchanged():  # embedding and head may be edited
-                self._prepare()
-            with patched(self._tree, self._forwards, self._configs, hooks=False):
-                yield
-
     def run(self, k: int, batch: Batch, store: KVStore) -> Tensor:
-        """Run layer `k`, inside of `patched`, on K and V of its own.
+        """Run layer `k` on K and V of its own.
 
         Row by row, `batch.positions` are slots and `batch.token_ids` the tokens `k + 1` behind. What it
         makes of each slot goes to layer `k + 1`, which must find it there. What the last layer makes of
         a row with logits goes to its own next slot, where it stands in for the layer before it.
         """
-        assert self._store is not None
-        inputs = self._inputs[k]
-        context = FlatContext(self._slots, batch, self._store)
-        with activate(context), InvariantMode() if self._override else nullcontext():
-            out = self._through(k, batch.token_ids, inputs.read(context.rows), batch.positions)
-            last = out[batch.logit_rows]
-            logits = self._logits(last)
+        inputs, is_last = self._enter(k, batch), k + 1 == self.count
+        batch.wants_hidden = is_last
+        above = None if is_last else self._inputs[k + 1]
+        # Hooks on embedding and head are the model's: a draft is not seen by what counts its forwards.
+        out = self._decoders[k].run(batch, self._kept[k], body=above, hooks=False)
+        if out.hidden is not None and len(out.hidden):
+            behind = replace(batch, positions=batch.positions + 1).slots(inputs.block_size)
+            inputs.write(behind[batch.logit_rows], out.hidden)
+        return out.logits
+
+    def chain(
+        self, k: int, batch: Batch, store: KVStore, rows: list[SampleRow], lengths: list[int]
+    ) -> list[list[int]] | None:
         if k + 1 < self.count:
-            self._inputs[k + 1].write(context.rows, out)
-        elif len(last):
-            behind = replace(batch, positions=batch.positions + 1)
-            inputs.write(behind.slots(inputs.block_size)[batch.logit_rows], last)
-        return logits
+            return None
+        self._enter(k, batch)
+        return self._decoders[k].chain(batch, self._kept[k], rows, lengths)
 
-    def _through(self, k: int, token_ids: Tensor, hidden: Tensor, slots: Tensor) -> Tensor:
-        """Run layer `k` on `token_ids` `[T]` and `hidden` `[T, H]` at `slots` `[T]`: `[T, H]`."""
-        mtp = self._mtp
-        embedded = mtp.embed_tokens(token_ids[None])
-        positions = slots[None] + (k + 1)  # those of the tokens
-        turns = None
-        if mtp.rotary_emb is not None:
-            turns = rotary(mtp.rotary_emb, embedded, positions, **self._rope[k])
-        mask, cache = None, None  # in place: the name of the cache changed with transformers 5.24
-        out = self._layers[k](embedded, hidden[None], turns, mask, positions, cache)
-        if mtp.use_shared_post_norm:
-            out = mtp.shared_post_norm(out)
-        made: Tensor = out[0]
-        return made
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self._mtp._project_to_logits(hidden[None])[0]
-        return logits
-
-    def _prepare(self) -> None:
-        mtp: nn.Module = self._mtp
-        self._tree = Tree(mtp)
-        self._forwards = replaced_forwards(mtp)
-        self._configs = configs_of(mtp)
-
-    def _inspect(
-        self, vocab_size: int
-    ) -> tuple[list[LayerShape], dict[tuple[int, int], int], bool]:
-        """Run a few tokens through all layers, and return what each call of attention stores, and whether
-        functions are called that are not batch-invariant.
-        """
-        context, recorder = InspectionContext(), Recorder()
-        slots = torch.arange(_INSPECTED_TOKENS, device=self._device)
-        hidden = torch.ones(
-            _INSPECTED_TOKENS, self._hidden_size, dtype=self._dtype, device=self._device
-        )
-        try:
-            with (
-                patched(self._tree, self._forwards, self._configs, hooks=False),
-                activate(context),
-                recorder,
-            ):
-                for k in range(self.count):
-                    hidden = self._through(k, slots, hidden, slots)
-                logits = self._logits(hidden)
-        except Exception as error:  # a layer of any architecture, called by itself
-            raise NotSupported(
-                "draft='mtp': the model's MTP layers can't be run on flat batches: a forward of a few "
-                f"tokens raised {type(error).__name__}: {first_line(error)}"
-            ) from error
-        if not context.layers or logits.shape != (_INSPECTED_TOKENS, vocab_size):
-            raise NotSupported(
-                f"draft='mtp': the model's MTP layers attend {len(context.layers)} times and give logits of "
-                f"shape {list(logits.shape)}; they must attend, and speak of {vocab_size} ids"
-            )
-        return context.layers, context.slots, bool(recorder.swapped)
+    def _enter(self, k: int, batch: Batch) -> HiddenStore:
+        """Let the inputs of layer `k` enter with `batch`, and return their store."""
+        inputs = self._inputs[k]
+        batch.entering = inputs.read(batch.slots(inputs.block_size))
+        return inputs

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -41,12 +41,14 @@ class Norm:
     """An RMS norm of a known family.
 
     Attributes:
+        gate: where it multiplies with the SiLU of a gate, which it is given beside its input.
         weight_name: of its parameter; None without one.
         eps_name: of an attribute.
     """
 
     module: nn.Module
     kind: NormKind
+    gate: Gate
     weight_name: str | None
     eps_name: str
 
@@ -62,18 +64,16 @@ class Norm:
         return eps
 
 
-def find_norm(module: nn.Module, gate: Gate = Gate.NONE) -> Norm | None:
+def find_norm(module: nn.Module, gate: Gate | None = Gate.NONE) -> Norm | None:
     """Return an RMS norm of a known family; None for other modules.
 
     Args:
-        gate: where it multiplies with the SiLU of a gate, which it is given beside its input.
+        gate: where it multiplies with a gate; None: anywhere.
     """
     fields = module.__dict__
     if "Norm" not in type(module).__name__ or "forward" in fields or module._modules:
         return None
     if type(module) is nn.LayerNorm or not _has_kernels(module):
-        return None
-    if gate is not Gate.NONE and not _takes_gate(type(module).forward):
         return None
     eps = next((n for n in _EPS_NAMES if type(fields.get(n)) in (float, int)), None)
     names = [name for name, p in module._parameters.items() if p is not None]
@@ -91,14 +91,15 @@ def find_norm(module: nn.Module, gate: Gate = Gate.NONE) -> Norm | None:
             if n != "training" and type(v) in (bool, str, int) and v != width
         )
     )
-    case = _Case(type(module), type(module).forward, weight, eps, flags, gate)
-    kind = _family(case, module)
-    return None if kind is None else Norm(module, kind, weight, eps)
-
-
-@cache
-def _takes_gate(forward: Any) -> bool:
-    return "gate" in signature(forward).parameters
+    case = _Case(type(module), type(module).forward, weight, eps, flags)
+    if case not in _families:
+        # A mode that watches torch functions must not see the trial.
+        with torch._C.DisableTorchFunction(), torch.no_grad(), torch.inference_mode(False):
+            _families[case] = _tried(case, module)
+    family = _families[case]
+    if family is None or gate not in (None, family[1]):
+        return None
+    return Norm(module, *family, weight, eps)
 
 
 def group_width(module: Any) -> int:
@@ -118,13 +119,10 @@ def _has_kernels(module: nn.Module) -> bool:
 
 def norm_forward(module: nn.Module) -> Callable[..., Any] | None:
     """Return a forward by the kernels for a norm of a known family, else None."""
-    plain = find_norm(module)
-    gates = [(gate, own) for gate in Gate if gate and (own := find_norm(module, gate))]
-    gate, gated = gates[0] if gates else (Gate.NONE, None)
-    norm = plain or gated
+    norm = find_norm(module, None)
     if norm is None:
         return None
-    original, kind = type(module).forward, norm.kind
+    original, kind, gate = type(module).forward, norm.kind, norm.gate
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         weight = norm.weight
@@ -135,19 +133,13 @@ def norm_forward(module: nn.Module) -> Callable[..., Any] | None:
             weight is None
             or (weight.dtype is x.dtype and weight.is_contiguous() and x.shape[-1:] == weight.shape)
         )
-        if gated is not None and len(args) == 1 and not kwargs:
-            if fits and elementwise.served(x):
-                factor = elementwise.activate(args[0].float(), Activation.SILU)
-                if gate is Gate.AFTER:
-                    return (elementwise.rms_norm(x, weight, norm.eps, kind) * factor).to(x.dtype)
-                assert weight is not None
-                grouped = (x.float() * factor).unflatten(-1, (-1, group_width(module)))
-                normed = elementwise.rms_norm(grouped, None, norm.eps, NormKind.BARE)
-                return weight * normed.flatten(-2).to(x.dtype)
-        elif plain is not None and not args and not kwargs and fits:
+        if fits and not kwargs and len(args) == (gate is not Gate.NONE):
             if elementwise.served(x):
-                return elementwise.rms_norm(x, weight, norm.eps, kind)
-            if kernels.triton_serves(x.device):
+                if gate is Gate.NONE:
+                    return elementwise.rms_norm(x, weight, norm.eps, kind)
+                factor = elementwise.activate(args[0].float(), Activation.SILU)
+                return _gated(elementwise.rms_norm, norm, x, weight, factor)
+            if gate is Gate.NONE and kernels.triton_serves(x.device):
                 from verbatim.kernels.triton import norm as triton_norm
 
                 if triton_norm.served(x, weight):
@@ -155,6 +147,17 @@ def norm_forward(module: nn.Module) -> Callable[..., Any] | None:
         return type(module).forward(module, x, *args, **kwargs)
 
     return forward
+
+
+def _gated(
+    rms_norm: Callable[..., Tensor], norm: Norm, x: Tensor, weight: Tensor | None, factor: Tensor
+) -> Tensor:
+    """Compute a norm with the SiLU of its gate, by a function like `formula`."""
+    if norm.gate is Gate.AFTER:
+        return (rms_norm(x, weight, norm.eps, norm.kind) * factor).to(x.dtype)
+    assert weight is not None
+    grouped = (x.float() * factor).unflatten(-1, (-1, group_width(norm.module)))
+    return weight * rms_norm(grouped, None, norm.eps, NormKind.BARE).flatten(-2).to(x.dtype)
 
 
 class _Case(NamedTuple):
@@ -165,29 +168,20 @@ class _Case(NamedTuple):
     weight: str | None
     eps: str
     flags: tuple[tuple[str, Any], ...]
-    gate: Gate
 
 
-_families: dict[_Case, NormKind | None] = {}
+_Family = tuple[NormKind, Gate]
+_families: dict[_Case, _Family | None] = {}
 
 
-def _family(case: _Case, module: nn.Module) -> NormKind | None:
-    """Return the family of a norm, found by one trial for each case."""
-    if case not in _families:
-        # A mode that watches torch functions must not see the trial.
-        with torch._C.DisableTorchFunction(), torch.no_grad(), torch.inference_mode(False):
-            _families[case] = _tried(case, module)
-    return _families[case]
-
-
-def _tried(case: _Case, module: nn.Module) -> NormKind | None:
+def _tried(case: _Case, module: nn.Module) -> _Family | None:
     """Compare a twin of `module` that has a random weight with the families, on random rows."""
     parameter = None if case.weight is None else module._parameters[case.weight]
     width = _WIDTH if parameter is None else parameter.shape[0]
     rows = max(8, 4096 // max(1, width))
-    eps = module.__dict__[case.eps]
     twin = object.__new__(case.cls)
     twin.__dict__.update(module.__dict__)
+    gated = "gate" in signature(case.forward).parameters
 
     def operands(dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return the rows, the weight and the gate."""
@@ -201,24 +195,24 @@ def _tried(case: _Case, module: nn.Module) -> NormKind | None:
         x, weight, gate = operands(dtype)
         parameters = {} if weight is None else {case.weight: nn.Parameter(weight, False)}
         twin.__dict__["_parameters"] = parameters
-        return [case.forward(twin, x, gate) if case.gate else case.forward(twin, x)]
+        return [case.forward(twin, x, gate) if gated else case.forward(twin, x)]
 
-    def ours(kind: NormKind, dtype: torch.dtype) -> list[Tensor]:
+    def ours(family: _Family, dtype: torch.dtype) -> list[Tensor]:
         x, weight, gate = operands(dtype)
-        factor = nn.functional.silu(gate.float())
-        if case.gate is Gate.BEFORE:
-            assert weight is not None
-            grouped = (x.float() * factor).unflatten(-1, (-1, group_width(module)))
-            return [weight * formula(NormKind.BARE, grouped, None, eps).flatten(-2).to(dtype)]
-        out = formula(kind, x, weight, eps)
-        return [(out * factor).to(dtype) if case.gate else out]
+        norm = Norm(module, *family, case.weight, case.eps)
+        if not gated:
+            return [formula(x, weight, norm.eps, norm.kind)]
+        return [_gated(formula, norm, x, weight, nn.functional.silu(gate.float()))]
 
     kinds = [NormKind.BARE] if case.weight is None else list(NormKind)[2:]
-    if case.gate is Gate.BEFORE:  # the other ones are not met
-        kinds = [kind for kind in kinds if kind is NormKind.ROUNDED]
+    families = [(kind, Gate.AFTER if gated else Gate.NONE) for kind in kinds]
+    if gated and case.weight is not None:  # the other ones are not met
+        families.append((NormKind.ROUNDED, Gate.BEFORE))
     try:
         found = [
-            k for k in kinds if not differential_check(partial(ours, k), theirs, _TRIED, _close)
+            family
+            for family in families
+            if not differential_check(partial(ours, family), theirs, _TRIED, _close)
         ]
     except Exception:  # it is whatever bears such a name
         return None
@@ -237,7 +231,7 @@ def _close(ours: Tensor, theirs: Any) -> bool:
     return close and float((theirs != ours).float().mean()) < 0.01
 
 
-def formula(kind: NormKind, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def formula(x: Tensor, weight: Tensor | None, eps: float, kind: NormKind) -> Tensor:
     """Compute a family's norm over the last dimension of `x`, in torch."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)

@@ -9,7 +9,7 @@ Where the matrix is interleaved (`integers.py`), a linear layer rounds its activ
 the same weights back.
 
 Such a layer has `packings`: the names of its quantized parameters, and the layout of each in the buffer
-`<name>_packed`. Linear layers and embeddings have one weight: `packed`, and how it lies: `packing`.
+`<name>_packed`. Of linear layers and embeddings, which have one weight, these are `packing` and `packed`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.model import products
-from verbatim.model.integers import interleaved_rows, unpack_any
 from verbatim.model.quantize import unpack, unpack_rows
 from verbatim.model.weight_packing import WeightPacking
 
@@ -30,15 +29,27 @@ _POISON = 255  # of bytes: scales that are NaN
 
 
 class _OneWeight:
-    """`packed` and `packing` of a layer, and its `weight` made of them."""
+    """A layer whose `weight` is quantized."""
 
-    packed: Tensor
-    packing: WeightPacking
+    packings: Mapping[str, WeightPacking]
+    _buffers: dict[str, Tensor | None]
+
+    @property
+    def packing(self) -> WeightPacking:
+        """The layout of `packed`."""
+        return self.packings["weight"]
+
+    @property
+    def packed(self) -> Tensor:
+        """The bytes of the matrix."""
+        packed = self._buffers["weight_packed"]
+        assert packed is not None
+        return packed
 
     @property
     def weight(self) -> Tensor:
         """The dequantized matrix, computed at each access: for callers that ask for its shape or dtype."""
-        return unpack_any(self.packed, self.packing)
+        return unpack(self.packed, self.packing)
 
 
 class PackedLinear(_OneWeight, nn.Module):
@@ -58,9 +69,9 @@ class PackedLinear(_OneWeight, nn.Module):
     ) -> None:
         super().__init__()
         assert len(packing.shape) == 2
-        self.packing = packing
+        self.packings = {"weight": packing}
         self.out_features, self.in_features = packing.width, packing.depth
-        self.register_buffer("packed", packed, persistent=False)
+        self.register_buffer("weight_packed", packed, persistent=False)
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,10 +89,7 @@ class PackedEmbedding(_OneWeight, nn.Embedding):  # type: ignore[override]
 
     def forward(self, input: Tensor) -> Tensor:
         ids = input.reshape(-1)
-        if self.packing.interleaved:  # as a head that it is tied to wants it
-            rows = unpack(*interleaved_rows(self.packed, self.packing, ids))
-        else:
-            rows = unpack_rows(self.packed, self.packing, ids)
+        rows = unpack_rows(self.packed, self.packing, ids)
         return rows.view(*input.shape, -1)
 
 
@@ -96,14 +104,8 @@ def hold_packed(layer: nn.Module, name: str, packed: Tensor, packing: WeightPack
     if name == "weight" and is_linear(layer):
         return PackedLinear(packed, packing, bias).train(layer.training)
     del layer._parameters[name]
-    if isinstance(layer, nn.Embedding) and name == "weight":
-        layer.register_buffer("packed", packed, persistent=False)
-        layer.packing = packing  # type: ignore[assignment]
-        layer.__class__ = _packed_embedding(kind)
-        return layer
     layer.register_buffer(f"{name}_packed", packed, persistent=False)
-    packings = {**layer.__dict__.get("packings", {}), name: packing}
-    layer.__dict__["packings"] = packings
+    layer.__dict__["packings"] = {**layer.__dict__.get("packings", {}), name: packing}
     layer.__class__ = _with_unpacked(kind, name)
     return layer
 
@@ -116,22 +118,21 @@ def is_linear(layer: nn.Module) -> bool:
 
 
 @functools.cache
-def _packed_embedding(kind: type) -> type:
-    if kind is nn.Embedding:
-        return PackedEmbedding
-    # Its own forward runs first, and what it calls by `super()` is the quantized look-up.
-    return type(kind.__name__, (kind, PackedEmbedding), {"__module__": kind.__module__})
-
-
-@functools.cache
 def _with_unpacked(kind: type, name: str) -> type:
     """Return a subclass of `kind` whose attribute `name` is dequantized whenever it is read."""
+    if issubclass(kind, nn.Embedding) and name == "weight":
+        # Its own forward runs first, and what it calls by `super()` is the quantized look-up.
+        bases: Any = (kind, PackedEmbedding)
+        return PackedEmbedding if kind is nn.Embedding else _named(kind, bases, {})
 
     def read(self: Any) -> Tensor:
-        packed: Tensor = self._buffers[f"{name}_packed"]
-        return unpack_any(packed, self.packings[name])
+        return unpack(self._buffers[f"{name}_packed"], self.packings[name])
 
-    return type(kind.__name__, (kind,), {name: property(read), "__module__": kind.__module__})
+    return _named(kind, (kind,), {name: property(read)})
+
+
+def _named(kind: type, bases: tuple[type, ...], fields: dict[str, Any]) -> type:
+    return type(kind.__name__, bases, {**fields, "__module__": kind.__module__})
 
 
 def replace_children(replaced: Mapping[nn.Module, nn.Module], *modules: nn.Module) -> None:
@@ -146,12 +147,8 @@ def packed_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor, WeightPacki
     """Yield the name, bytes and layout of each quantized weight of `module`, tied ones once."""
     seen: set[int] = set()
     for path, layer in module.named_modules():
-        kept = [("weight", "packed", layer.__dict__.get("packing"))]
-        kept += [(n, f"{n}_packed", p) for n, p in layer.__dict__.get("packings", {}).items()]
-        for name, buffer, packing in kept:
-            if packing is None:
-                continue
-            packed = layer._buffers.get(buffer)
+        for name, packing in layer.__dict__.get("packings", {}).items():
+            packed = layer._buffers.get(f"{name}_packed")
             if packed is not None and id(packed) not in seen:
                 seen.add(id(packed))
                 yield f"{path}.{name}" if path else name, packed, packing

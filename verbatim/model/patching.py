@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -73,13 +73,26 @@ def replaced_forwards(module: nn.Module, *, batch_invariant: bool = True) -> For
         if batch_invariant and is_gate(parent, name)
     }
     for layer in module.modules():
-        forward = forward_for(layer, batch_invariant=batch_invariant) or adapter_for(layer)
+        forward = replacement_of(layer, batch_invariant=batch_invariant)
         if id(layer) in gates and forward is not None:
             forward = gate_forward(layer)
         if forward is not None:
             own = partial(type(layer).forward, layer)
             found.append((layer.__dict__, in_forwards(forward, own)))
     return found
+
+
+def replacement_of(layer: nn.Module, *, batch_invariant: bool = True) -> Callable[..., Any] | None:
+    """Return the replacement of a layer's forward, else None; one replaced on the instance is kept."""
+    return forward_for(layer, batch_invariant=batch_invariant) or adapter_for(layer)
+
+
+def forward_of(layer: nn.Module) -> Callable[..., Any]:
+    """Return the forward that the engine runs for a layer, without its hooks: one of its instance, the
+    replacement by its class, or else its own.
+    """
+    known = layer.__dict__.get("forward") or replacement_of(layer)
+    return type(layer).forward.__get__(layer) if known is None else known
 
 
 def configs_of(module: nn.Module) -> list[Any]:
@@ -132,13 +145,22 @@ def patched(
 @contextmanager
 def plain_numbers() -> Iterator[None]:
     """Run the block without gradients, inference tensors and autocast, whatever the caller has enabled."""
-    on_gpu = torch.cuda.is_initialized()
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.autocast("cuda", enabled=False) if on_gpu else nullcontext(),
-    ):
+    modes: list[Any] = [torch.no_grad()]
+    # The others are entered only where needed, as they take longer than a small layer.
+    if torch.is_inference_mode_enabled():
+        modes.insert(0, torch.inference_mode(False))
+    modes += [
+        torch.autocast(device, enabled=False)
+        for device in ("cpu", "cuda")
+        if torch.is_autocast_enabled(device)
+    ]
+    if len(modes) == 1:
+        with modes[0]:
+            yield
+        return
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
         yield
 
 

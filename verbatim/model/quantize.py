@@ -17,8 +17,7 @@ worth its two bytes at 8 bits as well as at 4 (benchmarks/quantize.py --formats)
 from __future__ import annotations
 
 import ctypes
-import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor
 from verbatim.kernels.functions import SUFFIX, addresses, kernel
 from verbatim.model import groups
 from verbatim.model.groups import unfit
-from verbatim.model.weight_packing import Encoding, WeightPacking
+from verbatim.model.weight_packing import INTERLEAVED, Encoding, WeightPacking, join, split
 
 
 def pack(
@@ -42,60 +41,56 @@ def pack(
     Raises:
         ModelError: a NaN, an infinity, or a number too large.
     """
-    return _pack(weight, packing, name, backend)[0]
+    out = torch.empty(packing.nbytes, dtype=torch.uint8)
+    for rows, part, one in _matrices(weight, out, packing):
+        _pack(rows, one, name, backend, part)
+    return out
 
 
 def pack_and_measure(
     weight: Tensor, packing: WeightPacking, name: str = "a weight"
 ) -> tuple[Tensor, tuple[float, float]]:
     """Run `pack` and `squared_error`, in one pass if the kernel supports it."""
-    packed, squares = _pack(weight, packing, name, "auto")
-    return packed, squares or squared_error(weight, packed, packing)
+    out = torch.empty(packing.nbytes, dtype=torch.uint8)
+    return out, _total(
+        _pack(rows, one, name, "auto", part) or squared_error(rows, part, one)
+        for rows, part, one in _matrices(weight, out, packing)
+    )
 
 
 def _pack(
-    weight: Tensor, packing: WeightPacking, name: str, backend: str
-) -> tuple[Tensor, tuple[float, float] | None]:
-    assert tuple(weight.shape) == packing.shape
-    out = torch.empty(packing.nbytes, dtype=torch.uint8)
-    if not weight.numel():
-        return out, (0.0, 0.0)
-    if packing.columns:
-        sums = []
-        for rows, part, one in _by_rows(weight, out, packing):
-            made, own = _pack(rows, one, name, backend)
-            part.copy_(made)
-            sums.append(own)
-        measured = [own for own in sums if own is not None]
-        return out, _total(measured) if len(measured) == len(sums) else None
+    rows: Tensor, packing: WeightPacking, name: str, backend: str, out: Tensor
+) -> tuple[float, float] | None:
+    """Quantize a matrix `[N, K]`; return the sums of `squared_error` if the kernel did it."""
     by_torch = packing.encoding is not Encoding.AFFINE
     function = None if by_torch else kernel("vb_pack_rows", backend=backend)
     with torch.no_grad():
-        if function is not None and weight.is_cpu and weight.dtype in SUFFIX:
-            squares = (ctypes.c_double * 2)()
-            rows = weight.contiguous()
-            kind, is_bf16 = packing.quantization, weight.dtype is torch.bfloat16
-            sizes = packing.vectors, packing.depth, kind.bits, kind.group_size
-            if not function(*addresses(out, rows), *sizes, is_bf16, squares):
-                raise unfit(name)
-            return out, (squares[0], squares[1])
-        groups.pack_rows(weight, packing, name, out)
-    return out, None
+        if function is None or not rows.is_cpu or rows.dtype not in SUFFIX:
+            groups.pack_rows(rows, packing, name, out)
+            return None
+        squares, rows, kind = (ctypes.c_double * 2)(), rows.contiguous(), packing.quantization
+        sizes = packing.vectors, packing.depth, kind.bits, kind.group_size
+        if not function(*addresses(out, rows), *sizes, rows.dtype is torch.bfloat16, squares):
+            raise unfit(name)
+    return squares[0], squares[1]
 
 
-def _by_rows(
+def _matrices(
     weight: Tensor, packed: Tensor, packing: WeightPacking
 ) -> Iterator[tuple[Tensor, Tensor, WeightPacking]]:
-    """Yield each matrix `[K, N]` as a view `[N, K]`, its bytes, and the layout of such rows."""
+    """Yield each matrix of a weight as a view `[N, K]`, its bytes, and the layout of such rows."""
+    assert tuple(weight.shape) == packing.shape and packed.shape == (packing.nbytes,)
+    if not weight.numel():
+        return
     one = replace(packing, shape=(packing.width, packing.depth), columns=False)
-    count = math.prod(packing.shape[:-2])
-    matrices = weight.reshape(count, packing.depth, packing.width)
-    for matrix, part in zip(matrices, packed.view(count, one.nbytes), strict=True):
-        yield matrix.t(), part, one
+    matrices = weight.reshape(-1, *packing.shape[-2:])
+    for matrix, part in zip(matrices, packed.view(-1, one.nbytes), strict=True):
+        yield matrix.t() if packing.columns else matrix, part, one
 
 
-def _total(squares: list[tuple[float, float]]) -> tuple[float, float]:
-    return sum(wrong for wrong, _ in squares), sum(every for _, every in squares)
+def _total(squares: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    wrong, every = zip((0.0, 0.0), *squares, strict=True)
+    return sum(wrong), sum(every)
 
 
 def unpack(
@@ -108,32 +103,52 @@ def unpack(
         backend: "kernel", "torch", "auto" for the kernel if it supports the tensors, or one of
             `kernels.available()`. All are bit-identical.
     """
-    assert packed.dtype == torch.uint8 and packed.shape == (packing.nbytes,)
-    assert not packing.interleaved
+    assert packed.dtype == torch.uint8
+    packed = packed.contiguous()
+    if packing.interleaved:
+        packed, packing = plain_rows(packed, packing).flatten(), replace(packing, interleaved=False)
     if out is None:
         out = torch.empty(packing.shape, dtype=packing.dtype)
-    assert out.is_contiguous() and tuple(out.shape) == packing.shape and out.dtype == packing.dtype
-    if not out.numel():
-        return out
-    if packing.columns:
-        for rows, part, one in _by_rows(out, packed, packing):
-            rows.copy_(unpack(part, one, backend=backend))
-        return out
+    assert out.is_contiguous() and out.dtype == packing.dtype
     function = kernel("vb_unpack_rows", backend=backend) if packing.dtype in SUFFIX else None
-    if function is None:
-        groups.unpack_rows(packed, packing, out)
-        return out
-    assert packed.is_contiguous() and packed.is_cpu and out.is_cpu
-    sizes = packing.vectors, packing.depth, packing.format, packing.quantization.group_size
-    function(*addresses(out, packed), *sizes, packing.dtype is torch.bfloat16)
+    for rows, part, one in _matrices(out, packed, packing):
+        target = rows if rows.is_contiguous() else torch.empty(rows.shape, dtype=rows.dtype)
+        if function is None:
+            groups.unpack_rows(part, one, target)
+        else:
+            assert part.is_cpu and target.is_cpu
+            sizes = one.vectors, one.depth, one.format, one.quantization.group_size
+            function(*addresses(target, part), *sizes, one.dtype is torch.bfloat16)
+        if target is not rows:
+            rows.copy_(target)
     return out
+
+
+def plain_rows(packed: Tensor, packing: WeightPacking, rows: Tensor | None = None) -> Tensor:
+    """Return the bytes of each vector of K elements, uint8 `[n, vector_bytes]`, not interleaved.
+
+    Args:
+        rows: those of a matrix to return, `[n]`; None: all.
+    """
+    packed = packed.contiguous()
+    if not packing.interleaved:
+        data = packed.view(packing.vectors, packing.vector_bytes)
+        return data if rows is None else data[rows]
+    width, columns = packing.vector_words, INTERLEAVED
+    blocks = packed.view(torch.int32).view(-1, -(-packing.width // columns), width, columns)
+    if rows is None:
+        words = blocks.transpose(-1, -2).flatten(1, 2)[:, : packing.width].reshape(-1, width)
+    else:
+        words = blocks[0, rows // columns, :, rows % columns]
+    plain = replace(packing, interleaved=False)
+    return join(*split(words.contiguous().view(torch.uint8), packing), plain)
 
 
 def unpack_rows(packed: Tensor, packing: WeightPacking, rows: Tensor) -> Tensor:
     """Dequantize the rows `rows` `[n]` of a quantized matrix: `[n, K]`."""
     assert not packing.columns and len(packing.shape) == 2
-    some = packed.view(packing.vectors, packing.vector_bytes)[rows]
-    return unpack(some.flatten(), replace(packing, shape=(len(some), packing.depth)))
+    plain = replace(packing, interleaved=False, shape=(len(rows), packing.depth))
+    return unpack(plain_rows(packed, packing, rows).flatten(), plain)
 
 
 def rounded(weight: Tensor, packing: WeightPacking, name: str = "a weight") -> Tensor:
@@ -144,14 +159,12 @@ def rounded(weight: Tensor, packing: WeightPacking, name: str = "a weight") -> T
 
 def squared_error(weight: Tensor, packed: Tensor, packing: WeightPacking) -> tuple[float, float]:
     """Return the sums of (unpacked - weight)^2 and of weight^2, computed in pieces."""
-    if packing.columns:
-        return _total([squared_error(*matrix) for matrix in _by_rows(weight, packed, packing)])
-    rows = weight.reshape(packing.vectors, packing.depth)
+    pieces = []
     step = max(1, groups.PIECE // max(1, packing.depth))
-    wrong = all_of_it = 0.0
-    for true, part in zip(rows.split(step), packed.split(step * packing.vector_bytes), strict=True):
-        piece = replace(packing, shape=tuple(true.shape))
-        off = unpack(part, piece).float().sub_(true.float())
-        wrong += float(torch.linalg.vector_norm(off, dtype=torch.float64)) ** 2
-        all_of_it += float(torch.linalg.vector_norm(true.float(), dtype=torch.float64)) ** 2
-    return wrong, all_of_it
+    for rows, part, one in _matrices(weight, packed, packing):
+        for true, own in zip(rows.split(step), part.split(step * one.vector_bytes), strict=True):
+            off = unpack(own, replace(one, shape=tuple(true.shape))).float().sub_(true.float())
+            norms = (torch.linalg.vector_norm(x, dtype=torch.float64) for x in (off, true.float()))
+            wrong, every = (float(norm) ** 2 for norm in norms)
+            pieces.append((wrong, every))
+    return _total(pieces)

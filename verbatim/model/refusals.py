@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from verbatim.model.adapters import has_indexers, runs_indexer
-from verbatim.model.recurrent import has_supported_states
+from verbatim.model.recurrent_layers import has_supported_states
 
 # Substrings of layer types, and the reason to refuse them.
 _STATE = "keep a recurrent state, which is not in K and V"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -72,7 +73,8 @@ def joined(name: str, parts: Sequence[Choices]) -> Choices:
     reasons = {part.reason for part in parts} - {None, _NONE[name]}
     if reasons and len(set(kinds)) <= 1:
         return Choices(reason=next(iter(reasons)))
-    return choices_of(name, kinds)
+    replay_reason = next((p.replay_reason for p in parts if p.replay_reason), None)
+    return replace(choices_of(name, kinds), replay_reason=replay_reason)
 
 
 class ChoiceStore(BlockStore):
@@ -144,14 +146,6 @@ def open_records(choices: Mapping[str, Choices], num_blocks: int, block_size: in
         for name, made in choices.items()
         if made.layers
     }
-
-
-def read_record(
-    name: str, choices: Choices, records: Records, block_table: list[int], num_tokens: int
-) -> Tensor:
-    """Read what was chosen for a sequence's tokens from its blocks; see `Runner.record`."""
-    choices.check(f"the model's {name} can't be recorded")
-    return records[name].read(block_table, num_tokens)
 
 
 class Routing:

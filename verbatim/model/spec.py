@@ -8,25 +8,25 @@ run on flat batches. A class that is not in the list of verified ones must pass 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from verbatim.batch import Choices
-from verbatim.errors import NotSupported, TierFailed, UnsupportedModel
+from verbatim.errors import TierFailed, UnsupportedModel
 from verbatim.kernels.options import AnyOptions, AttentionOptions, IndexOptions
 from verbatim.kv.states import StateShape
 from verbatim.kv.store import LayerShape
 from verbatim.model import masks
+from verbatim.model.adapters import patch_functions
 from verbatim.model.context import Update, activate
-from verbatim.model.hidden import head_inputs, head_of, why_no_hidden
+from verbatim.model.hidden import head_of, recorded, why_no_hidden
 from verbatim.model.invariant import Recorder
 from verbatim.model.patching import Forwards, configs_of, patched, replaced_forwards
-from verbatim.model.positions import counts_by_padding, patch_positions
-from verbatim.model.recurrent import patch
+from verbatim.model.positions import counts_by_padding
 from verbatim.model.routing import (
     UNKNOWN_ROUTER,
     RouterCall,
@@ -40,43 +40,37 @@ class ModelSpec:
     """The layout of a model, for the KV store and the decoder.
 
     Attributes:
-        slots: (id of the attention module, its n-th call in a forward) to the layer of the store.
         layers: what each layer of the store holds for a token.
-        query_heads: of each of them.
-        states: what each recurrent operation keeps of a sequence, in the order they run.
         dtype: of the keys, and so of the store unless told otherwise.
         vocab_size: width of the logits.
+        routed: the experts that its mixture-of-experts layers choose.
+        indexed: the keys that indexers of layers choose.
+        hidden_reason: why it can't hand back what its head sees; None if it can.
+        slots: (id of the attention module, its n-th call in a forward) to the layer of the store.
+        query_heads: of each of `layers`.
+        states: what each recurrent operation keeps of a sequence, in the order they run.
         needs_override: functions the model calls directly that must be swapped; usually none.
         takes_logit_rows: the model's forward has `logits_to_keep`, so that the head runs only on
             the rows that are asked for.
         takes_positions: the model's forward has `position_ids`, or passes them on.
-        routed: the experts that its mixture-of-experts layers choose.
-        routed_modules: the id of each one's experts module, in the order they run.
-        indexed: the keys that indexers of layers choose.
-        reasons: why it can't do what it can't: record "routing", "replay" it, record and replay "indices",
-            hand back what its head sees ("hidden").
+        routed_modules: the id of the experts module of each of `routed`, in the order they run.
         finite: the logits of the inspection were finite.
     """
 
-    slots: dict[tuple[int, int], int]
     layers: list[LayerShape]
-    query_heads: list[int]
-    states: list[StateShape]
     dtype: torch.dtype
     vocab_size: int
-    needs_override: frozenset[str]
-    takes_logit_rows: bool
-    takes_positions: bool
     routed: Choices
-    routed_modules: tuple[int, ...]
     indexed: Choices
-    reasons: Mapping[str, str]
-    finite: bool
-
-    def check(self, capability: str, what: str) -> None:
-        """Raise NotSupported, with the reason, if the model does not have a capability of `reasons`."""
-        if capability in self.reasons:
-            raise NotSupported(f"{what}: {self.reasons[capability]}")
+    hidden_reason: str | None
+    slots: dict[tuple[int, int], int] = field(default_factory=dict)
+    query_heads: list[int] = field(default_factory=list)
+    states: list[StateShape] = field(default_factory=list)
+    needs_override: frozenset[str] = frozenset()
+    takes_logit_rows: bool = False
+    takes_positions: bool = False
+    routed_modules: tuple[int, ...] = ()
+    finite: bool = True
 
     @property
     def is_sparse(self) -> bool:
@@ -150,12 +144,19 @@ class InspectionContext:
         self.choices += 1
 
 
+class OwnModel(nn.Module):
+    """Base of models that are made of layers of transformers here, with the methods of one that are called.
+
+    They have no masks and are not tried: layers attend as their settings say.
+    """
+
+
 def inner_model(module: nn.Module) -> Any:
     """Return the transformers model inside of `module`, which may be wrapped (PEFT, DDP)."""
     from transformers import PreTrainedModel
 
     for candidate in module.modules():
-        if isinstance(candidate, PreTrainedModel):
+        if isinstance(candidate, PreTrainedModel | OwnModel):
             return candidate
     raise UnsupportedModel(
         f"{type(module).__name__} holds no transformers model; a module, a folder or a hub id of a "
@@ -205,15 +206,7 @@ def inspect_once(module: nn.Module, inner: Any, *, positions: bool | None = None
             if named
             else _NO_POSITIONS
         )
-    routed = routed_layers_of(context.routed, ids.numel())
-    indexed = indexed_layers_of(context.indexed)
     unknown = UNKNOWN_ROUTER if context.choices != len(context.routed) else None
-    reasons = {
-        "routing": routed.reason,
-        "replay": routed.reason or unknown,
-        "indices": indexed.reason,
-        "hidden": why_no_hidden(head_of(inner), seen, ids.numel()),
-    }
     return ModelSpec(
         slots=context.slots,
         layers=context.layers,
@@ -224,10 +217,10 @@ def inspect_once(module: nn.Module, inner: Any, *, positions: bool | None = None
         needs_override=frozenset(recorder.swapped),
         takes_logit_rows="logits_to_keep" in signature,
         takes_positions=positions,
-        routed=routed,
+        routed=replace(routed_layers_of(context.routed, ids.numel()), replay_reason=unknown),
         routed_modules=tuple(call.module for call in context.routed),
-        indexed=indexed,
-        reasons={name: reason for name, reason in reasons.items() if reason is not None},
+        indexed=indexed_layers_of(context.indexed),
+        hidden_reason=why_no_hidden(head_of(inner), seen, ids.numel()),
         finite=bool(torch.isfinite(logits).all()),
     )
 
@@ -235,7 +228,8 @@ def inspect_once(module: nn.Module, inner: Any, *, positions: bool | None = None
 def takes_positions(inner: Any) -> bool:
     """Return whether the forward of a transformers model takes `position_ids`, counted from 0."""
     signature = inspect.signature(inner.forward).parameters
-    return "position_ids" in signature and not counts_by_padding(inner)
+    counted = any(counts_by_padding(type(layer)) for layer in inner.modules())
+    return "position_ids" in signature and not counted
 
 
 def _dtype_of(inner: nn.Module) -> torch.dtype:
@@ -269,8 +263,7 @@ def inspect_forward(
         UnsupportedModel: raised by the context, or the forward failed.
     """
     masks.register()
-    patch(module)
-    patch_positions(module)
+    patch_functions(module)
     configs, device = configs_of(module), next(module.parameters()).device
     inputs: dict[str, Any] = {"input_ids": torch.tensor(_IDS, device=device)}
     if positions:
@@ -283,9 +276,11 @@ def inspect_forward(
         with (
             patched(module, forwards, configs, hooks=False),
             activate(context),
-            head_inputs(head_of(inner), [context]) as (seen,),
+            recorded(head_of(inner), [context]) as (seen,),
         ):
-            for config in configs:  # `patched` puts it back
+            for config in (
+                configs if not isinstance(inner, OwnModel) else ()
+            ):  # `patched` puts it back
                 config.__dict__["_attn_implementation_internal"] = masks.LOOK
             logits: Tensor = module(**inputs, use_cache=False).logits
     except (UnsupportedModel, TierFailed):

@@ -95,72 +95,53 @@ def _total(x: Tensor, dim: int) -> Tensor:
     return tree_sum(x, dim).unsqueeze(dim)
 
 
-def unweighted_norm(module: Any) -> Callable[[Tensor], Tensor]:
-    """Return the forward of an RMS norm that rounds the factor of a row, and then the row."""
-
-    def forward(x: Tensor) -> Tensor:
-        if x.dtype is torch.float32 and elementwise.served(x):
-            return elementwise.rms_norm(x, None, module.eps, NormKind.BARE)
-        mean = tree_sum(x.float().square(), -1)[..., None] / x.shape[-1]
-        return x * torch.sqrt(mean + module.eps).reciprocal().to(x.dtype)
-
-    return forward
+def _unweighted_norm(module: Any, x: Tensor) -> Tensor:
+    """An RMS norm that rounds the factor of a row, and then the row."""
+    if x.dtype is torch.float32 and elementwise.served(x):
+        return elementwise.rms_norm(x, None, module.eps, NormKind.BARE)
+    mean = tree_sum(x.float().square(), -1)[..., None] / x.shape[-1]
+    return x * torch.sqrt(mean + module.eps).reciprocal().to(x.dtype)
 
 
-def hyper_connection(module: Any) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """Return the forward of a hyper-connection: from streams `[B, T, N, D]` what `collapse` returns."""
-
-    def forward(streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        batch = streams.shape[:2]
-        rows = streams.flatten(0, 1)
-        mixes = products.linear(module.input_norm(rows.flatten(1).float()), module.fn.float())
-        after, between, out = collapse(
-            mixes,
-            module.scale,
-            module.base,
-            rows,
-            iterations=module.hc_sinkhorn_iters,
-            eps=module.hc_eps,
-        )
-        after, between, out = (x.unflatten(0, batch) for x in (after, between, out))
-        return after, between.as_subclass(GateTensor), out
-
-    return forward
+def _hyper_connection(module: Any, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return of streams `[B, T, N, D]` what `collapse` returns."""
+    batch = streams.shape[:2]
+    rows = streams.flatten(0, 1)
+    mixes = products.linear(module.input_norm(rows.flatten(1).float()), module.fn.float())
+    numbers = {"iterations": module.hc_sinkhorn_iters, "eps": module.hc_eps}
+    made = collapse(mixes, module.scale, module.base, rows, **numbers)
+    after, between, out = (x.unflatten(0, batch) for x in made)
+    return after, between.as_subclass(GateTensor), out
 
 
-def layer(module: Any) -> Callable[..., Tensor]:
-    """Return the forward of a layer with residual streams `[B, T, N, D]`."""
+def _layer(
+    module: Any, hidden_states: Tensor, input_ids: Tensor | None = None, **kwargs: Any
+) -> Tensor:
+    """A layer with residual streams `[B, T, N, D]`."""
 
-    def forward(hidden_states: Tensor, input_ids: Tensor | None = None, **kwargs: Any) -> Tensor:
-        def add(streams: Tensor, made: Tensor, after: Tensor, between: Tensor) -> Tensor:
-            flat = (x.as_subclass(Tensor).flatten(0, 1) for x in (streams, made, after, between))
-            return expand(*flat).view(streams.shape)
+    def add(streams: Tensor, made: Tensor, after: Tensor, between: Tensor) -> Tensor:
+        flat = (x.as_subclass(Tensor).flatten(0, 1) for x in (streams, made, after, between))
+        return expand(*flat).view(streams.shape)
 
-        after, between, x = module.attn_hc(hidden_states)
-        attended, _ = module.self_attn(module.input_layernorm(x), **kwargs)
-        streams = add(hidden_states, attended, after, between)
-        after, between, x = module.ffn_hc(streams)
-        made = module.mlp(module.post_attention_layernorm(x), input_ids=input_ids)
-        return add(streams, made, after, between)
-
-    return forward
-
-
-def hyper_head(module: Any) -> Callable[[Tensor], Tensor]:
-    """Return the forward that makes one row of the residual streams `[B, T, N, D]` behind the last layer."""
-
-    def forward(streams: Tensor) -> Tensor:
-        flat = module.input_norm(streams.flatten(2).float())
-        mixes = products.linear(flat, module.hc_fn.float())
-        factors = sigmoid(mixes * module.hc_scale.float() + module.hc_base.float()) + module.eps
-        return tree_sum(factors[..., None] * streams, 2).to(streams.dtype)
-
-    return forward
+    after, between, x = module.attn_hc(hidden_states)
+    attended, _ = module.self_attn(module.input_layernorm(x), **kwargs)
+    streams = add(hidden_states, attended, after, between)
+    after, between, x = module.ffn_hc(streams)
+    made = module.mlp(module.post_attention_layernorm(x), input_ids=input_ids)
+    return add(streams, made, after, between)
 
 
-ADAPTERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
-    "DeepseekV4HyperConnection": hyper_connection,
-    "DeepseekV4HyperHead": hyper_head,
-    "DeepseekV4UnweightedRMSNorm": unweighted_norm,
+def _hyper_head(module: Any, streams: Tensor) -> Tensor:
+    """Make one row of the residual streams `[B, T, N, D]` behind the last layer."""
+    flat = module.input_norm(streams.flatten(2).float())
+    mixes = products.linear(flat, module.hc_fn.float())
+    factors = sigmoid(mixes * module.hc_scale.float() + module.hc_base.float()) + module.eps
+    return tree_sum(factors[..., None] * streams, 2).to(streams.dtype)
+
+
+FORWARDS: dict[str, Callable[..., Any]] = {
+    "DeepseekV4DecoderLayer": _layer,
+    "DeepseekV4HyperConnection": _hyper_connection,
+    "DeepseekV4HyperHead": _hyper_head,
+    "DeepseekV4UnweightedRMSNorm": _unweighted_norm,
 }
-LAYERS: dict[str, Callable[[Any], Callable[..., Any]]] = {"DeepseekV4DecoderLayer": layer}

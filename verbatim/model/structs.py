@@ -112,7 +112,7 @@ def matrix_of(linear: Any, dtype: torch.dtype) -> Matrix:
     packing: WeightPacking | None = None
     if type(linear) is PackedLinear:
         packing = linear.packing
-        data: Any = linear._buffers["packed"]
+        data: Any = linear._buffers["weight_packed"]
         cols, depth = packing.width, packing.depth
     elif type(linear) is nn.Linear:
         data = linear._parameters["weight"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from itertools import chain, repeat
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -40,19 +40,16 @@ class Tree:
 
         Also the dtype of the first parameter counts.
         """
-        return all(
-            len(now) == len(before) and all(map(is_, now, before))
-            for now, before in zip(self._current(), self._found, strict=True)
-        )
+        return self._current() == self._found
 
-    def _current(self) -> tuple[list[Any], ...]:
+    def _current(self) -> tuple[Any, ...]:
         modules, children = self.modules, [*map(_children_of, self._fields)]
         return (
             [*map(type, modules)],
             [*map(len, children)],
-            [*chain.from_iterable(map(dict.values, children))],
+            [*map(id, chain.from_iterable(map(dict.values, children)))],
             [*map(dict.__contains__, self._fields, repeat("forward"))],
-            [next((p.dtype for p in modules[0].parameters()), None)],
+            next((p.dtype for p in modules[0].parameters()), None),
         )
 
     def has_hooks(self) -> bool:

@@ -19,7 +19,7 @@ from verbatim.model.differential import differential_check, largest_error, toler
 from verbatim.model.flat import FlatContext, noise_store, span_batch, trial_logits
 from verbatim.model.patching import Forwards, configs_of, patched, quiet, replaced_forwards
 from verbatim.model.refusals import reason_to_refuse
-from verbatim.model.spec import ModelSpec, inner_model, inspect_once
+from verbatim.model.spec import ModelSpec, OwnModel, inner_model, inspect_once
 from verbatim.model.verified import is_verified
 
 _LENGTHS = (9, 6)
@@ -39,7 +39,7 @@ def inspect_model(module: nn.Module) -> ModelSpec:
         if reason is not None:
             raise UnsupportedModel(reason)
         spec = inspect_once(module, inner)
-        if not is_verified(module, inner):
+        if not (isinstance(inner, OwnModel) or is_verified(module, inner)):
             try_out(module, replaced_forwards(module), spec)
     except UnsupportedModel as reason:
         name = type(inner).__name__

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 from verbatim.model.quantization import Quantization
 
@@ -33,7 +35,7 @@ class Encoding(IntEnum):
     HALF = 7
     # scale * (code - 8) + zero, both bf16.
     CENTERED = 9
-    # GGUF's types of these names, as they lie in a file (`gguf_blocks.py`).
+    # GGUF's types of these names, as they lie in a file (`blocks.py`).
     Q4_K = 8
     Q5_K = 10
     Q6_K = 11
@@ -43,6 +45,7 @@ class Encoding(IntEnum):
     NVFP4 = 14
 
 
+INTERLEAVED = 32  # columns of the product in a block of the layout for integer products
 BLOCK = 256  # elements of a block
 # Bytes of a block.
 BLOCKS = {
@@ -84,8 +87,8 @@ class WeightPacking:
     Attributes:
         shape, dtype: of the parameter.
         columns: K is the second to last dimension of `shape`; else the last.
-        interleaved: the layout for integer products (`integers.py`), matrix by matrix. `pack` and `unpack`
-            do not support it.
+        interleaved: the layout for integer products (`integers.py`), matrix by matrix. `pack` does not
+            support it.
         encoding: of codes and heads.
     """
 
@@ -166,12 +169,12 @@ class WeightPacking:
     def nbytes(self) -> int:
         """Bytes of the quantized parameter."""
         if self.interleaved:
-            blocks = math.prod(self.shape[:-2]) * -(-self.width // 32)
-            return blocks * 32 * self.vector_words * 4
+            columns = -(-self.width // INTERLEAVED) * INTERLEAVED
+            return math.prod(self.shape[:-2]) * columns * self.vector_words * 4
         return self.vectors * self.vector_bytes
 
 
-def nearest(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def nearest(x: Tensor, table: Tensor) -> Tensor:
     """Return the place in a table of the number that is nearest to each of `x`."""
     order = table.argsort()
     middles = (table[order][1:] + table[order][:-1]) / 2
@@ -182,3 +185,64 @@ def stretches(depth: int, group: int) -> list[tuple[int, int]]:
     """Return (groups, size of each): the whole groups, then the short one."""
     found = [(depth // group, group), (1, depth % group)]
     return [(count, size) for count, size in found if count and size]
+
+
+def fold(code: Tensor, span: int) -> Tensor:
+    """Put codes of 4 bits two in a byte: of each `2 * span`, the first half lies below the second."""
+    if missing := -code.shape[-1] % (2 * span):
+        code = pad(code, (0, missing))
+    low, high = code.unflatten(-1, (-1, 2, span)).unbind(-2)
+    folded: Tensor = (low | high << 4).flatten(-2)
+    return folded
+
+
+def unfold(data: Tensor, span: int) -> Tensor:
+    """Return the codes of bytes `[..., n]` that `fold` made, `[..., 2 * n]`."""
+    data = data.unflatten(-1, (-1, span))
+    out = torch.empty(*data.shape[:-1], 2, span, dtype=torch.uint8, device=data.device)
+    torch.bitwise_and(data, 15, out=out[..., 0, :])
+    torch.bitwise_right_shift(data, 4, out=out[..., 1, :])
+    return out.flatten(-3)
+
+
+def join(code: Tensor, heads: Tensor, packing: WeightPacking) -> Tensor:
+    """Return rows of bytes, as `packing` lays them out.
+
+    Args:
+        code: uint8 `[n, K]`.
+        heads: int32 or int16 `[n, groups]`.
+    """
+    parts, at, first = [], 0, 0
+    heads = heads.contiguous()[..., None].view(torch.uint8)
+    for count, size in stretches(packing.depth, packing.quantization.group_size):
+        data = code[:, at : at + count * size].unflatten(1, (count, size))
+        if packing.quantization.bits == 4:
+            data = fold(data, 4 if packing.interleaved else (size + 1) // 2)
+        if packing.interleaved:
+            data = pad(data, (0, -data.shape[-1] % 4))
+            data = torch.cat([heads[:, first : first + count], data], -1)
+        parts.append(data.flatten(1))
+        at, first = at + count * size, first + count
+    return torch.cat(parts if packing.interleaved else [*parts, heads.flatten(1)], 1)
+
+
+def split(rows: Tensor, packing: WeightPacking) -> tuple[Tensor, Tensor]:
+    """Return the codes and heads of the rows that `join` made."""
+    codes, heads, at, bits = [], [], 0, packing.quantization.bits
+    for count, size in stretches(packing.depth, packing.quantization.group_size):
+        nbytes = (size * bits + 7) // 8
+        width = 4 + nbytes + -nbytes % 4 if packing.interleaved else nbytes
+        data = rows[:, at : at + count * width].unflatten(1, (count, width))
+        if packing.interleaved:
+            heads.append(data[..., :4])
+            data = data[..., 4:]
+        if bits == 4:
+            data = unfold(data, 4 if packing.interleaved else (size + 1) // 2)
+        codes.append(data[..., :size].flatten(1))
+        at += count * width
+    if not packing.interleaved:
+        heads = [rows[:, at:].unflatten(1, (-1, packing.head_bytes))]
+    # A copy, as the bytes lie at any address.
+    whole = torch.cat(heads, 1).clone(memory_format=torch.contiguous_format)
+    kind = torch.int32 if packing.head_bytes == 4 else torch.int16
+    return torch.cat(codes, 1), whole.view(kind).squeeze(-1)

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
+from operator import attrgetter
 
 from torch import nn
 
 from verbatim.model.packed import packed_buffers
 
+_modules, _parameters = attrgetter("_modules"), attrgetter("_parameters")
+_version = attrgetter("_version")
+
 
 def writes_to(module: nn.Module) -> object:
     """Return the identity and the version counter of each parameter, to detect changes."""
-    found: list[tuple[int, int]] = []
-    # Not `parameters()`, which takes twice as long: this runs at every step.
-    layers = [module]
-    for layer in layers:
-        found.extend(
-            (id(p), 0 if p.is_inference() else p._version)
-            for p in layer._parameters.values()
-            if p is not None
-        )
-        layers.extend(inner for inner in layer._modules.values() if inner is not None)
-    return found
+    # Level by level, without Python for a single module, as this runs at every step.
+    layers, found = [module], list[nn.Parameter | None]()
+    while layers:
+        found += chain.from_iterable(map(dict.values, map(_parameters, layers)))
+        children = chain.from_iterable(map(dict.values, map(_modules, layers)))
+        layers = [child for child in children if child is not None]
+    parameters = [p for p in found if p is not None]
+    try:
+        return [*map(id, parameters)], [*map(_version, parameters)]
+    except RuntimeError:  # inference tensors have no counter
+        return [(id(p), 0 if p.is_inference() else p._version) for p in parameters]
 
 
 def weight_info(module: nn.Module) -> dict[str, int]:

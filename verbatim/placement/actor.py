@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from verbatim.errors import InvalidRequest, NotSupported, UnsupportedModel
 from verbatim.model.limits import max_length_of
 from verbatim.model.patching import exclusive
-from verbatim.placement.external import ExternalRunner, Piece
+from verbatim.placement.external import Piece, RowsDecoder
 from verbatim.placement.wrapped import modules_of
 
 LAYER_LISTS = ("h", "layers", "blocks")  # names of the list of layers
@@ -53,7 +53,7 @@ class ForwardArguments:
         return self.others or name in self.names
 
 
-class RowRunner(ExternalRunner):
+class ActorDecoder(RowsDecoder):
     """Runs an actor, row by row.
 
     Args:
@@ -69,14 +69,7 @@ class RowRunner(ExternalRunner):
 
     placement = "actor"
 
-    def __init__(
-        self,
-        model: Any,
-        constants: Mapping[str, Any],
-        *,
-        block_size: int,
-        num_blocks: int,
-    ) -> None:
+    def __init__(self, model: Any, constants: Mapping[str, Any]) -> None:
         self.arguments = check_takes_ids(model)
         for name, value in constants.items():
             if name not in self.arguments:
@@ -93,25 +86,22 @@ class RowRunner(ExternalRunner):
         if "use_cache" in self.arguments.names:  # its cache would not be used
             self._constants.setdefault("use_cache", False)
         self._masked = "attention_mask" in self.arguments
-        super().__init__(
-            model,
-            vocab_size=vocabulary_of(model, self.arguments, self._constants),
-            block_size=block_size,
-            num_blocks=num_blocks,
-        )
+        super().__init__(model, vocabulary_of(model, self.arguments, self._constants))
 
-    def run(self, pieces: list[Piece]) -> list[Tensor]:
+    def run_rows(self, pieces: list[Piece]) -> list[Tensor]:
         with evaluating(self.module):
-            return [self._rows(piece) for piece in pieces]
+            return [self._row(piece) for piece in pieces]
 
-    def _rows(self, piece: Piece) -> Tensor:
+    def _row(self, piece: Piece) -> Tensor:
+        width = self.spec.vocab_size
         if not len(piece.wanted):
-            return torch.empty(0, self.vocab_size)
+            return torch.empty(0, width)
         inputs = {**self._constants, "input_ids": piece.ids[None]}
         if self._masked:
             inputs["attention_mask"] = torch.ones_like(piece.ids)[None]
         back = piece.wanted - len(piece.ids)  # counted from the end
-        logits = logits_of(self.module, inputs, rows=1, tokens=-int(back[0]), width=self.vocab_size)
+        outputs = self.held(**inputs)
+        logits = check_logits(self.held, outputs, rows=1, tokens=-int(back[0]), width=width)
         return logits[0, back]
 
 
@@ -237,13 +227,6 @@ def run_layers(module: Any, hidden: Tensor, cache: Any) -> tuple[Tensor, Any]:
     return seen[0], cache_of(outputs)
 
 
-def logits_of(
-    model: Any, inputs: Mapping[str, Any], *, rows: int, tokens: int, width: int | None
-) -> Tensor:
-    """Return the logits of a call; see `check_logits`."""
-    return check_logits(model, model(**inputs), rows=rows, tokens=tokens, width=width)
-
-
 def check_logits(model: Any, outputs: Any, *, rows: int, tokens: int, width: int | None) -> Tensor:
     """Return the logits `[rows, T, V]` in the output of a forward.
 
@@ -315,7 +298,7 @@ def vocabulary_of(model: Any, takes: ForwardArguments, inputs: Mapping[str, Any]
         inputs["attention_mask"] = torch.ones_like(ids)
     try:
         with exclusive, torch.inference_mode(False), torch.no_grad(), evaluating(model):
-            return logits_of(model, inputs, rows=1, tokens=1, width=None).shape[2]
+            return check_logits(model, model(**inputs), rows=1, tokens=1, width=None).shape[2]
     except UnsupportedModel:
         raise
     except Exception as error:

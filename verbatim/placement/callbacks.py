@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.batch import Draws, SamplePlan
+from verbatim.batch import SamplePlan
 from verbatim.errors import InvalidRequest, RequestFailed
 from verbatim.placement.actor import (
     CACHE_NAMES,
@@ -26,9 +26,8 @@ from verbatim.placement.actor import (
     rename_cache,
     vocabulary_of,
 )
-from verbatim.placement.external import ExternalRunner, Piece
+from verbatim.placement.external import Piece, RowsDecoder
 from verbatim.placement.wrapped import modules_of
-from verbatim.protocols import Forward
 
 # Without a prepare_inputs_fn each forward is over all ids, so a cache would count them twice.
 _CACHES = frozenset({*CACHE_NAMES, "past", "mems", "cache_params", "cache_position"})
@@ -36,7 +35,7 @@ _CACHES = frozenset({*CACHE_NAMES, "past", "mems", "cache_params", "cache_positi
 _BESIDE = ("input_ids", "position_ids", "token_type_ids", "cache_position")
 
 
-class CallbackRunner(ExternalRunner):
+class CallbackDecoder(RowsDecoder):
     """Runs one batch of rows, from its prompts to its end; the engine must run no other.
 
     `model_kwargs` always has an `attention_mask` as wide as the ids: if `update` omits it or does not widen
@@ -51,12 +50,11 @@ class CallbackRunner(ExternalRunner):
         attention_mask: `[B, P]`, 0 on padding.
         model_kwargs: further arguments of the hooks.
         pad_token_id: continues a row after its end.
-        num_blocks: enough for all rows at their longest, or rows are recomputed.
 
     Raises:
         InvalidRequest: `model_kwargs` has an argument that the hooks get anyway, or a pad is outside of
             the vocabulary.
-        UnsupportedModel: as for a `RowRunner`; a `prepare` of the caller need not pass `input_ids`.
+        UnsupportedModel: as for an `ActorDecoder`; a `prepare` of the caller need not pass `input_ids`.
     """
 
     placement = "callbacks"
@@ -70,15 +68,12 @@ class CallbackRunner(ExternalRunner):
         attention_mask: Tensor,
         model_kwargs: Mapping[str, Any],
         pad_token_id: int,
-        *,
-        block_size: int,
-        num_blocks: int,
     ) -> None:
         for name in ("input_ids", "past"):
             if name in model_kwargs:
                 raise InvalidRequest(f"{name} is what the hooks are handed anyway; leave it out")
         self.arguments = check_takes_ids(model) if prepare is None else ForwardArguments.of(model)
-        self._prepare, self._update = prepare, update
+        self._prepare_inputs, self._update = prepare, update
         self._prompts, self._prompt_mask = input_ids, attention_mask
         self._given = dict(model_kwargs)
         self._pad = pad_token_id
@@ -94,28 +89,24 @@ class CallbackRunner(ExternalRunner):
         self._tokens, self._mask = self._prompts, self._prompt_mask
         self._past: Any = None
         self._kwargs: dict[str, Any] = {}
-        super().__init__(
-            model,
-            vocab_size=vocabulary_of(model, self.arguments, {}),
-            block_size=block_size,
-            num_blocks=num_blocks,
-        )
+        super().__init__(model, vocabulary_of(model, self.arguments, {}))
         # Padding is masked, but its embeddings are looked up.
         fed = [
             input_ids.flatten(),
             torch.tensor([pad_token_id] * (len(input_ids) > 1), dtype=torch.int64),
         ]
+        last = self.spec.vocab_size - 1
         for token in torch.cat(fed).unique().tolist():
-            if not 0 <= token < self.vocab_size:
+            if not 0 <= token <= last:
                 raise InvalidRequest(
-                    f"id {token} is outside 0 to {self.vocab_size - 1}, and hooks hand the model padding as "
+                    f"id {token} is outside 0 to {last}, and hooks hand the model padding as "
                     "well; give pads an id of the vocabulary (pad_token_id=)"
                 )
 
-    def run(self, pieces: list[Piece]) -> list[Tensor]:
+    def run_rows(self, pieces: list[Piece]) -> list[Tensor]:
         drawn = [piece for piece in pieces if len(piece.wanted)]
         if not drawn:
-            return [torch.empty(0, self.vocab_size) for _ in pieces]
+            return [torch.empty(0, self.spec.vocab_size) for _ in pieces]
         if self._go_on(drawn):
             rows = [self._rows[int(piece.slots[0])] for piece in drawn]
         else:
@@ -128,11 +119,9 @@ class CallbackRunner(ExternalRunner):
         row_of_piece = iter(rows)
         return [logits[next(row_of_piece), None] if len(p.wanted) else logits[:0] for p in pieces]
 
-    def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
-        draws = super().sample(forward, plan)
+    def drawn(self, plan: SamplePlan, ids: list[int]) -> None:
         places = range(len(plan.rows)) if plan.logits_rows is None else plan.logits_rows
-        self._drawn = {self._drawing[at]: i for at, i in zip(places, draws.ids, strict=True)}
-        return draws
+        self._drawn = {self._drawing[at]: i for at, i in zip(places, ids, strict=True)}
 
     def _go_on(self, pieces: list[Piece]) -> bool:
         """Add a column and return True if every piece is a known row with one more token."""
@@ -190,7 +179,7 @@ class CallbackRunner(ExternalRunner):
             self._kwargs = {**self._kwargs, "attention_mask": self._mask}
         inputs = self._with_positions(self._uncached(self._inputs()))
         outputs = self.module(**inputs)
-        rows, width = len(self._seen), self.vocab_size
+        rows, width = len(self._seen), self.spec.vocab_size
         logits = check_logits(self.module, outputs, rows=rows, tokens=1, width=width)
         last_logits = logits[:, -1].clone()
         for past in (cache_of(outputs), field_of(outputs, "mems")):
@@ -202,7 +191,7 @@ class CallbackRunner(ExternalRunner):
 
     def _inputs(self) -> dict[str, Any]:
         ids, kwargs = self._tokens.clone(), self._kwargs
-        prepare = self._prepare
+        prepare = self._prepare_inputs
         if prepare is None:
             named = {k: v for k, v in kwargs.items() if k in self.arguments.names - _CACHES}
             if "attention_mask" in self.arguments:

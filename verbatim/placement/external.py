@@ -1,37 +1,41 @@
-"""Base class of runners for external modules: those with another protocol than transformers'.
+"""Decoders of external modules: those with another protocol than transformers'.
 
-Their forward can't run flat batches: it takes whole rows, or keeps K and V in its own kind of cache. The ids
-of every sequence are kept here, in the engine's blocks, so a runner's other state may be dropped at any time
-and recomputed from the ids.
+Their forward can't run flat batches: it takes whole rows, or keeps K and V in its own kind of cache. Of a
+module that takes whole rows, the ids of every sequence are kept in the engine's blocks, in the place of K
+and V, so that any other state may be dropped at any time and recomputed from the ids.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from verbatim.batch import Adapter, Batch, Choices, Draws, SamplePlan
-from verbatim.errors import EngineClosed, NotSupported
-from verbatim.model.patching import exclusive, threads
-from verbatim.model.weights import weight_info, writes_to
-from verbatim.options import dtype_name, on_cpu
-from verbatim.params import CHOICES
+from verbatim.errors import NotSupported
+from verbatim.kv.hidden import HiddenStore
+from verbatim.kv.store import KVStore, LayerShape
+from verbatim.model.decoder import Decoder
+from verbatim.model.lora import Adapters
+from verbatim.model.patching import exclusive
+from verbatim.model.routing import Records
+from verbatim.model.spec import ModelSpec
+from verbatim.options import on_cpu
+from verbatim.placement.resident import Resident
 from verbatim.protocols import Forward
-from verbatim.sampling.sampler import sample_rows
-from verbatim.weights.update import NewWeights, WeightWriter
+
+_ID = LayerShape(1, 1, 0)  # a token's id, in a store of int64 keys without values
 
 
-@dataclass(slots=True)
-class Piece:
+class Piece(NamedTuple):
     """The rows of one sequence in a forward.
 
     Attributes:
-        ids: `[L]` int64, all ids of the sequence after this forward.
+        ids: int64, the ids `[L - start]` of the new positions; for a module that takes whole rows `[L]`, all.
         start: the first new position.
         slots: `[L]` int64, the slot of each position (block times block size plus offset).
         wanted: int64, ascending: positions with needed logits; often the last alone, and none if a prompt
@@ -44,168 +48,134 @@ class Piece:
     wanted: Tensor
 
 
-class ExternalRunner:
-    """A Runner over `run`, which a placement overrides.
+def pieces_of(batch: Batch, block_size: int) -> list[Piece]:
+    """Return the rows of each sequence of a batch, with the new ids."""
+    pieces, bounds = [], batch.query_starts.tolist()
+    for s, length in enumerate(batch.context_lens.tolist()):
+        first, end = bounds[s], bounds[s + 1]
+        start, at = length - (end - first), torch.arange(length)
+        slots = batch.block_tables[s].long()[at // block_size] * block_size + at % block_size
+        rows = batch.logit_rows
+        wanted = rows[(rows >= first) & (rows < end)] - first + start
+        pieces.append(Piece(batch.token_ids[first:end], start, slots, wanted))
+    return pieces
+
+
+class ExternalDecoder(Decoder):
+    """Runs a module by `rows`, which a subclass overrides; nothing is inspected, patched or fused.
 
     Args:
         module: a `torch.nn.Module`, or any callable.
         vocab_size: width of its logits.
-        num_blocks: blocks of ids, scratch included.
-        num_threads: of torch's pool while a forward or a draw runs; None leaves torch's setting.
+        layers: what the store keeps of each token.
         weak: hold the module only weakly.
     """
 
-    placement = "external"
-    has_hidden = False
+    fused = None
 
     def __init__(
-        self,
-        module: Any,
-        *,
-        vocab_size: int,
-        block_size: int,
-        num_blocks: int,
-        num_threads: int | None = None,
-        weak: bool = False,
+        self, module: Any, vocab_size: int, layers: list[LayerShape], *, weak: bool = False
     ) -> None:
-        self.vocab_size = vocab_size
-        self.block_size = block_size
-        self.num_blocks = num_blocks
-        self.num_states = 0
-        self.num_forwards = 0
+        self._module = weakref.ref(module) if weak else lambda: module
         name = type(module).__name__
-        self.hidden_reason: str | None = f"{name} is run through its own forward, which hides them"
-        reason = f"{name} is run through its own forward, which hides it"
-        self.choices: Mapping[str, Choices] = dict.fromkeys(CHOICES, Choices(reason=reason))
-        self._name = name
-        self._module: Callable[[], Any] = weakref.ref(module) if weak else lambda: module
-        self._num_threads = num_threads
-        self._ids = self._no_ids()
+        reason = f"{name} is run through its own forward, which hides "
+        floating = (p.dtype for p in self.owner.parameters() if p.is_floating_point())
+        self.spec = ModelSpec(
+            layers=layers,
+            dtype=next(floating, torch.float32),
+            vocab_size=vocab_size,
+            routed=Choices(reason=f"{reason}it"),
+            indexed=Choices(reason=f"{reason}it"),
+            hidden_reason=f"{reason}them",
+        )
+        self.adapters = Adapters(self.spec.dtype)
 
-    def _no_ids(self) -> Tensor:
-        with torch.inference_mode(False), on_cpu():
-            return torch.zeros(self.num_blocks, self.block_size, dtype=torch.int64)
+    @property
+    def architecture(self) -> str:
+        return type(self.held).__name__
 
     @property
     def module(self) -> Any:
-        """The module; EngineClosed if it was held weakly and is gone, or the runner is closed."""
-        module = self._module()
-        if module is None:
-            raise EngineClosed("this engine was closed, or the module it was made for is gone")
-        return module
+        return self.held
 
-    def run(self, pieces: list[Piece]) -> list[Tensor]:
-        """Return the logits `[len(wanted), V]` of each piece, in any floating dtype."""
-        raise NotImplementedError
-
-    def forward(self, batch: Batch) -> Forward:
-        self.num_forwards += 1
-        with (
-            exclusive,
-            threads(self._num_threads),
-            torch.inference_mode(False),
-            torch.no_grad(),
-            on_cpu(),
-        ):
-            for source, target in batch.block_copies:
-                self._ids[target] = self._ids[source]
-            self.copy_blocks(batch.block_copies)
-            self._ids.view(-1)[batch.slots(self.block_size)] = batch.token_ids
-            return Forward(torch.cat(self.run(self._pieces(batch))).detach())
-
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy blocks `(from, to)` of a runner's other state."""
-
-    def _pieces(self, batch: Batch) -> list[Piece]:
-        pieces = []
-        bounds = batch.query_starts.tolist()
-        for s, length in enumerate(batch.context_lens.tolist()):
-            first, end = bounds[s], bounds[s + 1]
-            start = length - (end - first)
-            at = torch.arange(length)
-            blocks = batch.block_tables[s].long()[at // self.block_size]
-            slots = blocks * self.block_size + at % self.block_size
-            rows = batch.logit_rows
-            wanted = rows[(rows >= first) & (rows < end)] - first + start
-            pieces.append(Piece(self._ids.view(-1)[slots], start, slots, wanted))
-        return pieces
-
-    def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
-        with threads(self._num_threads):
-            return sample_rows(forward.logits, plan)
-
-    def logits(self, forward: Forward, rows: list[int]) -> Tensor:
-        return forward.logits[rows].float().cpu()
-
-    def record(self, name: str, block_table: list[int], num_tokens: int) -> Tensor:
-        raise NotSupported(f"the model's {name} can't be recorded: {self.choices[name].reason}")
-
-    def check_replay(self, name: str) -> None:
-        self.choices[name].check(f"its {name} can't be replayed")
-
-    def read_cache(self, kind: str, numbers: list[int], used: int | None = None) -> Tensor | None:
-        raise NotSupported(f"{self._name} keeps K and V itself")
-
-    def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
-        raise NotSupported(f"{self._name} keeps K and V itself")
+    @property
+    def owner(self) -> nn.Module:
+        module: Any = self.held
+        return module if isinstance(module, nn.Module) else nn.Module()
 
     def refresh(self) -> None:
         """Do nothing: the module's own forward is called each time."""
 
-    def info(self) -> dict[str, Any]:
-        module = self.module
-        weights: dict[str, Any] = {"parameters": 0, "weight_bytes": 0}
-        dtype = torch.float32
-        if isinstance(module, nn.Module):
-            weights = weight_info(module)
-            dtype = next((p.dtype for p in module.parameters()), dtype)
-        return {
-            "architecture": self._name,
-            "placement": self.placement,
-            **weights,
-            "dtype": dtype_name(dtype),
-            "layers": 0,
-            "kv_bytes": self._ids.nbytes,
-            "kv_dtype": "int64",
-            "kv_bytes_per_token": 8,
-        }
+    def weights_moved(self) -> None:
+        """Do nothing: no address is kept."""
 
-    def stats(self) -> dict[str, Any]:
+    def how_experts_run(self) -> dict[str, int]:
         return {}
 
-    def new_weights(
-        self, tensors: Mapping[str, Tensor], *, check_finite: bool
-    ) -> Callable[[], None]:
-        if not isinstance(self.module, nn.Module):
-            raise NotSupported(f"{self._name} is not a module, so it has no weights to update")
-        new = NewWeights(self.module, tensors, check_finite=check_finite)
-        writer = WeightWriter(self.module)
-        return lambda: writer.write(new.tensors)
-
-    def load_adapter(self, adapter: Adapter) -> None:
+    def load_adapter(self, adapter: Adapter, *, partial: bool = False) -> list[str]:
         raise NotSupported(
-            f"adapters: not supported for {self._name}, whose layers run by its own forward"
+            f"adapters: not supported for {self.architecture}, whose layers run by its own forward"
         )
 
-    def unload_adapter(self, number: int) -> None:
-        """Do nothing: none is held."""
+    def run(
+        self,
+        batch: Batch,
+        store: KVStore,
+        records: Records = MappingProxyType({}),
+        body: HiddenStore | None = None,
+        *,
+        hooks: bool = True,
+    ) -> Forward:
+        with exclusive, torch.inference_mode(False), torch.no_grad(), on_cpu():
+            store.copy_blocks(batch.block_copies)
+            rows = self.rows(pieces_of(batch, store.block_size), store)
+            return Forward(torch.cat(rows).detach())
 
-    def stamp(self) -> object:
-        module = self.module
-        return writes_to(module) if isinstance(module, nn.Module) else None
+    def rows(self, pieces: list[Piece], store: KVStore) -> list[Tensor]:
+        """Return the logits `[len(wanted), V]` of each piece, in any floating dtype."""
+        raise NotImplementedError
 
-    def sleep(self, weights: bool) -> None:
-        if weights:
-            raise NotSupported(
-                "sleep(weights=True): not supported for a live module; sleep() "
-                "frees only the KV memory"
-            )
-        self._ids = torch.empty(0, dtype=torch.int64)
 
-    def wake(self) -> None:
-        if not self._ids.numel():
-            self._ids = self._no_ids()
+class RowsDecoder(ExternalDecoder):
+    """Runs a module on whole rows by `run_rows`, which a subclass overrides.
 
-    def close(self) -> None:
-        self._module = lambda: None
-        self._ids = torch.empty(0, dtype=torch.int64)
+    Attributes:
+        placement: of `info`.
+    """
+
+    placement = "external"
+
+    def __init__(self, module: Any, vocab_size: int) -> None:
+        super().__init__(module, vocab_size, [_ID])
+
+    def rows(self, pieces: list[Piece], store: KVStore) -> list[Tensor]:
+        ids = store.layers[0][0].view(-1)
+        for piece in pieces:
+            ids[piece.slots[piece.start :]] = piece.ids
+        return self.run_rows([piece._replace(ids=ids[piece.slots]) for piece in pieces])
+
+    def run_rows(self, pieces: list[Piece]) -> list[Tensor]:
+        """Return `rows` of pieces with all ids."""
+        raise NotImplementedError
+
+    def drawn(self, plan: SamplePlan, ids: list[int]) -> None:
+        """Note the ids that were drawn from the logits of the last forward."""
+
+
+class RowsRunner(Resident):
+    """A `Resident` with the ids of sequences in the place of K and V.
+
+    Args:
+        num_blocks: blocks of ids, scratch included.
+    """
+
+    def __init__(self, decoder: RowsDecoder, *, block_size: int, num_blocks: int) -> None:
+        cpu = torch.device("cpu")
+        super().__init__(decoder, KVStore([_ID], num_blocks, block_size, torch.int64, cpu), None)
+        self.placement: Mapping[str, Any] = {"placement": decoder.placement}
+        self._drawn = decoder.drawn
+
+    def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
+        draws = super().sample(forward, plan)
+        self._drawn(plan, [draw.id for draw in draws])
+        return draws

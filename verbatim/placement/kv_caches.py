@@ -22,19 +22,19 @@ from torch.overrides import TorchFunctionMode
 
 from verbatim.errors import ModelChanged, NotSupported, UnsupportedModel
 from verbatim.kv.quantized import Packing
-from verbatim.kv.store import KVStore, LayerShape, bytes_per_token
+from verbatim.kv.store import KVStore, LayerShape
+from verbatim.model.decoder import Decoder
 from verbatim.model.differential import largest_error, tolerance
 from verbatim.model.kempner.live import LiveDecoder, skeleton_of
 from verbatim.model.loader import LoadedModel
 from verbatim.model.patching import exclusive, patched, threads
 from verbatim.model.tree import Tree
 from verbatim.options import dtype_name, on_cpu
-from verbatim.placement.external import ExternalRunner, Piece
+from verbatim.placement.external import ExternalDecoder, Piece
 from verbatim.placement.options import EngineOptions
 from verbatim.placement.resident import Resident, open_resident
 
 _FIELDS = ("n_layers", "n_kv_heads", "head_dim", "max_seq_len")
-_ID_BYTES = 8  # of each token, kept beside its K and V
 _TRIAL_TOKENS = 5
 _ATTENTION = F.scaled_dot_product_attention  # torch's own, whatever is put in its place later
 
@@ -49,7 +49,7 @@ def speaks_kv_caches(module: nn.Module) -> bool:
 
 def open_kv_caches(
     loaded: LoadedModel, options: EngineOptions, max_length: int | None, *, weak: bool
-) -> Resident | KVCachesRunner:
+) -> Resident:
     """Return a runner for a live module, held weakly if `weak`.
 
     Args:
@@ -64,23 +64,16 @@ def open_kv_caches(
     layers, dtype, _ = _shape_of(module)
     with exclusive, threads(options.num_threads), on_cpu():
         skeleton = skeleton_of(module)
+        decoder: Decoder
         if skeleton is not None:
             decoder = LiveDecoder(module, skeleton, weak=weak, fused=options.fused)
-            runner = open_resident(decoder, loaded, options, max_length)
-            name = type(module).__name__
-            runner.placement = {"placement": "kv_caches", "architecture": name, "rows": "together"}
-            return runner
-        _check_kv_dtype(options.kv_dtype, dtype)
-        per_token = bytes_per_token(layers, dtype) + _ID_BYTES
-        num_blocks = options.num_blocks(per_token, max_length)
-        return KVCachesRunner(
-            module,
-            vocab_size=_try_out(module),
-            block_size=options.block_size,
-            num_blocks=num_blocks,
-            num_threads=options.num_threads,
-            weak=weak,
-        )
+        else:
+            _check_kv_dtype(options.kv_dtype, dtype)
+            decoder = TokenDecoder(module, _try_out(module), layers, weak=weak)
+        runner = open_resident(decoder, loaded, options, max_length)
+        rows = "one at a time" if skeleton is None else "together"
+        runner.placement = {"placement": "kv_caches", "rows": rows}
+        return runner
 
 
 def _check_kv_dtype(wanted: Any, own: torch.dtype) -> None:
@@ -162,32 +155,14 @@ class BlockCache:
         return blocks[slots // size, :, slots % size].transpose(1, 2)
 
 
-class KVCachesRunner(ExternalRunner):
+class TokenDecoder(ExternalDecoder):
     """Runs the own forward of a `kv_caches` module on the engine's blocks, token by token."""
 
-    placement = "kv_caches"
-
     def __init__(
-        self,
-        module: nn.Module,
-        *,
-        vocab_size: int,
-        block_size: int,
-        num_blocks: int,
-        num_threads: int | None,
-        weak: bool,
+        self, module: nn.Module, vocab_size: int, layers: list[LayerShape], *, weak: bool
     ) -> None:
-        super().__init__(
-            module,
-            vocab_size=vocab_size,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            num_threads=num_threads,
-            weak=weak,
-        )
-        self._shape = layers, dtype, _ = _shape_of(module)
-        self.store = KVStore(layers, num_blocks, block_size, dtype, torch.device("cpu"))
-        self._tree = Tree(module)
+        super().__init__(module, vocab_size, layers, weak=weak)
+        self._shape, self._tree = _shape_of(module), Tree(module)
 
     def refresh(self) -> None:
         """Try the module out again if it was edited.
@@ -195,8 +170,8 @@ class KVCachesRunner(ExternalRunner):
         Raises:
             ModelChanged: its layers, their K and V or its `max_seq_len` changed.
         """
-        with exclusive, threads(self._num_threads), on_cpu():
-            module = self.module
+        with exclusive, on_cpu():
+            module = self.held
             if _shape_of(module) != self._shape:
                 raise ModelChanged(
                     "the model's layers or its max_seq_len changed since it was opened; open it again"
@@ -206,46 +181,19 @@ class KVCachesRunner(ExternalRunner):
                 self._check_width(_try_out(module))
                 self._tree = now
 
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        self.store.copy_blocks(copies)
-
-    def run(self, pieces: list[Piece]) -> list[Tensor]:
+    def rows(self, pieces: list[Piece], store: KVStore) -> list[Tensor]:
         self.refresh()
-        with _prepared(self.module, hooks=True):
-            logits = [_run_alone(self.module, self.store, piece) for piece in pieces]
+        with _prepared(self.held, hooks=True):
+            logits = [_run_alone(self.held, store, piece) for piece in pieces]
         self._check_width(logits[0].shape[-1])
         return logits
 
     def _check_width(self, width: int) -> None:
-        if width != self.vocab_size:
+        if width != self.spec.vocab_size:
             raise ModelChanged(
-                f"the model's vocabulary changed from {self.vocab_size} to {width} since it was "
+                f"the model's vocabulary changed from {self.spec.vocab_size} to {width} since it was "
                 "opened; open it again"
             )
-
-    def info(self) -> dict[str, Any]:
-        layers, dtype, _ = self._shape
-        return {
-            **super().info(),
-            "layers": len(layers),
-            "kv_bytes": self.store.nbytes,
-            "kv_dtype": self.store.dtype_name,
-            "kv_bytes_per_token": bytes_per_token(layers, dtype),
-            "id_bytes": self._ids.nbytes,
-            "rows": "one at a time",
-        }
-
-    def sleep(self, weights: bool) -> None:
-        super().sleep(weights)
-        self.store.release()
-
-    def wake(self) -> None:
-        super().wake()
-        self.store.allocate()
-
-    def close(self) -> None:
-        super().close()
-        self.store.release()
 
 
 @contextmanager
@@ -279,12 +227,11 @@ def _call(module: nn.Module, store: KVStore, ids: Tensor, slots: Tensor, start: 
 
 def _run_alone(module: nn.Module, store: KVStore, piece: Piece) -> Tensor:
     """Run one sequence, one token at a time, on one thread; return logits `[len(wanted), V]`."""
-    ids, slots = piece.ids[None], piece.slots[None]
-    wanted = set(piece.wanted.tolist())
+    slots, wanted = piece.slots[None], set(piece.wanted.tolist())
     rows: list[Tensor] = []
     with threads(1):
-        for p in range(piece.start, len(piece.ids)):
-            row = _call(module, store, ids[:, p : p + 1], slots[:, : p + 1], p)[0]
+        for p, token in enumerate(piece.ids.split(1), start=piece.start):
+            row = _call(module, store, token[None], slots[:, : p + 1], p)[0]
             rows += [row] if p in wanted else [row[:0]]
     return torch.cat(rows)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -15,28 +14,29 @@ from verbatim.device import Device
 from verbatim.errors import NotSupported, OutOfBlocks, VerbatimError
 from verbatim.heap import give_back_freed
 from verbatim.kv.flat import BlockStore, read_rows, write_rows
-from verbatim.kv.quantized import resolve_kv_dtype
 from verbatim.kv.states import open_states
 from verbatim.kv.store import KVStore, bytes_per_token, cache_info
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
+from verbatim.model.early_exit import EarlyExit, open_draft_layers
 from verbatim.model.loader import Checkpoint, LoadedModel
+from verbatim.model.mtp_source import Mtp
 from verbatim.model.packing import PackingReport
 from verbatim.model.patching import threads
-from verbatim.model.routing import open_records, read_record
-from verbatim.model.spec import inner_model
+from verbatim.model.routing import open_records
+from verbatim.model.spec import ModelSpec
 from verbatim.model.weights import weight_info, writes_to
 from verbatim.options import dtype_name
 from verbatim.placement import graphs
 from verbatim.placement.graphs import DecodeGraphs
 from verbatim.placement.options import EngineOptions
-from verbatim.protocols import Forward
+from verbatim.protocols import DraftRunner, Forward
 from verbatim.sampling.sampler import sample_rows
 from verbatim.weights.lazy import Cut
 from verbatim.weights.update import NewWeights, WeightWriter
 
 
-class Resident:
+class Resident(DraftRunner):
     """Runs the decoder and the sampler in this process.
 
     Args:
@@ -44,12 +44,14 @@ class Resident:
         store: its K and V.
         num_threads: of torch's pool while a forward or a draw runs; None leaves torch's setting.
         draft_layers: layers of the model that draft for it, with their stores open.
+        loaded: the model as it was opened.
 
     Attributes:
         records: what layers chose, by `params.CHOICES`, in the blocks of the store.
+        stores: all that is freed in sleep: K and V, also of draft layers. Records are small beside it.
     """
 
-    checkpoint: Checkpoint | None = None  # of a model that we loaded: lets its weights be dropped
+    checkpoint: Checkpoint | None = None  # lets the weights be dropped; None for a live module
     graphs: DecodeGraphs | None = None  # of a model that we loaded onto a GPU
     packed: PackingReport | None = None  # of a model whose weights are quantized
     original: Mapping[str, Tensor] | None = None  # the state dict before quantization and cuts
@@ -62,22 +64,26 @@ class Resident:
         store: KVStore,
         num_threads: int | None,
         draft_layers: DraftLayers | None = None,
+        loaded: LoadedModel | None = None,
     ) -> None:
+        if loaded is not None:
+            self.checkpoint, self.packed = loaded.checkpoint, loaded.packed
+            self.original = loaded.original
         self.decoder = decoder
         self.store = store
         self.draft_layers = draft_layers or DraftLayers()
         self.draft_info = self.draft_layers.info()
+        self.stores: list[BlockStore] = [store, *self.draft_layers.stores]
         self.vocab_size = decoder.spec.vocab_size
         self.block_size = store.block_size
         self.num_blocks = store.num_blocks
         self.num_states = 0 if store.states is None else store.states.num_slots
         self.num_forwards = 0
         spec = decoder.spec
-        self.hidden_reason = spec.reasons.get("hidden")
-        self.has_hidden = self.hidden_reason is None
-        self.choices: Mapping[str, Choices] = spec.choices
-        self.records = open_records(self.choices, store.num_blocks, store.block_size)
+        self.hidden_reason = spec.hidden_reason
+        self.records = open_records(spec.choices, store.num_blocks, store.block_size)
         self._num_threads = num_threads
+        self._device = Device(store.device, store.batch_invariant)
 
     @property
     def module(self) -> nn.Module:
@@ -90,36 +96,40 @@ class Resident:
         asleep = self.checkpoint is not None and self.checkpoint.dropped
         return None if asleep or self.packed is not None or self.cuts else self.module
 
+    @property
+    def choices(self) -> Mapping[str, Choices]:
+        return self.decoder.spec.choices
+
     def refresh(self) -> None:
         """Inspect a live module again if it was edited; raise ModelChanged if its layout changed."""
         self.decoder.refresh()
 
     def forward(self, batch: Batch) -> Forward:
         self.num_forwards += 1
-        self.draft_layers.copy_blocks(batch.block_copies)
-        with threads(self._num_threads), self._current():
+        for store in self.draft_layers.stores:
+            store.copy_blocks(batch.block_copies)
+        with threads(self._num_threads), self._device.current():
             if self.graphs is not None and batch.adapters is None:
                 recorded = self.graphs.run(batch)
                 if recorded is not None:
                     return Forward(recorded)
             body = self.draft_layers.hidden
-            logits, hidden = self.decoder.run(batch, self.store, self.records, body)
-        # Hidden states are asked for to be read; logits stay where they are drawn from.
-        return Forward(logits, None if hidden is None else hidden.cpu())
+            made = self.decoder.run(batch, self.store, self.records, body)
+        if made.hidden is not None:  # asked for to be read; logits stay where they are drawn from
+            made.hidden = made.hidden.cpu()
+        return made
 
-    def _current(self) -> AbstractContextManager[Any]:
-        """Make the store's GPU the current one, if it is on one."""
-        device = self.store.device
-        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-    @contextmanager
-    def drafting(self) -> Iterator[None]:
-        with threads(self._num_threads), self.draft_layers.patched():
-            yield
-
-    def draft(self, k: int, batch: Batch, plan: SamplePlan | None) -> Draws | None:
-        logits = self.draft_layers.run(k, batch, self.store)
-        return None if plan is None else sample_rows(logits, plan)
+    def draft(
+        self, k: int, batch: Batch, plan: SamplePlan | None, lengths: list[int]
+    ) -> list[list[int]]:
+        layers, store = self.draft_layers, self.store
+        with threads(self._num_threads), self._device.current():
+            if plan is not None and lengths:
+                drawn = layers.chain(k, batch, store, plan.rows, lengths)
+                if drawn is not None:
+                    return drawn
+            logits = layers.run(k, batch, store)
+            return [] if plan is None else [[draw.id] for draw in sample_rows(logits, plan)]
 
     def record_steps(self) -> None:
         """Run decode steps as CUDA graphs from now on; the model must be on a GPU and never edited."""
@@ -127,14 +137,15 @@ class Resident:
         self.graphs = DecodeGraphs(self.decoder, self.store, recorder)
 
     def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
-        with threads(self._num_threads), self._current():
+        with threads(self._num_threads), self._device.current():
             return sample_rows(forward.logits, plan)
 
     def logits(self, forward: Forward, rows: list[int]) -> Tensor:
         return forward.logits[rows].float().cpu()
 
     def record(self, name: str, block_table: list[int], num_tokens: int) -> Tensor:
-        return read_record(name, self.choices[name], self.records, block_table, num_tokens)
+        self.choices[name].check(f"the model's {name} can't be recorded")
+        return self.records[name].read(block_table, num_tokens)
 
     def read_cache(self, kind: str, numbers: list[int], used: int | None = None) -> Tensor | None:
         return read_rows(self.cached_in(kind), numbers, used)
@@ -153,29 +164,25 @@ class Resident:
             return [self.store.states]
         return [self.store, self.records.get("routing"), self.draft_layers.hidden]
 
-    def check_replay(self, name: str) -> None:
-        with threads(self._num_threads):
-            self.decoder.check_replay(name)
-
     def info(self) -> dict[str, Any]:
-        module, spec, drafts = self.decoder.held, self.decoder.spec, self.draft_layers
-        kv_dtype, states = resolve_kv_dtype(self.store.dtype_name), self.store.states
+        spec, drafts, states = self.decoder.spec, self.draft_layers, self.store.states
+        kv_dtype = self.store.dtype
         gpu: dict[str, Any] | None = None
-        if self.store.device.type == "cuda":
-            name = torch.cuda.get_device_name(self.store.device)
-            gpu = {"name": name, "deterministic": self.store.batch_invariant}
+        if self._device.is_gpu:
+            name = torch.cuda.get_device_name(self._device.torch)
+            gpu = {"name": name, "deterministic": self._device.batch_invariant}
             if self.graphs is not None:
                 gpu["graphs"] = self.graphs.reason or self.graphs.count
         return {
-            "architecture": type(inner_model(module)).__name__,
-            **weight_info(module),
+            "architecture": self.decoder.architecture,
+            **weight_info(self.decoder.owner),
             **self.placement,
             **({} if gpu is None else {"gpu": gpu}),
             "dtype": dtype_name(spec.dtype),
             **({} if self.packed is None else {"quantization": self.packed.info()}),
             "layers": sum(shape.value_dim > 0 for shape in spec.layers),
             "routing_bytes": self.records["routing"].nbytes if "routing" in self.records else 0,
-            "kv_bytes": self.store.nbytes + drafts.nbytes + (states.nbytes if states else 0),
+            "kv_bytes": sum(s.nbytes for s in self.stores) + (states.nbytes if states else 0),
             "kv_dtype": self.store.dtype_name,
             **cache_info(spec.layers, spec.states, kv_dtype, drafts.bytes_per_token(kv_dtype)),
             **({} if states is None else {"state_slots": states.num_slots}),
@@ -185,14 +192,14 @@ class Resident:
             "experts": self.decoder.how_experts_run(),
         }
 
-    def stats(self) -> dict[str, Any]:
-        return {}
-
     def new_weights(
         self, tensors: Mapping[str, Tensor], *, check_finite: bool
     ) -> Callable[[], None]:
         if self.checkpoint is not None and self.checkpoint.dropped:
             raise VerbatimError("the weights are asleep; call wake() before they are updated")
+        if not isinstance(self.decoder.held, nn.Module):
+            name = self.decoder.architecture
+            raise NotSupported(f"{name} is not a module, so it has no weights to update")
         new = NewWeights(self.original or self.decoder.owner, tensors, check_finite=check_finite)
         writer = self.writer()
         writer.prepare(new.tensors)
@@ -229,16 +236,16 @@ class Resident:
             self.decoder.weights_moved()
         if self.graphs is not None:
             self.graphs.forget()
-        self.store.release()  # the records stay: routing is small beside it
-        self.draft_layers.release()
+        for store in self.stores:
+            store.release()
         give_back_freed()
 
     def wake(self) -> None:
         if self.checkpoint is not None:
             self.checkpoint.restore(self.decoder.held)
             self.decoder.weights_moved()
-        self.store.allocate()
-        self.draft_layers.allocate()
+        for store in self.stores:
+            store.allocate()
 
     def close(self) -> None:
         self.records, self.graphs, self.original = {}, None, None
@@ -259,40 +266,51 @@ def open_resident(
     loaded: LoadedModel,
     options: EngineOptions,
     limit: int | None,
-    draft_layers: DraftLayers | None = None,
+    draft: Mtp | EarlyExit | None = None,
 ) -> Resident:
-    """Open a decoder with its KV store, and the stores of `draft_layers`, in this process's memory."""
-    draft_layers = draft_layers or DraftLayers()
-    store = _make_store(decoder, options, limit, draft_layers)
-    runner = Resident(decoder, store, options.num_threads, draft_layers)
-    runner.checkpoint = loaded.checkpoint
-    runner.packed = loaded.packed
-    runner.original = loaded.original
-    if options.device.is_gpu and not loaded.live and graphs.wanted():
-        runner.record_steps()  # a live module's owner may make changes that no check detects
-    return runner
+    """Open a decoder with its KV store, and layers that draft with theirs, in this process's memory.
 
-
-def _make_store(
-    decoder: Decoder, options: EngineOptions, max_length: int | None, draft_layers: DraftLayers
-) -> KVStore:
-    spec = decoder.spec
+    Raises:
+        InvalidRequest, NotSupported, ModelError: the layers that draft can't be opened.
+        OutOfBlocks: the memory does not hold one block, or can't be allocated.
+    """
+    drafts, spec, device = open_draft_layers(draft, decoder, loaded), decoder.spec, options.device
     dtype = options.kv_dtype or spec.dtype
-    recorded = spec.choices["routing"].bytes_per_token
-    token_bytes = bytes_per_token(spec.layers, dtype) + recorded
-    token_bytes += draft_layers.bytes_per_token(dtype)
+    token_bytes = bytes_per_token(spec.layers, dtype) + drafts.bytes_per_token(dtype)
+    token_bytes += spec.choices["routing"].bytes_per_token
     state_bytes = sum(shape.nbytes for shape in spec.states)
     num_states = options.num_states(state_bytes)
-    blocks = options.num_blocks(token_bytes, max_length, num_states * state_bytes)
-    draft_layers.open_stores(blocks, options.block_size, dtype)
-    device = options.device
+    blocks = options.num_blocks(token_bytes, limit, num_states * state_bytes)
     try:
-        store = KVStore(spec.layers, blocks, options.block_size, dtype, device.torch)
-        store.states = open_states(spec.states, num_states, device.torch)
+        store = open_store(spec, options, drafts, blocks, num_states)
     except RuntimeError as error:  # of torch's allocators, also on a GPU
         nbytes = blocks * options.block_size * token_bytes
         raise OutOfBlocks(
             f"the KV cache of {nbytes} bytes can't be allocated: lower kv_memory or max_length"
         ) from error
     store.batch_invariant = device.batch_invariant
+    runner = Resident(decoder, store, options.num_threads, drafts, loaded)
+    if options.device.is_gpu and not loaded.live and graphs.wanted():
+        runner.record_steps()  # a live module's owner may make changes that no check detects
+    return runner
+
+
+def open_store(
+    spec: ModelSpec,
+    options: EngineOptions,
+    drafts: DraftLayers,
+    num_blocks: int,
+    num_states: int,
+    make: Callable[..., Any] = KVStore,
+) -> Any:
+    """Allocate K and V, recurrent states, and the stores of draft layers.
+
+    Args:
+        make: the class of the store, with the arguments of `KVStore`.
+    """
+    dtype, device = options.kv_dtype or spec.dtype, options.device.torch
+    drafts.open_stores(num_blocks, options.block_size, dtype)
+    states = open_states(spec.states, num_states, device)
+    store = make(spec.layers, num_blocks, options.block_size, dtype, device)
+    store.states = states
     return store

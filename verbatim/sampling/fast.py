@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from verbatim import kernels
-from verbatim.batch import Draws, SampleRow, Support
+from verbatim.batch import Draw, SampleRow, Support
 from verbatim.kernels.functions import run
 from verbatim.params import SamplingParams
-from verbatim.sampling.processors import edit
+from verbatim.sampling.processors import edit, is_edited
 
 
 class _Row(ctypes.Structure):
@@ -48,7 +48,7 @@ def supports(row: SampleRow) -> bool:
 
 def sample_rows(
     logits: Tensor, rows: list[SampleRow], logits_rows: list[int], num_threads: int
-) -> Draws:
+) -> list[Draw]:
     """Draw supported rows on the CPU, row i from `logits[logits_rows[i]]` of `[R, V]`."""
     if logits.dtype not in (torch.float32, torch.bfloat16):
         logits = logits.float()
@@ -74,14 +74,17 @@ def sample_rows(
         *(top_ids.data_ptr(), top_logprobs.data_ptr(), width),
         max(1, min(num_threads, num_rows)),
     )
-    counts = [spec.found_top for spec in specs]
-    return Draws(
-        ids=[spec.id for spec in specs],
-        logprobs=[spec.logprob for spec in specs],
-        sampled_logprobs=[spec.sampled_logprob for spec in specs],
-        top_ids=[ids[:n] for ids, n in zip(top_ids.tolist(), counts, strict=True)],
-        top_logprobs=[values[:n] for values, n in zip(top_logprobs.tolist(), counts, strict=True)],
-    )
+    tops = zip(specs, top_ids.tolist(), top_logprobs.tolist(), strict=True)
+    return [
+        Draw(
+            spec.id,
+            spec.logprob,
+            spec.sampled_logprob,
+            ids[: spec.found_top],
+            values[: spec.found_top],
+        )
+        for spec, ids, values in tops
+    ]
 
 
 def _fill(spec: _Row, row: SampleRow, raw: Tensor, edited: list[Tensor]) -> None:
@@ -99,6 +102,19 @@ def _fill(spec: _Row, row: SampleRow, raw: Tensor, edited: list[Tensor]) -> None
     if changed is not raw:
         edited.append(changed)
         spec.edited = changed.data_ptr()
+
+
+def specs_of_chain(rows: list[SampleRow], vocab_size: int) -> ctypes.Array[_Row] | None:
+    """Return rows as the kernels read them, which also draw the tokens behind theirs.
+
+    None if penalties, biases, bans or a structure change one, or it is not supported.
+    """
+    specs, raw = (_Row * len(rows))(), torch.empty(vocab_size, device="meta")
+    for spec, row in zip(specs, rows, strict=True):
+        if not supports(row) or is_edited(row):
+            return None
+        _fill(spec, row, raw, [])
+    return specs
 
 
 def support(logits: Tensor, params: SamplingParams) -> Support:

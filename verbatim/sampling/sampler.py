@@ -9,15 +9,16 @@ bits, and the others on the CPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from verbatim import kernels
-from verbatim.batch import Candidates, Draws, SamplePlan, SampleRow
+from verbatim.batch import DRAW_FAILED, Candidates, Draw, Draws, SamplePlan, SampleRow, Support
 from verbatim.checks import integer
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.options import on_cpu
@@ -25,10 +26,11 @@ from verbatim.params import SamplingParams
 from verbatim.sampling import fast, gpu
 from verbatim.sampling.logprobs import Mass, likeliest
 from verbatim.sampling.noise import gumbel_row
-from verbatim.sampling.processors import edit, is_greedy, warp
-from verbatim.sampling.support import support_of
+from verbatim.sampling.processors import edit, is_greedy, temperature, warp
 
 Noise = Callable[[int, int, int, int], Tensor]  # `gumbel_row`
+# From rows of a plan, and their rows of logits, to the draws; None for one that is left to others.
+Sample = Callable[[list[SampleRow], list[int]], Iterable[Draw | None]]
 BACKENDS = ("auto", "kernel", "reference")
 MAX_POSITION = 2**32 - 1
 
@@ -52,9 +54,9 @@ def sample_rows(
         num_threads: for the kernel; None takes torch's number. No result depends on it.
 
     Returns:
-        `Draws` in the order of the rows. `logprobs` are of the raw logits at temperature 1,
-        `sampled_logprobs` of the distribution drawn from (0.0 at temperature 0, NaN for targets);
-        the top lists leave out ids of probability 0.
+        A `Draw` for each row. `logprob` is of the raw logits at temperature 1, `sampled_logprob` of the
+        distribution drawn from (0.0 at temperature 0, NaN for targets); the top lists leave out ids of
+        probability 0.
 
     Raises:
         NotSupported: an unknown backend, or `backend="kernel"` without a kernel.
@@ -64,65 +66,37 @@ def sample_rows(
     places = _places(logits, plan)
     if backend == "kernel" and not fast.available():
         raise NotSupported("backend='kernel': no kernel was built for this processor")
-    logits = logits.detach()
+    logits, rows = logits.detach(), plan.rows
+    draws: list[Draw | None] = [None] * len(rows)
+
+    def fill(supports: Callable[[SampleRow], bool], sample: Sample, places: list[int]) -> None:
+        """Draw the missing rows that `sample` supports."""
+        some = [i for i, draw in enumerate(draws) if draw is None and supports(rows[i])]
+        if some:
+            drawn = sample([rows[i] for i in some], [places[i] for i in some])
+            for i, draw in zip(some, drawn, strict=True):
+                draws[i] = draw
+
     if backend == "auto" and logits.is_floating_point() and kernels.triton_serves(logits.device):
-        draws = _on_gpu(logits, plan.rows, places, num_threads)
-    else:
-        draws = _on_cpu(logits.cpu(), plan.rows, places, backend, num_threads)
+        fill(gpu.supports, partial(gpu.sample_rows, logits), places)
+    on_cpu, there = logits, places
+    if not logits.is_cpu and None in draws:
+        used = sorted({place for place, draw in zip(places, draws, strict=True) if draw is None})
+        on_cpu = logits[torch.tensor(used, device=logits.device)].cpu()
+        there = [bisect_left(used, place) for place in places]
     use_kernel = backend != "reference" and fast.available()
-    for i, row in enumerate(plan.rows):
-        if row.params.support and row.target is None and draws.ids[i] >= 0:
-            raw = logits[places[i]].cpu()
-            draws.supports[i] = support_of(raw, row, draws.ids[i], use_kernel=use_kernel)
-    return draws
-
-
-def _on_gpu(
-    logits: Tensor, rows: list[SampleRow], places: list[int], num_threads: int | None
-) -> Draws:
-    """Draw supported rows on the GPU, and the others from a copy of their logits on the CPU."""
-    supported = [i for i, row in enumerate(rows) if gpu.supports(row)]
-    rest = [i for i, row in enumerate(rows) if not gpu.supports(row)]
-    parts, parts_places = [], []
-    if supported:
-        draws, left = gpu.sample_rows(
-            logits, [rows[i] for i in supported], [places[i] for i in supported]
-        )
-        rest += [supported[i] for i in left]  # once in some hundred thousand
-        done = [i for i in range(len(supported)) if i not in set(left)]
-        parts.append(draws.some(done))
-        parts_places.append([supported[i] for i in done])
-    if rest:
-        used = sorted({places[i] for i in rest})
-        copied = {place: i for i, place in enumerate(used)}
-        moved = logits[torch.tensor(used, device=logits.device)].cpu()
-        rest_places = [copied[places[i]] for i in rest]
-        parts.append(_on_cpu(moved, [rows[i] for i in rest], rest_places, "auto", num_threads))
-        parts_places.append(rest)
-    return parts[0] if len(parts) == 1 and not rest else merge(parts, parts_places)
-
-
-def _on_cpu(
-    logits: Tensor,
-    rows: list[SampleRow],
-    places: list[int],
-    backend: str,
-    num_threads: int | None,
-) -> Draws:
-    if backend == "reference" or not fast.available():
-        return _reference(logits, rows, places, gumbel_row)
-    threads = num_threads or torch.get_num_threads()
-    if all(fast.supports(row) for row in rows):
-        return fast.sample_rows(logits, rows, places, threads)
-    supported = [i for i, row in enumerate(rows) if fast.supports(row)]
-    rest = [i for i, row in enumerate(rows) if not fast.supports(row)]
-    kernel_rows, torch_rows = [rows[i] for i in supported], [rows[i] for i in rest]
-    parts = (
-        fast.sample_rows(logits, kernel_rows, [places[i] for i in supported], threads),
-        # The kernel's noise has the bits of the reference's.
-        _reference(logits, torch_rows, [places[i] for i in rest], fast.gumbel_row),
-    )
-    return merge(parts, (supported, rest))
+    if use_kernel:
+        threads = num_threads or torch.get_num_threads()
+        fill(fast.supports, partial(fast.sample_rows, on_cpu, num_threads=threads), there)
+    # The kernel's noise has the bits of the reference's.
+    noise = fast.gumbel_row if use_kernel else gumbel_row
+    fill(lambda row: True, partial(_reference, on_cpu, noise), there)
+    complete = [draw for draw in draws if draw is not None]
+    for i, (row, draw) in enumerate(zip(rows, complete, strict=True)):
+        if row.params.support and row.target is None and draw.id >= 0:
+            support = _support_of(logits[places[i]].cpu(), row, draw.id, use_kernel=use_kernel)
+            complete[i] = draw._replace(support=support)
+    return complete
 
 
 def _places(logits: Tensor, plan: SamplePlan) -> list[int]:
@@ -140,56 +114,38 @@ def _places(logits: Tensor, plan: SamplePlan) -> list[int]:
     return places
 
 
-def merge(parts: SequenceOf[Draws], places: SequenceOf[SequenceOf[int]]) -> Draws:
-    """Merge draws; `places` are the output indices of the rows of each part."""
-    order = sorted(
-        (place, part, i)
-        for part, part_places in enumerate(places)
-        for i, place in enumerate(part_places)
-    )
-    columns: list[Any] = [
-        [getattr(parts[part], name)[i] for _, part, i in order] for name in Draws.COLUMNS
+def _reference(
+    logits: Tensor, noise: Noise, rows: list[SampleRow], places: list[int]
+) -> list[Draw]:
+    return [
+        _reference_row(logits[place].float(), row, noise)
+        for row, place in zip(rows, places, strict=True)
     ]
-    by_row: list[Any] = [
-        {place: rows[i] for place, part, i in order if i in (rows := getattr(parts[part], name))}
-        for name in ("candidates", "supports")
-    ]
-    return Draws(*columns, *by_row)
 
 
-def _reference(logits: Tensor, rows: list[SampleRow], places: list[int], noise: Noise) -> Draws:
-    draws = Draws([], [], [], [], [])
-    for place, row in zip(places, rows, strict=True):
-        _reference_row(logits[place].float().clone(), row, draws, noise)
-    return draws
-
-
-def _reference_row(raw: Tensor, row: SampleRow, draws: Draws, noise: Noise) -> None:
-    """Draw one row `[V]`, a tensor that may be modified, and append it to the draws."""
+def _reference_row(raw: Tensor, row: SampleRow, noise: Noise) -> Draw:
+    """Draw one row `[V]`."""
     mass = Mass.of(raw)
-    token_id, sampled_logprob = -1, math.nan
-    if mass is not None and row.num_candidates:
+    if mass is None:
+        return _failed()
+    sampled_logprob, candidates = math.nan, None
+    if row.num_candidates:
         candidates = _candidates(raw, mass, row)
-        if candidates is not None:
-            draws.candidates[len(draws.ids)] = candidates
-            token_id = 0  # nothing is drawn, and nothing has failed
-    elif mass is not None and row.target is not None:
+        token_id = -1 if candidates is None else 0  # nothing is drawn, and nothing has failed
+    elif row.target is not None:
         token_id = row.target
-    elif mass is not None:
+    else:
         token_id, sampled_logprob = _draw(edit(raw, row), row, noise)
-    if mass is None or token_id < 0:
-        draws.ids.append(-1)
-        draws.logprobs.append(math.nan)
-        draws.sampled_logprobs.append(math.nan)
-        draws.top_ids.append([])
-        draws.top_logprobs.append([])
-        return
-    draws.ids.append(token_id)
-    draws.logprobs.extend(mass.logprobs(raw[token_id : token_id + 1]))
-    draws.sampled_logprobs.append(sampled_logprob)
+    if token_id < 0:
+        return _failed()
     top_ids = likeliest(raw, row.num_logprobs)
-    draws.top_ids.append(top_ids.tolist())
-    draws.top_logprobs.append(mass.logprobs(raw[top_ids]))
+    (logprob,) = mass.logprobs(raw[token_id : token_id + 1])
+    tops = top_ids.tolist(), mass.logprobs(raw[top_ids])
+    return Draw(token_id, logprob, sampled_logprob, *tops, candidates=candidates)
+
+
+def _failed() -> Draw:
+    return Draw(DRAW_FAILED, math.nan, math.nan, [], [])
 
 
 def _candidates(raw: Tensor, mass: Mass, row: SampleRow) -> Candidates | None:
@@ -221,6 +177,27 @@ def _draw(edited: Tensor, row: SampleRow, noise: Noise) -> tuple[int, float]:
 
 def _first(values: Tensor, value: Tensor) -> int:
     return int((values == value).nonzero()[0])
+
+
+def _support_of(raw: Tensor, row: SampleRow, token_id: int, *, use_kernel: bool) -> Support:
+    """Return the support of a row that drew `token_id` from its raw logits `[V]`."""
+    params = row.params
+    logits = edit(raw.float(), row)
+    if is_greedy(logits, params.temperature):
+        return Support([token_id], 0.0)
+    logits = temperature(logits, params.temperature)
+    if use_kernel and params.typical_p == 1:
+        return fast.support(logits, params)
+    has_top_k = 0 < params.top_k < len(logits)
+    if not (has_top_k or params.top_p < 1 or params.min_p > 0 or params.typical_p < 1):
+        return Support(None, 0.0)
+    filtered = warp(logits, params.replace(temperature=1.0))
+    kept, total = Mass.of(filtered), Mass.of(logits)
+    assert kept is not None and total is not None  # a token was drawn from them
+    ids = (filtered > -math.inf).nonzero()[:, 0].tolist()
+    # The typical filter may drop the largest logit, which the masses are relative to.
+    shift = kept.top - total.top
+    return Support(ids, shift + (math.log(kept.total) - math.log(total.total)))
 
 
 def sample(
@@ -262,7 +239,7 @@ def sample(
         if seed is None:
             seed = int(torch.randint(-(2**63), 2**63 - 1, ())) & (2**64 - 1)
         rows = [SampleRow(params, seed, b, where) for b, where in enumerate(positions)]
-        ids = sample_rows(logits, SamplePlan(rows)).ids
+        ids = [draw.id for draw in sample_rows(logits, SamplePlan(rows))]
     if -1 in ids:
         raise InvalidRequest(f"row {ids.index(-1)} of logits holds NaN or +inf, or only -inf")
     return torch.tensor(ids, dtype=torch.int64, device=logits.device)

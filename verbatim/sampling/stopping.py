@@ -100,8 +100,8 @@ class StopWatch:
         self._sent, self._unmatched = sent, sent
         self.take()
 
-    def push(self, token_id: int) -> tuple[FinishReason, StopReason] | None:
-        """Add a token; return the finish and stop reason if it ends the completion."""
+    def push(self, token_id: int) -> bool:
+        """Add a token; return whether it ends the completion."""
         assert not self.finished, "a token after the end of a completion"
         self.num_tokens += 1
         new = pending = ""
@@ -110,19 +110,19 @@ class StopWatch:
         by_id = self._stop_by_id(token_id)
         if self.num_tokens >= self._min_tokens:
             if by_id is not None:
-                return self._end(FinishReason.STOP, by_id, new)
-            if self._stops and (match := self._find(new, pending)):
+                self._end(FinishReason.STOP, by_id, new)
+            elif self._stops and (match := self._find(new, pending)):
                 start, stop = match
                 text = self._held + new + pending
                 self._held = ""
                 self._parts.append(text[: start + len(stop) * self._keeps_stop])
                 self.finish_reason, self.stop_reason = FinishReason.STOP, stop
-                return FinishReason.STOP, stop
-        if self.num_tokens >= self._max_tokens:
-            return self._end(FinishReason.LENGTH, None, new)
-        self._pending = pending
-        self._keep(new)
-        return None
+        if self.finish_reason is None and self.num_tokens >= self._max_tokens:
+            self._end(FinishReason.LENGTH, None, new)
+        if self.finish_reason is None:
+            self._pending = pending
+            self._keep(new)
+        return self.finished
 
     def finish(self, reason: FinishReason) -> None:
         """End the completion (abort, the length limit): all text becomes final."""
@@ -151,14 +151,11 @@ class StopWatch:
             fork._detokenizer = self._detokenizer.fork()
         return fork
 
-    def _end(
-        self, reason: FinishReason, stop_reason: StopReason, new: str
-    ) -> tuple[FinishReason, StopReason]:
+    def _end(self, reason: FinishReason, stop_reason: StopReason, new: str) -> None:
         rest = self._detokenizer.flush() if self._detokenizer is not None else ""
         self._parts.append(self._held + new + rest)
         self._held = self._pending = ""
         self.finish_reason, self.stop_reason = reason, stop_reason
-        return reason, stop_reason
 
     def _stop_by_id(self, token_id: int) -> int | tuple[int, ...] | None:
         if self._sequences:

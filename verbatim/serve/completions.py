@@ -157,8 +157,9 @@ class CompletionRequest(ApiRequest[Completions]):
             text = self._prompt_text(request) + text
             ids = request.prompt_ids + ids
             if request.params.prompt_logprobs is not None:
-                logprobs = [None, *request.prompt_logprobs, *logprobs]
-                top = [None, *request.prompt_top_logprobs, *top]
+                prompt = request.prompt_tokens
+                logprobs = [None, *(token.logprob for token in prompt), *logprobs]
+                top = [None, *(token.top_logprobs for token in prompt), *top]
         found = None
         if self.body.logprobs is not None:
             found = self.texts.legacy(ids, logprobs, top, self.body.logprobs, offset)

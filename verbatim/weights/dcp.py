@@ -12,7 +12,6 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterable, Mapping
-from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,18 +24,10 @@ from verbatim.model.dcp.checkpoint import DcpCheckpoint
 from verbatim.model.kempner import layout
 from verbatim.model.kempner.config import KempnerConfig
 from verbatim.model.kempner.config import ModelConfig as KempnerModel
-from verbatim.model.loader import (
-    HUB_ID,
-    LoadedModel,
-    ModelSource,
-    empty_module,
-    read_config,
-    resolve_dtype,
-)
+from verbatim.model.loader import HUB_ID, ModelSource, read_config, resolve_dtype
 from verbatim.model.stored import read_stored
-from verbatim.model.unused import refuse_unused
-from verbatim.weights.lazy import materialize, sources, traced
-from verbatim.weights.skeleton import load_traced
+from verbatim.weights.lazy import lazy_of, materialize, sources, traced
+from verbatim.weights.skeleton import ModelFiles
 
 ALLOWED = (
     "a KempnerForge TOML (a path that ends in .toml), a transformers config, or the folder, "
@@ -44,22 +35,19 @@ ALLOWED = (
 )
 
 
-def load_dcp(
-    folder: Path, source: ModelSource, tokenizer: Any, *, with_config: bool
-) -> LoadedModel:
-    """Open a DCP checkpoint with lazy weights.
+def dcp_files(folder: Path, source: ModelSource, *, with_config: bool) -> ModelFiles:
+    """Return the model of a DCP checkpoint, and the tokenizer of KempnerForge's TOML, if any.
 
     With `dtype="auto"` it is the dtype of most stored weights (float16: bfloat16).
 
     Args:
         folder: the result of `find_dcp`.
         source: with the config of the checkpoint's model, and its revision, if it is a hub id.
-        tokenizer: a transformers tokenizer; None takes that of KempnerForge's TOML, if any; False: none.
         with_config: return the config as plain data, too, for another process.
 
     Raises:
         InvalidRequest: a missing or invalid config.
-        ModelError: the checkpoint is damaged, or does not fit the config.
+        ModelError: the checkpoint is damaged.
         UnsupportedModel: an unsupported architecture.
         NotSupported: a quantized config; `with_config`, a config of a foreign class.
     """
@@ -68,68 +56,60 @@ def load_dcp(
     config, kempner, generation = _config_of(folder, source.config, where)
     if getattr(config, "quantization_config", None) is not None:
         raise NotSupported("a config with a quantization_config: quantized DCP is not read")
-    if kempner is not None and tokenizer is None and kempner.tokenizer_path:
+    checkpoint = DcpCheckpoint(folder)
+
+    def tensors(empty: Any) -> tuple[dict[str, Tensor], torch.dtype]:
+        names = checkpoint.names([layout.FIRST] if kempner is not None else [*empty.state_dict()])
+        found = {short: checkpoint.tensor(name, traced) for short, name in names.items()}
+        stored = [part for tensor in found.values() for part in sources(lazy_of(tensor))]
+        files.weights = sorted({part.path for part in stored})
+        dtype = resolve_dtype(source.dtype, SimpleNamespace(dtype=_dtype_of(found.values())))
+        if kempner is not None:
+            left = found
+            found = layout.renamed(folder, empty, kempner.model, left)
+
+            def adjust(module: Any) -> list[str]:
+                layout.adjust(module, kempner.model, left)
+                return [names[short] for short in left]
+
+            files.adjust = adjust
+        _drop_copies(folder, empty, found, dtype)
+        return found, dtype
+
+    def open_tokenizer() -> Any:
+        if kempner is None or not kempner.tokenizer_path:
+            return None
         from verbatim.text.tokenizer import Tokenizer
 
-        path = kempner.tokenizer_path
-        tokenizer = Tokenizer.open(path, trust_remote_code=trust_remote_code).hf
-    checkpoint = DcpCheckpoint(folder)
-    empty = empty_module(folder, config, trust_remote_code)
-    module, lazy_weights, unused = _open(checkpoint, empty, kempner, source.dtype)
-    if source.unused_weights == "error":
-        refuse_unused(folder, module, config, unused)
-    if generation is not None:
-        module.generation_config = generation
-    if kempner is not None and tokenizer:
-        module.generation_config.eos_token_id = tokenizer.eos_token_id
-    return LoadedModel(
-        module,
-        tokenizer or None,
-        module.generation_config,
+        return Tokenizer.open(kempner.tokenizer_path, trust_remote_code=trust_remote_code).hf
+
+    def generation_of(module: Any, tokenizer: Any) -> Any:
+        if kempner is not None and tokenizer:
+            module.generation_config.eos_token_id = tokenizer.eos_token_id
+        return generation or module.generation_config
+
+    files = ModelFiles(
         str(folder),
-        lazy_weights=lazy_weights,
-        folder=folder,
-        files=[*{part.path for lazy in lazy_weights.values() for part in sources(lazy)}],
-        config=_as_dict(config, kempner) if with_config else None,
+        folder,
+        config,
+        tensors,
+        open_tokenizer,
+        generation_of,
+        plain_config=_as_dict(config, kempner) if with_config else None,
     )
+    return files
 
 
-def _open(
-    checkpoint: DcpCheckpoint, empty: Any, kempner: KempnerConfig | None, dtype: str | torch.dtype
-) -> tuple[Any, dict[Any, Any], list[str]]:
-    """Return the module, its lazy weights, and the names of tensors that it does not use."""
-    keys = [layout.FIRST] if kempner is not None else list(empty.state_dict())
-    names = checkpoint.names(keys)
-    resolved = resolve_dtype(dtype, SimpleNamespace(dtype=_dtype_of(checkpoint, names.values())))
-    tensors = {short: checkpoint.tensor(name, traced) for short, name in names.items()}
-    if kempner is None:
-        _drop_copies(checkpoint, empty, tensors, resolved)
-        return load_traced(checkpoint.folder, empty, resolved, tensors, checkpoint.nbytes)
-    found = layout.renamed(checkpoint.folder, empty, kempner.model, tensors)
-    _drop_copies(checkpoint, empty, found, resolved)
-    module, lazy_weights, _ = load_traced(
-        checkpoint.folder,
-        empty,
-        resolved,
-        found,
-        checkpoint.nbytes,
-        adjust=lambda module: layout.adjust(module, kempner.model, tensors),
-    )
-    return module, lazy_weights, [names[short] for short in tensors]
-
-
-def _dtype_of(checkpoint: DcpCheckpoint, names: Iterable[str]) -> torch.dtype:
+def _dtype_of(tensors: Iterable[Tensor]) -> torch.dtype:
     """Return the floating dtype of most of the stored weights; float32 if there is none."""
     amount: dict[torch.dtype, int] = {}
-    for name in names:
-        if (dtype := checkpoint.dtype(name)).is_floating_point:
-            amount[dtype] = amount.get(dtype, 0) + prod(checkpoint.size(name))
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            amount[tensor.dtype] = amount.get(tensor.dtype, 0) + tensor.numel()
     return max(amount, key=lambda dtype: amount[dtype], default=torch.float32)
 
 
-def _drop_copies(
-    checkpoint: DcpCheckpoint, empty: Any, tensors: dict[str, Tensor], dtype: torch.dtype
-) -> None:
+def _drop_copies(folder: Path, empty: Any, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
     """Drop tensors that the config ties to others.
 
     Raises:
@@ -137,12 +117,12 @@ def _drop_copies(
     """
     for copy_name, name in empty.all_tied_weights_keys.items():
         if copy_name in tensors and name in tensors:
-            pair: list[Any] = [tensors.pop(copy_name), tensors[name]]
-            first, second = (materialize(x.lazy, read_stored).to(dtype) for x in pair)
+            pair = [lazy_of(tensors.pop(copy_name)), lazy_of(tensors[name])]
+            first, second = (materialize(lazy, read_stored).to(dtype) for lazy in pair)
             if not torch.equal(first, second):
-                stored = sources(pair[0].lazy)[0].name.partition("[")[0]
+                stored = sources(pair[0])[0].name.partition("[")[0]
                 raise ModelError(
-                    f"{checkpoint.folder}: by the config {stored} is shared with another tensor of the "
+                    f"{folder}: by the config {stored} is shared with another tensor of the "
                     "model, and the two are not equal"
                 )
 
@@ -209,7 +189,7 @@ def _as_dict(config: Any, kempner: KempnerConfig | None) -> dict[str, Any]:
 
 
 def config_from_dict(plain: Mapping[str, Any]) -> Any:
-    """Return `load_dcp`'s config from a `LoadedModel.config`."""
+    """Return the config of `dcp_files` from a `LoadedModel.config`."""
     from transformers import CONFIG_MAPPING
 
     if "kempner" in plain:

@@ -13,11 +13,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from verbatim.errors import ModelError, NotSupported, first_line
-from verbatim.model.loader import LoadedModel, ModelSource, read_config, resolve_dtype
-from verbatim.model.unused import refuse_unused
+from verbatim.model.loader import read_config, resolve_dtype
 from verbatim.untrusted import reason, refuse_lfs_pointer
-from verbatim.weights.skeleton import open_skeleton
+from verbatim.weights.formats.gguf import read_gguf
+from verbatim.weights.lazy import Traced
+from verbatim.weights.skeleton import ModelFiles
 
 _NEEDS = {"gguf": "gguf", "accelerate": "accelerate"}
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
@@ -43,10 +46,8 @@ def find_gguf(model: str | os.PathLike[str]) -> Path | None:
     return found[0].resolve() if found else None
 
 
-def load_gguf(
-    path: Path, source: ModelSource, *, with_tokenizer: bool, in_memory: bool
-) -> LoadedModel:
-    """Open the model of a GGUF file, and its tokenizer, if any.
+def gguf_files(path: Path, dtype: str | torch.dtype, *, in_memory: bool) -> ModelFiles:
+    """Return the model of a GGUF file, and its tokenizer, if any.
 
     With `dtype="auto"` it is bfloat16, or float32 if every tensor of the file is.
 
@@ -69,33 +70,38 @@ def load_gguf(
             f"{path} is one of {int(parts[1])} parts; join them with llama.cpp's gguf-split --merge"
         )
     refuse_lfs_pointer(path)
-    all_float32, has_tokenizer, rope = _inspect(path)
-    dtype = source.dtype
+    reader = _open(path)
     if dtype == "auto":
-        dtype = "float32" if all_float32 else "bfloat16"
+        is_float32 = all(tensor.tensor_type.name == "F32" for tensor in reader.tensors)
+        dtype = "float32" if is_float32 else "bfloat16"
     where = {"trust_remote_code": False, "local_files_only": True, "gguf_file": path.name}
     config = read_config(str(path.parent), where)
-    _scale_rope(path, config, rope)
+    _scale_rope(path, config, reader)
     resolved = resolve_dtype(dtype, config)
-    tokenizer = _tokenizer(path) if with_tokenizer and has_tokenizer else None
-    module, lazy_weights, unused = open_skeleton(path, config, resolved, False, in_memory=in_memory)
-    if source.unused_weights == "error":
-        refuse_unused(path, module, config, unused)
-    generation_config: Any = module.generation_config
-    return LoadedModel(
-        module,
-        tokenizer,
-        generation_config,
+    has_tokenizer = "tokenizer.ggml.model" in reader.fields
+
+    def tensors(empty: Any) -> tuple[dict[str, Traced] | None, torch.dtype]:
+        try:
+            return read_gguf(path, reader, config, empty, resolved), resolved
+        except NotSupported:
+            if not in_memory:
+                raise
+            return None, resolved
+
+    return ModelFiles(
         str(path),
-        lazy_weights=lazy_weights,
-        folder=path.parent,
-        files=[path],
+        path,
+        config,
+        tensors,
+        lambda: _tokenizer(path) if has_tokenizer else None,
+        lambda module, _: module.generation_config,
+        weights=[path],
     )
 
 
-def _inspect(path: Path) -> tuple[bool, bool, dict[str, Any]]:
-    """Return whether every tensor is float32, if there is a tokenizer, and how frequencies are scaled."""
-    from gguf import GGMLQuantizationType, GGUFReader
+def _open(path: Path) -> Any:
+    """Return gguf's reader of a file, without integers in place of weights."""
+    from gguf import GGUFReader
 
     try:
         reader = GGUFReader(path)
@@ -107,26 +113,23 @@ def _inspect(path: Path) -> tuple[bool, bool, dict[str, Any]]:
                 f"{path}: {tensor.name} is {tensor.tensor_type.name}: weights must be floating-point numbers "
                 "or quantized"
             )
-    types = {tensor.tensor_type for tensor in reader.tensors}
-    rope = {
-        name.partition(".rope.")[2]: field.contents()
-        for name, field in reader.fields.items()
-        if ".rope." in name and not name.startswith("gpt-oss.")  # which transformers reads
-    }
-    for tensor in reader.tensors:
-        if tensor.name == "rope_freqs.weight":
-            rope["factors"] = [float(x) for x in tensor.data.flatten()]
-    all_float32 = types <= {GGMLQuantizationType.F32}
-    return all_float32, "tokenizer.ggml.model" in reader.fields, rope
+    return reader
 
 
-def _scale_rope(path: Path, config: Any, rope: dict[str, Any]) -> None:
+def _scale_rope(path: Path, config: Any, reader: Any) -> None:
     """Put what a file says of rotary frequencies, and transformers does not read, into the config.
 
     `rope_freqs.weight` (Llama 3.1) holds what each frequency is divided by. transformers knows such numbers
     as "longrope", for short and for long sequences; here both are the same.
     """
-    factors, kind = rope.get("factors"), rope.get("scaling.type", "linear")
+    rope = {
+        name.partition(".rope.")[2]: field.contents()
+        for name, field in reader.fields.items()
+        if ".rope." in name and not name.startswith("gpt-oss.")  # which transformers reads
+    }
+    named = (tensor.data for tensor in reader.tensors if tensor.name == "rope_freqs.weight")
+    factors = [float(x) for data in named for x in data.flatten()]
+    kind = rope.get("scaling.type", "linear")
     # As in llama.cpp, 0 is no factor, and "linear" is the default.
     factor = (kind != "none" and rope.get("scaling.factor", rope.get("scale_linear"))) or 1
     is_number = isinstance(factor, int | float) and 0 < factor < math.inf

@@ -71,14 +71,14 @@ class Traced(Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func is _aten.equal.default:  # transformers compares weights that may be tied
-            return same_numbers(*map(_lazy_of, args))
+            return same_numbers(*map(lazy_of, args))
         shapes = tree_map(_without_numbers, (args, kwargs))
         if "device" in kwargs:
             shapes[1]["device"] = torch.device("meta")
             del kwargs["device"]  # the device is chosen when the weight is read
         kwargs.pop("pin_memory", None)
         out = func(*shapes[0], **shapes[1])
-        of_args, of_kwargs = tree_map(_lazy_of, (args, kwargs))
+        of_args, of_kwargs = tree_map(lazy_of, (args, kwargs))
         if isinstance(out, Tensor):
             if func in _SAME:
                 return Traced(of_args[0], out)
@@ -96,8 +96,10 @@ def _without_numbers(x: Any) -> Any:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
-def _lazy_of(x: Any) -> Any:
-    return x.lazy if isinstance(x, Traced) else x
+def lazy_of(x: Any) -> Any:
+    """Return the lazy weight of a tensor, which may be in memory; anything else as it is."""
+    held = Held(x) if isinstance(x, Tensor) else x
+    return x.lazy if isinstance(x, Traced) else held
 
 
 def same_numbers(a: LazyWeight, b: LazyWeight) -> bool:

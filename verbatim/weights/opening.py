@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from verbatim import storyteller
 from verbatim.errors import InvalidRequest, ModelError, NotSupported, first_line
 from verbatim.model.dcp.checkpoint import find_dcp
@@ -14,16 +16,20 @@ from verbatim.model.loader import (
     HUB_ID,
     LoadedModel,
     ModelSource,
+    quantization_of,
     read_config,
     read_modelopt_config,
     resolve_dtype,
 )
 from verbatim.model.quantization import Quantization
-from verbatim.model.unused import refuse_unused
 from verbatim.untrusted import read_json, refuse_lfs_pointer, shards_of
-from verbatim.weights.dcp import config_from_dict, load_dcp
-from verbatim.weights.gguf import find_gguf, load_gguf
-from verbatim.weights.skeleton import INDEX, USUAL, open_skeleton, weight_files, weights_name
+from verbatim.weights.adapter import read_folder
+from verbatim.weights.dcp import config_from_dict, dcp_files
+from verbatim.weights.formats import decode, forget_quantization
+from verbatim.weights.gguf import find_gguf, gguf_files
+from verbatim.weights.lazy import Traced, traced
+from verbatim.weights.lora import merge_experts
+from verbatim.weights.skeleton import INDEX, USUAL, ModelFiles, is_pickle, tensors_of, weight_files
 
 ADAPTER = "adapter_config.json"
 
@@ -49,23 +55,26 @@ def open_files(
             f"{'the storyteller' if is_default else model} holds no checkpoint of that kind: neither "
             ".metadata nor pp0, nor a link latest. Leave it at None"
         )
+    gguf = None if is_default or dcp is not None else find_gguf(model)
     if dcp is not None:
-        return load_dcp(dcp, source, tokenizer, with_config=not in_memory)
-    gguf = None if is_default else find_gguf(model)
-    own: dict[str, Any] = {"with_tokenizer": tokenizer is None, "in_memory": in_memory}
-    if gguf is not None:
-        loaded = load_gguf(gguf, source, **own)
+        files = dcp_files(dcp, source, with_config=not in_memory)
+    elif gguf is not None:
+        files = gguf_files(gguf, source.dtype, in_memory=in_memory)
+    elif is_default:
+        files = _folder(replace(source, model=storyteller.path()), in_memory)
+        files.name = "storyteller"
     else:
-        loaded = _load(replace(source, model=storyteller.path()) if is_default else source, **own)
-    loaded.name = "storyteller" if is_default else loaded.name
-    loaded.tokenizer = loaded.tokenizer if tokenizer is None else tokenizer or None
-    return loaded
+        files = _folder(source, in_memory)
+    return files.open(
+        tokenizer,
+        trust_remote_code=source.trust_remote_code and gguf is None,
+        unused_weights=source.unused_weights,
+        in_memory=in_memory,
+    )
 
 
-def _load(
-    source: ModelSource, *, with_tokenizer: bool, in_memory: bool, adapter: Path | None = None
-) -> LoadedModel:
-    """Open a folder in Hugging Face's format or a hub id, with the weights of an adapter."""
+def _folder(source: ModelSource, in_memory: bool) -> ModelFiles:
+    """Return the files of a folder in Hugging Face's format, of a hub id, or of an adapter and its base."""
     named = os.fspath(source.model)
     where: dict[str, Any] = {"trust_remote_code": source.trust_remote_code}
     folder = None
@@ -74,43 +83,56 @@ def _load(
         folder = Path(named).resolve()
         if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
             base, revision = _base_of(folder)
-            loaded = _load(
-                replace(source, model=base, revision=revision),
-                with_tokenizer=with_tokenizer,
-                in_memory=in_memory,
-                adapter=folder,
-            )
-            own = _tokenizer(named, where) if with_tokenizer else None
-            tokenizer = loaded.tokenizer if own is None else own
-            return replace(loaded, name=named, adapter=folder, tokenizer=tokenizer)
+            files = _folder(replace(source, model=base, revision=revision), in_memory)
+            base_tokenizer = files.open_tokenizer
+            files.name, files.adapter = named, read_folder(folder)
+            files.open_tokenizer = lambda: _tokenizer(named, where) or base_tokenizer()
+            return files
         _check_folder(Path(named))
     elif not HUB_ID.match(named) or os.path.exists(named):
         raise ModelError(f"no model at {named!r}: neither a folder nor a hub id such as org/name")
     else:
         where["revision"] = source.revision
     config = read_config(named, where)
-    resolved = resolve_dtype(source.dtype, config)
-    tokenizer = _tokenizer(named, where) if with_tokenizer else None
+    dtype = resolve_dtype(source.dtype, config)
+    # The file of weights that the config names instead of the usual ones.
+    file = getattr(config, "transformers_weights", None)
     if folder is None:
-        folder = _fetched(named, source.revision, in_memory, weights_name(config)).resolve()
+        folder = _fetched(named, source.revision, in_memory, file).resolve()
         read_modelopt_config(folder, config)
-    module, lazy_weights, unused = open_skeleton(
-        folder, config, resolved, source.trust_remote_code, adapter, in_memory=in_memory
-    )
-    if source.unused_weights == "error":
-        refuse_unused(named, module, config, unused)
-    generation: Any = _generation_config(folder, config)
-    module.generation_config = generation
-    return LoadedModel(
-        module,
-        tokenizer,
-        generation,
+    weights, quantization = weight_files(folder, file), quantization_of(config)
+    if not weights or (is_pickle(weights[0]) and (quantization is not None or not in_memory)):
+        reader = (
+            "this placement reads"
+            if quantization is None
+            else "a quantized checkpoint is read from"
+        )
+        raise NotSupported(
+            f"{reader} {file or 'model.safetensors or its shards'}, and {folder} has none; load the model "
+            "with transformers and save it with save_pretrained"
+        )
+    if quantization is not None:
+        forget_quantization(config)
+
+    def tensors(_: Any) -> tuple[dict[str, Traced], torch.dtype]:
+        table = tensors_of(weights)
+        if quantization is not None:
+            table = decode(folder, table, quantization, dtype)
+        if files.adapter is not None:
+            files.adapter, table = merge_experts(files.adapter, table, dtype)
+        return {name: traced(lazy) for name, lazy in table.items()}, dtype
+
+    files = ModelFiles(
         named,
-        lazy_weights=lazy_weights,
-        folder=folder,
-        files=weight_files(folder, weights_name(config))[0],
-        wrapper=config,
+        folder,
+        config,
+        tensors,
+        lambda: _tokenizer(named, where),
+        lambda *_: _generation_config(folder, config),
+        weights=weights,
+        is_plain=quantization is None,
     )
+    return files
 
 
 def _base_of(adapter: Path) -> tuple[str, str | None]:
@@ -150,7 +172,7 @@ def _check_folder(folder: Path) -> None:
     for name in USUAL:
         if (folder / (name + INDEX)).is_file():
             shards_of(folder / (name + INDEX))
-    if not weight_files(folder)[0] and not any(folder.glob("*.safetensors")):
+    if not weight_files(folder) and not any(folder.glob("*.safetensors")):
         raise ModelError(f"{folder} holds no weights (model.safetensors or pytorch_model.bin)")
 
 
@@ -170,7 +192,7 @@ def _fetched(source: str, revision: str | None, in_memory: bool, named: str | No
         for name in USUAL[: 1 + in_memory] if named is None else (named,):
             index = folder / (name if name.endswith(INDEX) else name + INDEX)
             fetch(*(shards_of(index) if index.is_file() else [name]))
-            if weight_files(folder, named)[0]:
+            if weight_files(folder, named):
                 break
         return folder
     except ModelError:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,149 +12,121 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.errors import ModelError, NotSupported, VerbatimError, first_line
-from verbatim.model.loader import auto_class, building, empty_module, quantization_of
+from verbatim.model.loader import LoadedModel, building, empty_module
 from verbatim.model.packed import placeholder
 from verbatim.model.patching import quiet
 from verbatim.model.stored import read_stored
+from verbatim.model.unused import refuse_unused
 from verbatim.untrusted import check_dtypes, check_size, shards_of
-from verbatim.weights.adapter import read_folder
-from verbatim.weights.formats import decode, forget_quantization
-from verbatim.weights.formats.gguf import read_gguf
+from verbatim.weights.adapter import AdapterFolder
 from verbatim.weights.headers import stored_in
 from verbatim.weights.lazy import Held, LazyWeight, Traced, materialize, traced
-from verbatim.weights.lora import merge_adapter, merge_experts
+from verbatim.weights.lora import merge_adapter
 
 USUAL = ("model.safetensors", "pytorch_model.bin")  # names of files of weights
 INDEX = ".index.json"  # behind the name of a file that is in shards
 
 
-def open_skeleton(
-    folder: Path,
-    config: Any,
-    dtype: torch.dtype,
-    trust_remote_code: bool,
-    adapter_folder: Path | None = None,
-    *,
-    in_memory: bool = False,
-) -> tuple[nn.Module, dict[nn.Parameter, LazyWeight], list[str]]:
-    """Build the module that transformers would load from `folder`, without reading a weight.
+@dataclass(slots=True)
+class ModelFiles:
+    """A model on disk, before its module is built.
 
-    Args:
-        folder: with weights; or a GGUF file.
-        adapter_folder: a PEFT adapter, which is merged into the weights.
-        in_memory: the model will be in this process's memory, so formats that are read whole are accepted.
-
-    Returns:
-        The module with parameters without memory; the lazy weight of each parameter, tied ones once; and
-        the names of unused tensors.
-
-    Raises:
-        ModelError: a damaged or missing file, weights that are missing or of another shape.
-        NotSupported: weights in another format than safetensors, unless `in_memory`.
-    """
-    adapter = None if adapter_folder is None else read_folder(adapter_folder)
-    is_gguf = folder.suffix == ".gguf"
-    quantization = None if is_gguf else quantization_of(config)
-    if quantization is not None:
-        config = copy.deepcopy(config)
-        forget_quantization(config)
-    empty = empty_module(folder, config, trust_remote_code)
-    if is_gguf:
-        nbytes = folder.stat().st_size
-        try:
-            tensors = read_gguf(folder, config, empty, dtype)
-        except NotSupported:
-            if not in_memory:
-                raise
-            check_size(folder, empty, nbytes)
-            where: dict[str, Any] = {"gguf_file": folder.name, "local_files_only": True}
-            where |= {"config": config, "dtype": dtype}
-            return _filled(folder, auto_class(config), str(folder.parent), **where)
-    else:
-        table, nbytes = _tensors_of(folder, config, quantization is not None, in_memory)
-        if quantization is not None:
-            table = decode(folder, table, quantization, dtype)
-        if adapter is not None:
-            adapter, table = merge_experts(adapter, table, dtype)
-        tensors = {name: traced(lazy) for name, lazy in table.items()}
-    module, lazy_weights, unused = load_traced(
-        folder,
-        empty,
-        dtype,
-        tensors,
-        nbytes,
-        is_plain=quantization is None and not is_gguf,
-        in_memory=in_memory,
-    )
-    if adapter is not None:
-        merge_adapter(adapter, module, lazy_weights)
-    return module, lazy_weights, unused
-
-
-def load_traced(
-    source: Path,
-    empty: Any,
-    dtype: torch.dtype,
-    tensors: Mapping[str, Tensor],
-    nbytes: int,
-    *,
-    is_plain: bool = False,
-    in_memory: bool = True,
-    adjust: Callable[[Any], None] | None = None,
-) -> tuple[Any, dict[nn.Parameter, LazyWeight], list[str]]:
-    """Let transformers assign the traced tensors of a checkpoint to a module.
-
-    Args:
-        empty: the module of the config on the meta device.
-        tensors: by the checkpoint's names. Plain ones are in memory.
-        nbytes: size of the checkpoint.
+    Attributes:
+        name: of the model.
+        path: the folder of its files, or a GGUF file.
+        config: transformers', without a `quantization_config`.
+        tensors: returns the tensors by the names of a checkpoint (plain ones are in memory) and the module's
+            dtype, given the module on the meta device. None in place of the tensors: transformers decodes
+            the GGUF file. It may set other attributes.
+        open_tokenizer: returns transformers' tokenizer, or None.
+        generation: returns the generation config, given the module and the tokenizer.
+        weights: its files of weights, without the adapter's.
+        adapter: a PEFT adapter that is merged into the weights.
+        plain_config: as `LoadedModel.config`.
+        adjust: changes the module, whose parameters are traced, after it got the tensors, and returns the
+            names of those that are not used.
         is_plain: the config says nothing of quantization.
-        in_memory: accept parameters that transformers makes and does not read.
-        adjust: changes the module, whose parameters are traced, after it got the tensors.
-
-    Returns:
-        As `open_skeleton`.
     """
-    tensors = {n: t if isinstance(t, Traced) else traced(Held(t)) for n, t in tensors.items()}
-    check_size(source, empty, nbytes)
-    check_dtypes(source, empty, {name: str(tensor.dtype) for name, tensor in tensors.items()})
-    return _filled(
-        source,
-        type(empty),
-        None,
-        # The language model's, if the folder's also has towers.
-        config=empty.config,
-        state_dict=tensors,
-        dtype=dtype,
-        is_plain=is_plain,
-        in_memory=in_memory,
-        adjust=adjust,
-    )
 
+    name: str
+    path: Path
+    config: Any
+    tensors: Callable[[Any], tuple[Mapping[str, Tensor] | None, torch.dtype]]
+    open_tokenizer: Callable[[], Any]
+    generation: Callable[[Any, Any], Any]
+    weights: Sequence[Path] = ()
+    adapter: AdapterFolder | None = None
+    plain_config: Mapping[str, Any] | None = None
+    adjust: Callable[[Any], list[str]] | None = None
+    is_plain: bool = False
 
-def _filled(
-    source: Path,
-    kind: Any,
-    *args: Any,
-    is_plain: bool = False,
-    in_memory: bool = True,
-    adjust: Callable[[Any], None] | None = None,
-    **options: Any,
-) -> tuple[Any, dict[nn.Parameter, LazyWeight], list[str]]:
-    """Return what `kind.from_pretrained` makes, as `open_skeleton`; the other arguments are its own."""
-    try:
-        with building, quiet(progress=False):
-            module, report = kind.from_pretrained(*args, output_loading_info=True, **options)
-    except VerbatimError:
-        raise
-    except Exception as error:  # damaged files and modules' own code raise any type
-        raise ModelError(f"{source}: can't be loaded: {first_line(error)}") from error
-    _refuse_missing(source, report, is_plain=is_plain)
-    if adjust is not None:
-        adjust(module)
-    lazy_weights = _hollow_parameters(module, in_memory)
-    _read_buffers(module)
-    return module.eval(), lazy_weights, sorted(map(str, report["unexpected_keys"]))
+    def open(
+        self, tokenizer: Any, *, trust_remote_code: bool, unused_weights: str, in_memory: bool
+    ) -> LoadedModel:
+        """Build the module that transformers would load, without reading a weight.
+
+        Its parameters have no memory, and tied ones have one lazy weight.
+
+        Args:
+            tokenizer: None: the model's own; False: none.
+            unused_weights: as of `ModelSource`.
+            in_memory: the weights will be in this process's memory, so parameters that transformers makes and
+                does not read are accepted.
+
+        Raises:
+            ModelError: a damaged or missing file, weights that are missing, not used or of another shape.
+        """
+        if tokenizer is None:
+            tokenizer = self.open_tokenizer()
+        empty = empty_module(self.path, self.config, trust_remote_code)
+        tensors, dtype = self.tensors(empty)
+        check_size(self.path, empty, sum(path.stat().st_size for path in self.weights))
+        module, unused = self._filled(empty, tensors, dtype)
+        lazy_weights = _hollow_parameters(module, in_memory)
+        _read_buffers(module)
+        if self.adapter is not None:
+            merge_adapter(self.adapter, module, lazy_weights)
+        if unused_weights == "error":
+            refuse_unused(self.name, module, self.config, unused)
+        module.generation_config = self.generation(module, tokenizer)
+        return LoadedModel(
+            module.eval(),
+            tokenizer or None,
+            module.generation_config,
+            self.name,
+            lazy_weights=lazy_weights,
+            folder=self.path if self.path.is_dir() else self.path.parent,
+            files=self.weights,
+            adapter=None if self.adapter is None else self.adapter.folder,
+            wrapper=self.config,
+            config=self.plain_config,
+        )
+
+    def _filled(
+        self, empty: Any, tensors: Mapping[str, Tensor] | None, dtype: torch.dtype
+    ) -> tuple[Any, list[str]]:
+        """Let transformers assign the tensors to a module; return the names of those that it has none for."""
+        source = self.path
+        where: dict[str, Any]
+        if tensors is None:
+            where = dict(pretrained_model_name_or_path=str(source.parent), gguf_file=source.name)
+            where |= dict(local_files_only=True)
+        else:
+            lazy = {n: t if isinstance(t, Traced) else traced(Held(t)) for n, t in tensors.items()}
+            check_dtypes(source, empty, lazy)
+            where = dict(pretrained_model_name_or_path=None, state_dict=lazy)
+        # The language model's config, if the folder's also has towers.
+        where |= dict(config=empty.config, dtype=dtype, output_loading_info=True)
+        try:
+            with building, quiet(progress=False):
+                module, report = type(empty).from_pretrained(**where)
+        except VerbatimError:
+            raise
+        except Exception as error:  # damaged files and modules' own code raise any type
+            raise ModelError(f"{source}: can't be loaded: {first_line(error)}") from error
+        _refuse_missing(source, report, is_plain=self.is_plain)
+        unused = sorted(map(str, report["unexpected_keys"]))
+        return module, unused if self.adjust is None else self.adjust(module)
 
 
 def _refuse_missing(source: object, report: Mapping[str, Any], *, is_plain: bool) -> None:
@@ -206,39 +178,25 @@ def _read_buffers(module: nn.Module) -> None:
                 layer._buffers[name] = materialize(buffer.lazy, read_stored)
 
 
-def _tensors_of(
-    folder: Path, config: Any, is_quantized: bool, in_memory: bool
-) -> tuple[dict[str, Any], int]:
-    """Return the lazy weight of every tensor of a folder, and the bytes of their files.
-
-    The files are those that transformers would read. A pickled tensor may be larger than its file: its
-    strides may be 0.
+def tensors_of(files: Iterable[Path]) -> dict[str, Any]:
+    """Return the lazy weight of every tensor of some files of safetensors or of torch.save.
 
     Raises:
         ModelError: a file is damaged, cut short or missing.
-        NotSupported: the weights are not in safetensors files.
     """
-    named = weights_name(config)
-    files, is_pickle = weight_files(folder, named)
-    if not files or (is_pickle and (is_quantized or not in_memory)):
-        reader = "a quantized checkpoint is read from" if is_quantized else "this placement reads"
-        raise NotSupported(
-            f"{reader} {named or 'model.safetensors or its shards'}, and {folder} has none; load the model "
-            "with transformers and save it with save_pretrained"
-        )
     found: dict[str, Any] = {}
     for path in files:
-        found.update(_unpickled(path) if is_pickle else stored_in(path))
-    return found, sum(path.stat().st_size for path in files)
+        found.update(_unpickled(path) if is_pickle(path) else stored_in(path))
+    return found
 
 
-def weights_name(config: Any) -> str | None:
-    """Return the name of the file of weights that a config has instead of the usual ones."""
-    return getattr(config, "transformers_weights", None)
+def is_pickle(path: Path) -> bool:
+    """Return whether a file of weights is torch.save's instead of safetensors."""
+    return path.suffix == ".bin"
 
 
-def weight_files(folder: Path, named: str | None = None) -> tuple[list[Path], bool]:
-    """Return the files with a folder's weights, and whether they are torch.save's instead of safetensors.
+def weight_files(folder: Path, named: str | None = None) -> list[Path]:
+    """Return the files with a folder's weights, which transformers would read.
 
     Args:
         named: the file that the config names instead of the usual ones.
@@ -249,7 +207,7 @@ def weight_files(folder: Path, named: str | None = None) -> tuple[list[Path], bo
     for name in USUAL if named is None else (named,):
         is_index = name.endswith(INDEX)
         if os.path.lexists(folder / name) and not is_index:
-            return [folder / name], name.endswith(".bin")
+            return [folder / name]
         index = folder / (name if is_index else name + INDEX)
         if index.is_file():
             names = shards_of(index)
@@ -258,8 +216,8 @@ def weight_files(folder: Path, named: str | None = None) -> tuple[list[Path], bo
                 raise ModelError(
                     f"{folder} lacks {len(missing)} of {len(names)} shards: {missing[0]}"
                 )
-            return [folder / shard for shard in names], names[0].endswith(".bin")
-    return [], False
+            return [folder / shard for shard in names]
+    return []
 
 
 def _unpickled(path: Path) -> dict[str, Held]:
@@ -270,8 +228,13 @@ def _unpickled(path: Path) -> dict[str, Held]:
         except RuntimeError:  # from before torch 1.6
             tensors = torch.load(path, map_location="cpu", weights_only=True)
         found = {name: t for name, t in tensors.items() if isinstance(t, Tensor)}
+        inner = [name for name, value in tensors.items() if isinstance(value, Mapping)]
     except Exception as error:  # a damaged file leads to arbitrary exceptions
         raise ModelError(f"{path}: can't be loaded: {first_line(error)}") from None
+    if inner and not found:
+        raise ModelError(
+            f"{path}: its weights lie under {str(inner[0])[:80]!r}; save what is there with torch.save"
+        )
     for name, tensor in found.items():
         if tensor.layout is not torch.strided or tensor.is_quantized or not tensor.is_cpu:
             raise ModelError(f"{path}: {name} is sparse, quantized or without data")

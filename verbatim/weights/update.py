@@ -22,7 +22,9 @@ from verbatim.model.loader import ModelSource
 from verbatim.model.packed import packed_buffers
 from verbatim.model.patching import exclusive
 from verbatim.model.shard import Columns
+from verbatim.model.stored import read_stored
 from verbatim.model.weight_packing import WeightPacking
+from verbatim.weights.headers import stored_in
 from verbatim.weights.lazy import Cut
 from verbatim.weights.load import open_weights
 from verbatim.weights.opening import ADAPTER, open_files
@@ -80,19 +82,12 @@ def _read(path: Path) -> dict[str, Tensor]:
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not all(f.is_file() and f.suffix == ".safetensors" for f in files):
         raise ModelError(f"{path} is neither a folder of safetensors files nor one such file")
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     found: dict[str, Tensor] = {}
     for file in files:
-        try:
-            tensors = load_file(file)
-        except (SafetensorError, OSError):  # their messages may quote the file
-            raise ModelError(f"{file} can't be read: damaged or cut short") from None
-        twice = sorted(found.keys() & tensors.keys())
-        if twice:
-            raise ModelError(f"{file} holds {twice[0]}, which another file holds as well")
-        found |= tensors
+        stored = stored_in(file)
+        for name in sorted(found.keys() & stored.keys()):
+            raise ModelError(f"{file} holds {name}, which another file holds as well")
+        found |= {name: read_stored(one) for name, one in stored.items()}
     return found
 
 

@@ -45,8 +45,7 @@ def draw(
 def top_of_rows(logits: Tensor, top_n: int) -> list[TopLogprobs]:
     """Return the `top_n` likeliest ids of each row of `[R, V]`, without drawing."""
     row = SampleRow(EngineParams(), 0, 0, 0, target=0, num_logprobs=top_n)
-    draws = sample_rows(logits, SamplePlan([row] * logits.shape[0]))
-    return [draws.top(row) for row in range(logits.shape[0])]
+    return [draw.top for draw in sample_rows(logits, SamplePlan([row] * logits.shape[0]))]
 
 
 class DraftSteps:

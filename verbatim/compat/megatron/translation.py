@@ -121,7 +121,8 @@ class Translation:
         ids, tokens = sequence.output_ids[:count], sequence.tokens[:count]
         is_dynamic = isinstance(request, DynamicInferenceRequest)
         # A request that ended during prefill has only part of its prompt's log-probs.
-        whole = len(admitted.prompt_logprobs) == len(admitted.prompt_ids) - 1
+        prompt_tokens = admitted.prompt_tokens
+        whole = len(prompt_tokens) == len(admitted.prompt_ids) - 1
         prompt_logprobs, prompt_tops = params.prompt_outputs(is_dynamic)
         request.status = Status.COMPLETED
         request.generated_length = len(ids)
@@ -130,13 +131,14 @@ class Translation:
         if params.return_log_probs:
             request.generated_log_probs = [token.logprob for token in tokens]
             if prompt_logprobs and whole:
-                request.prompt_log_probs = list(admitted.prompt_logprobs)
+                request.prompt_log_probs = [token.logprob for token in prompt_tokens]
         if params.top_n_logprobs:
             request.generated_top_n_logprobs = self.by_text(
                 [token.top_logprobs or [] for token in tokens]
             )
             if prompt_tops and whole:
-                request.prompt_top_n_logprobs = self.by_text(admitted.prompt_top_logprobs)
+                tops = [token.top_logprobs or [] for token in prompt_tokens]
+                request.prompt_top_n_logprobs = self.by_text(tops)
         if params.detokenize_generations and self.text is not None:
             if count is None and admitted.result is not None:
                 text = admitted.result.outputs[0].text

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from verbatim.compat.batches import PaddedRows, draw_seed
 from verbatim.compat.petals.call import GenerateCall, check_criteria
-from verbatim.compat.petals.session import InferenceSession, active_session, enter, leave
+from verbatim.compat.petals.session import InferenceSession, active_session, entered
 from verbatim.compat.petals.settings import NOT_OWN, Settings, is_off
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
@@ -107,6 +107,10 @@ class RemoteGenerationMixin:
             criteria = check_criteria(self.llm, settings, stopping_criteria, streamer, tokenizer)
             functions = criteria, streamer, logits_processor, prefix_allowed_tokens_fn
             begin = partial(GenerateCall, self.llm, settings, *functions)
+            if session is None:
+                assert given is not None
+                drawn = draw_seed() if seed is None and settings["do_sample"] else seed or 0
+                call = begin(PaddedRows.empty(given.num_rows), given, seed=drawn)
         except NotSupported as why:
             module = self._own_module()
             if module is None or session is not None or synced_gpus or _is_of_no_model(arguments):
@@ -114,15 +118,11 @@ class RemoteGenerationMixin:
             _log.info("generate runs in the model's own loop: %s", why)
             rows = None if inputs is None else inputs.to(module.device)
             output = self.llm.engine.call_module("generate", rows, seed=seed, **arguments)
-            return output if inputs is None else _on_device(output, inputs.device)
-        if session is not None:
-            output = session._generate(begin, settings, given, seed)
         else:
-            assert given is not None
-            if seed is None:
-                seed = draw_seed() if settings["do_sample"] else 0
-            past = PaddedRows.empty(given.num_rows)
-            output = begin(past, given, seed=seed).run()
+            if session is None:
+                output = call.run()
+            else:
+                output = session._generate(begin, settings, given, seed)
         return output if inputs is None else _on_device(output, inputs.device)
 
     def inference_session(
@@ -146,15 +146,11 @@ class RemoteGenerationMixin:
         """The session of a call without `session=`."""
         return active_session(self.llm)
 
-    @contextmanager
-    def use_session(self, session: InferenceSession | None) -> Iterator[InferenceSession | None]:
+    def use_session(
+        self, session: InferenceSession | None
+    ) -> AbstractContextManager[InferenceSession | None]:
         """Make `session` the active one in a `with` block, without closing it; None deactivates."""
-        entered = None if session is None else self._session(session)
-        enter(self.llm, entered)
-        try:
-            yield session
-        finally:
-            leave(self.llm, entered)
+        return entered(self.llm, None if session is None else self._session(session))
 
     def _own_module(self) -> Any:
         """Return transformers' module if it is whole in this process, else None."""

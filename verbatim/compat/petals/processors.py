@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,51 +16,52 @@ from verbatim.params import SamplingParams
 
 # Parameters that only transformers' processors implement. (The engine's sampler implements the
 # others, with the same results; for filters: on logits without ties.)
-_EDITS = (
+_CHAINED = (
     "sequence_bias encoder_repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
-    "forced_bos_token_id forced_eos_token_id remove_invalid_values begin_suppress_tokens"
+    "forced_bos_token_id forced_eos_token_id remove_invalid_values begin_suppress_tokens "
+    "output_scores output_logits"
 ).split()
-_FILTERS = ("top_h", "epsilon_cutoff", "eta_cutoff")
+_FILTERS = ("top_h", "epsilon_cutoff", "eta_cutoff")  # where tokens are sampled
+_BEAMS = ("renormalize_logits",)  # where beams are searched for
 
 
-class ProcessorChain:
-    """The processors of one row, applied in order; used as the engine's logits processor.
+class _Kept(dict[int, Tensor]):
+    """Logits `[V]` float32 by position; a processor that keeps what it is called with."""
+
+    def __call__(self, ids: Tensor, row: Tensor) -> Tensor:
+        self[len(ids)] = row.float().clone()
+        return row
+
+
+def _batched(processor: Any) -> Callable[[Tensor, Tensor], Any]:
+    """Return a processor of transformers as one of the engine, called for a batch of one row."""
+
+    def process(ids: Tensor, row: Tensor) -> Any:
+        scores = processor(ids[None], row.float()[None])
+        is_batch = isinstance(scores, Tensor) and scores.dim() == 2 and len(scores) == 1
+        return scores[0] if is_batch else scores  # the engine refuses anything else
+
+    process.__name__ = getattr(processor, "__name__", type(processor).__name__)
+    return process
+
+
+class ProcessorChain(NamedTuple):
+    """The processors of one row, in order, for `SamplingParams.logits_processors`.
 
     Attributes:
         logits, scores: `[V]` float32 for each position, before and after processing; if kept.
     """
 
-    def __init__(self, processors: Iterable[Any], *, keep_logits: bool, keep_scores: bool) -> None:
-        self._processors = list(processors)
-        self._keep_logits, self._keep_scores = keep_logits, keep_scores
-        self.logits: dict[int, Tensor] = {}
-        self.scores: dict[int, Tensor] = {}
-
-    def __call__(self, ids: Tensor, row: Tensor) -> Tensor:
-        row = row.float()
-        if self._keep_logits:
-            self.logits[len(ids)] = row.clone()
-        for processor in self._processors:
-            try:
-                scores = processor(ids[None], row[None])
-                if not isinstance(scores, Tensor) or scores.dim() != 2 or scores.shape[0] != 1:
-                    kind = list(scores.shape) if isinstance(scores, Tensor) else type(scores)
-                    raise TypeError(f"gave {kind} for scores [1, V]")
-            except Exception as error:
-                name = getattr(processor, "__name__", type(processor).__name__)
-                raise RuntimeError(f"{name}: {type(error).__name__}: {error}") from error
-            row = scores[0]
-        if self._keep_scores:
-            self.scores[len(ids)] = row.clone()
-        return row
+    processors: tuple[Any, ...]
+    logits: _Kept
+    scores: _Kept
 
 
 class Processors:
-    """The processors of a call.
+    """The processors of a call: the engine's sampler implements them all, or transformers' are chained.
 
     Attributes:
-        native: fields of `SamplingParams` for processors that the engine's sampler implements.
-        chained: each row needs a `ProcessorChain`, for other processors or to keep logits.
+        native: fields of `SamplingParams`.
     """
 
     def __init__(
@@ -79,25 +80,15 @@ class Processors:
         self._prefix_fn = prefix_fn
         self._watermark = _watermark(settings["watermarking_config"])
         samples, beams = settings["do_sample"], settings.num_beams
-        self._filters_too = bool(
-            settings["output_scores"]
-            or settings["output_logits"]
-            or self._watermark
-            or (samples and any(map(settings.is_on, _FILTERS)))
-            # In a sample, no token depends on the sum of the probabilities.
-            or (beams > 1 and settings["renormalize_logits"])
-        )
-        decays = settings.eos_ids and settings.is_on("exponential_decay_length_penalty")
-        edits = any(map(settings.is_on, _EDITS)) or decays or prefix_fn is not None
-        self.chained = bool(self._filters_too or edits or self._custom)
-        self.native: dict[str, Any] = {}
-        filters = _native_filters(settings) if samples else {}
-        SamplingParams(**filters)  # validates them
-        if not self._filters_too:
-            self.native |= filters
-        self.chain(0, [0], 1)  # validates the parameters
-        if not self.chained:
-            self.native |= self._native_edits()
+        # In a sample, no token depends on the sum of the probabilities.
+        names = [*_CHAINED, *(_FILTERS if samples else ()), *(_BEAMS if beams > 1 else ())]
+        names += ["exponential_decay_length_penalty"] if settings.eos_ids else []
+        functions = self._custom or prefix_fn or self._watermark
+        self._chained = bool(functions or any(map(settings.is_on, names)))
+        self.native = _native_filters(settings) if samples else {}
+        SamplingParams(**self.native)  # validates them
+        self._chain(0, [0], 1)  # validates the parameters
+        self.native = {} if self._chained else self.native | self._native_edits()
         if not samples and beams == 1:
             self.native["temperature"] = 0.0
 
@@ -114,7 +105,11 @@ class Processors:
             fields["min_tokens"] = self._min_tokens
         return fields
 
-    def chain(self, row: int, prompt: list[int], new_tokens: int) -> ProcessorChain:
+    def chain(self, row: int, prompt: list[int], new_tokens: int) -> ProcessorChain | None:
+        """Return the processors of a row, as of `_chain`; None if the sampler implements them all."""
+        return self._chain(row, prompt, new_tokens) if self._chained else None
+
+    def _chain(self, row: int, prompt: list[int], new_tokens: int) -> ProcessorChain:
         """Return the processors of one row, as transformers makes them for a batch of this row.
 
         Args:
@@ -138,8 +133,6 @@ class Processors:
         }
         if not eos:
             values["exponential_decay_length_penalty"] = None
-        if not self._filters_too:
-            values |= {"do_sample": False, "watermarking_config": None, "renormalize_logits": None}
         maker: Any = GenerationMixin()
         maker.config = PretrainedConfig.from_dict({"vocab_size": self._vocab_size})
         try:
@@ -159,11 +152,11 @@ class Processors:
             raise InvalidRequest(
                 f"transformers can't make the logits processors: {type(error).__name__}: {error}"
             ) from error
-        return ProcessorChain(
-            processors,
-            keep_logits=self._settings["output_logits"],
-            keep_scores=self._settings["output_scores"],
-        )
+        logits, scores = _Kept(), _Kept()
+        own = map(_batched, processors)
+        first = (logits,) if self._settings["output_logits"] else ()
+        last = (scores,) if self._settings["output_scores"] else ()
+        return ProcessorChain((*first, *own, *last), logits, scores)
 
 
 def _native_filters(settings: Settings) -> dict[str, Any]:

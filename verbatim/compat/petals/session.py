@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -53,6 +53,7 @@ class InferenceSession:
         self._hidden: Any = None
         self._num_hidden = self._hidden_rows = 0
         self._closed = False
+        self._block = ExitStack()
         self._busy = threading.Lock()
         self._end = weakref.finalize(
             self, _release, llm.engine.sessions.close_session, self._caches
@@ -172,7 +173,7 @@ class InferenceSession:
         """Free the K and V; a running call fails."""
         self._closed = True
         call = self._call
-        for request in [] if call is None else call.requests:
+        for request in [] if call is None else call.requests.values():
             self._llm.engine.abort(request)
         self._end()
         self._hidden = None
@@ -181,11 +182,11 @@ class InferenceSession:
 
     def __enter__(self) -> InferenceSession:
         self._check_open()
-        enter(self._llm, self)
+        self._block.enter_context(entered(self._llm, self))
         return self
 
     def __exit__(self, *_: object) -> None:
-        leave(self._llm, self)
+        self._block.close()
         self.close()
 
     # ---- a call
@@ -295,15 +296,12 @@ def active_session(llm: LLM) -> InferenceSession | None:
     return next((session for entered, session in reversed(_entered.get()) if entered is llm), None)
 
 
-def enter(llm: LLM, session: InferenceSession | None) -> None:
-    """Make a session, or none, the model's innermost one."""
-    _entered.set((*_entered.get(), (llm, session)))
-
-
-def leave(llm: LLM, session: InferenceSession | None) -> None:
-    """Undo `enter`; harmless in a thread that has not entered it."""
-    entries = _entered.get()
-    for place in reversed(range(len(entries))):
-        if entries[place][0] is llm and entries[place][1] is session:
-            _entered.set(entries[:place] + entries[place + 1 :])
-            return
+@contextmanager
+def entered(llm: LLM, session: InferenceSession | None) -> Iterator[InferenceSession | None]:
+    """Make a session, or none, the model's innermost one; the end may be in another thread."""
+    block = llm, session
+    _entered.set((*_entered.get(), block))
+    try:
+        yield session
+    finally:
+        _entered.set(tuple(other for other in _entered.get() if other is not block))

@@ -34,6 +34,7 @@ DONE |= dict.fromkeys(
 _COUNTS = {"num_beams": 1, "num_return_sequences": 1, "max_length": 1, "max_new_tokens": 1}
 _COUNTS |= {"min_length": 0, "min_new_tokens": 0, "top_k": 0, "no_repeat_ngram_size": 0}
 _COUNTS |= {"encoder_no_repeat_ngram_size": 0, "pad_token_id": 0, "bos_token_id": 0}
+_LENGTHS = frozenset({"max_length", "max_new_tokens"})  # None means not named
 _NEVER_NONE = frozenset(
     {"do_sample", "num_beams", "num_return_sequences", "temperature", "length_penalty"}
 )
@@ -114,22 +115,24 @@ class Settings(dict[str, Any]):
             InvalidRequest, NotSupported: the message names the parameter.
         """
         model_config = llm.engine.generation_config
-        lengths = ("max_length", "max_new_tokens")  # None means not named
-        given = {name: v for name, v in given.items() if v is not None or name not in lengths}
+        given = {name: v for name, v in given.items() if v is not None or name not in _LENGTHS}
         _refuse(given, config, model_config)
         super().__init__(DONE)
-        for name in DONE:
+        for source in (model_config, config):
             # The model's generation_config does not set the lengths of a call.
-            sources = (config,) if name in lengths else (config, model_config)
-            values = [getattr(source, name, None) for source in sources]
-            values = [value for value in values if value is not None]
-            if name in given:
-                self[name] = given[name]
-            elif values:
-                self[name] = values[0]
-        self._resolve_lengths(given)
+            names = DONE.keys() - _LENGTHS if source is model_config else DONE
+            values = {name: getattr(source, name, None) for name in names}
+            self.update({name: value for name, value in values.items() if value is not None})
+        if _LENGTHS & given.keys():  # a length of the call replaces the other one of its config
+            self.update(dict.fromkeys(_LENGTHS))
+        self.update({name: value for name, value in given.items() if name in DONE})
+        if all(self[name] is not None for name in _LENGTHS):
+            raise InvalidRequest(
+                f"max_length={self['max_length']} and max_new_tokens={self['max_new_tokens']}: give one of "
+                "them"
+            )
         self._check()
-        eos_ids = given.get("eos_token_id", self["eos_token_id"])
+        eos_ids = self["eos_token_id"]
         if "eos_token_id" not in given and eos_ids is None:
             eos_ids = sorted(llm.engine.admission.eos_ids)
         self.eos_ids = _ids("eos_token_id", eos_ids)
@@ -181,19 +184,6 @@ class Settings(dict[str, Any]):
         """Return the number of new tokens before which no end of sequence can be drawn."""
         least = self["min_new_tokens"]
         return max(0, (self["min_length"] or 0) - num_given) if least is None else int(least)
-
-    def _resolve_lengths(self, given: Mapping[str, Any]) -> None:
-        """A length in the call replaces the other one in its `generation_config`."""
-        names = ("max_length", "max_new_tokens")
-        in_call = [name for name in names if given.get(name) is not None]
-        if in_call:
-            for name in names:
-                self[name] = given.get(name)
-        if all(self[name] is not None for name in names):
-            raise InvalidRequest(
-                f"max_length={self['max_length']} and max_new_tokens={self['max_new_tokens']}: give one of "
-                "them"
-            )
 
     def _check(self) -> None:
         for name in _NEVER_NONE:

@@ -9,7 +9,7 @@ undrawn, for the CPU to draw; that happens once in some hundred thousand rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 
 import torch
 import triton
@@ -163,29 +163,6 @@ def _masses(
     tl.store(sums + (row * 2 + 1) * LANES + lane, warped)
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """The results of all rows, on the CPU.
-
-    Attributes:
-        ids: `[R]` int64; the row's target where it has one. -1 where nothing can be drawn.
-        exact: `[R]` bool; False where a logarithm of the C library's has to decide.
-        tops, totals: `[R]` float32 and float64, of the mass at temperature 1.
-        warped_tops, warped_totals: of the mass at the row's temperature.
-        logits: `[R]` float32, of `ids`.
-        greedy: `[R]` bool; the largest logit was taken.
-    """
-
-    ids: Tensor
-    exact: Tensor
-    tops: Tensor
-    totals: Tensor
-    warped_tops: Tensor
-    warped_totals: Tensor
-    logits: Tensor
-    greedy: Tensor
-
-
 def draw(
     logits: Tensor,
     places: Tensor,
@@ -194,7 +171,7 @@ def draw(
     indices: Tensor,
     temperatures: Tensor,
     targets: Tensor,
-) -> Drawn:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draw from rows of `logits` `[N, V]`, on their GPU, in the one order of `verbatim.sampling.sampler`.
 
     Args, one of each a row, on the CPU:
@@ -203,6 +180,11 @@ def draw(
         positions, indices: int64.
         temperatures: float32, 0 and up.
         targets: int64, an id that is scored and not drawn, or -1.
+
+    Returns, on the CPU:
+        `[R]` bool; False where a logarithm of the C library's has to decide.
+        `[R]` int64, the ids; the row's target where it has one. -1 where nothing can be drawn.
+        `[R]` float32, their log-probs, and those of the distributions that they were drawn from.
     """
     if logits.stride(1) != 1:
         logits = logits.contiguous()
@@ -210,7 +192,7 @@ def draw(
     device, (num_rows, size) = logits.device, (len(places), logits.shape[1])
     numbers = torch.stack([places, seeds, positions, indices, targets]).to(device)
     places, seeds, positions, indices, targets = numbers
-    temperatures = temperatures.to(device)
+    given, temperatures = temperatures, temperatures.to(device)
     tops = logits.amax(-1).float()[places]  # NaN where there is one
     greedy = ~torch.isfinite(tops / temperatures)
     draws = targets < 0
@@ -260,16 +242,18 @@ def draw(
     ids = torch.where(fails, -1, torch.where(draws, low, targets))
     chosen = logits[places, ids.clamp(min=0, max=size - 1)].float()
     # One copy to the CPU for all of it: every number is exact in float64.
-    columns = [ids, exact | ~draws | fails, tops, sums[:, 0, 0], tops / temperatures]
-    columns += [sums[:, 1, 0], chosen, greedy]
-    found = torch.stack([column.double() for column in columns]).cpu()
-    return Drawn(
-        ids=found[0].long(),
-        exact=found[1] != 0,
-        tops=found[2].float(),
-        totals=found[3],
-        warped_tops=found[4].float(),
-        warped_totals=found[5],
-        logits=found[6].float(),
-        greedy=found[7] != 0,
-    )
+    values = [ids, chosen, tops, sums[:, 0, 0], tops / temperatures, sums[:, 1, 0]]
+    flags = [exact | ~draws | fails, ~fails, warps & ~fails, draws & greedy & ~fails]
+    found = torch.stack([column.double() for column in (*values, *flags)]).cpu()
+    ids, chosen, top, total, warped_top, warped_total = found[: len(values)]
+    exact, scored, warped, took_largest = found[len(values) :] != 0
+    logprobs = _logprobs(chosen, top, total, scored)
+    sampled = _logprobs((chosen.float() / given).double(), warped_top, warped_total, warped)
+    return exact, ids.long(), logprobs, sampled.masked_fill(took_largest, 0.0)
+
+
+def _logprobs(logits: Tensor, tops: Tensor, totals: Tensor, which: Tensor) -> Tensor:
+    """Return `Mass.row` of one logit per row, NaN where `which` is False: `[R]` float32."""
+    logs = [math.log(t) if w else 0.0 for t, w in zip(totals.tolist(), which.tolist(), strict=True)]
+    values = (logits - tops - torch.tensor(logs, dtype=torch.float64)).float()
+    return torch.where(which, values, torch.nan)

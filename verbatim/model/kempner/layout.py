@@ -31,26 +31,19 @@ from verbatim.model.kempner.router import SigmoidRouter
 _QK_NORM_EPS = 1e-5  # of q_norm and k_norm, independent of norm_eps
 FIRST = "token_embedding.embedding.weight"  # a tensor of every checkpoint
 
-# From parameters of a transformers module to KempnerForge's tensors.
-_NAMES = [
-    (re.compile(pattern), name)
-    for pattern, name in (
-        (r"^model\.embed_tokens\.weight$", FIRST),
-        (r"^lm_head\.weight$", "output_head.proj.weight"),
-        (r"^model\.norm\.(\w+)$", r"norm.\1"),
-        (r"^model\.layers\.(\d+)\.input_layernorm\.(\w+)$", r"layers.\1.attention_norm.\2"),
-        (r"^model\.layers\.(\d+)\.post_attention_layernorm\.(\w+)$", r"layers.\1.mlp_norm.\2"),
-        (r"^model\.layers\.(\d+)\.self_attn\.(\w+)\.weight$", r"layers.\1.attention.\2.weight"),
-        (r"^model\.layers\.(\d+)\.mlp\.c_fc\.weight$", r"layers.\1.mlp.up_proj.weight"),
-        (r"^model\.layers\.(\d+)\.mlp\.c_proj\.weight$", r"layers.\1.mlp.down_proj.weight"),
-        (r"^model\.layers\.(\d+)\.mlp\.gate\.weight$", r"layers.\1.mlp.router.gate.weight"),
-        (
-            r"^model\.layers\.(\d+)\.mlp\.shared_experts\.(\w+)\.weight$",
-            r"layers.\1.mlp.shared_expert.\2.weight",
-        ),
-        (r"^model\.layers\.(\d+)\.mlp\.(\w+_proj)\.weight$", r"layers.\1.mlp.\2.weight"),
-    )
-]
+# What replaces parts of the names of a transformers module's parameters, in this order.
+_NAMES = {
+    "model.embed_tokens.weight": FIRST,
+    "lm_head.": "output_head.proj.",
+    "model.": "",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "self_attn": "attention",
+    "mlp.c_fc": "mlp.up_proj",
+    "mlp.c_proj": "mlp.down_proj",
+    "mlp.gate.": "mlp.router.gate.",
+    "shared_experts": "shared_expert",
+}
 _EXPERTS = re.compile(r"^model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)$")
 
 
@@ -216,10 +209,9 @@ def renamed(
 
 def key_of(name: str) -> str:
     """Return KempnerForge's name of a parameter of a transformers module."""
-    for pattern, key in _NAMES:
-        if pattern.match(name):
-            return pattern.sub(key, name)
-    raise UnsupportedModel(f"KempnerForge has nothing like {name}")
+    for part, key in _NAMES.items():
+        name = name.replace(part, key)
+    return name
 
 
 def _arranged(module: Any, model: ModelConfig, name: str, rows: Tensor) -> Tensor:

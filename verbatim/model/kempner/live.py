@@ -54,6 +54,10 @@ class LiveDecoder(Decoder):
             raise EngineClosed("this engine was closed, or the module it was made for is gone")
         return module
 
+    @property
+    def architecture(self) -> str:
+        return type(self.owner).__name__
+
     def refresh(self) -> None:
         """Share the parameters again, as the caller may have replaced some.
 

@@ -1,4 +1,4 @@
-"""Connecting to Ray: the address of a cluster, the token, and the versions that must agree."""
+"""Connecting to Ray, with this user's token, and the status of a cluster."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from verbatim.errors import NotSupported, first_line
 from verbatim.placement.distributed.hosts import NoHost
 
 NAMESPACE = "verbatim"  # of our actors, for Ray
+_ANSWER_S = 3.0  # in which a stage tells how it is
 _REACH_S = 1.5  # in which a machine takes a connection, or it is not there
 
 
@@ -26,13 +27,8 @@ def answers(address: tuple[str, int]) -> bool:
     return True
 
 
-def token_path() -> Path | None:
-    """Return the file with this user's Ray token, or None; RAY_AUTH_TOKEN comes first."""
-    path = _token_path()
-    return path if path.is_file() else None
-
-
-def _token_path() -> Path:
+def token_path() -> Path:
+    """Return the file of this user's Ray token, whether it is there or not; RAY_AUTH_TOKEN comes first."""
     named = os.environ.get("RAY_AUTH_TOKEN_PATH") or os.path.expanduser("~/.ray/auth_token")
     if named.startswith("~"):
         raise NoHost(
@@ -41,29 +37,31 @@ def _token_path() -> Path:
     return Path(named)
 
 
-def resolve_token() -> tuple[Path | None, bool]:
-    """Return the file with this user's token, None for RAY_AUTH_TOKEN, and whether it was created now.
+def has_token() -> bool:
+    """Return whether this user has a token."""
+    return bool(os.environ.get("RAY_AUTH_TOKEN")) or token_path().is_file()
+
+
+def make_token() -> bool:
+    """Write a token to this user's file if there is none; return whether it was written.
 
     Ray would make one that all users of this machine can read.
 
     Raises:
         NoHost: it can't be written.
     """
-    if os.environ.get("RAY_AUTH_TOKEN"):
-        return None, False
-    found = token_path()
-    if found is not None:
-        return found, False
-    path = _token_path()
+    if has_token():
+        return False
+    path = token_path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
     except FileExistsError:
-        return path, False  # another process created it meanwhile
+        return False  # another process created it meanwhile
     except OSError as error:
         raise NoHost(f"can't write a token to {path}: {error.strerror or error}") from None
-    return path, True
+    return True
 
 
 def import_ray() -> Any:
@@ -73,7 +71,7 @@ def import_ray() -> Any:
         NotSupported: it is not installed.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if "ray" not in sys.modules and (os.environ.get("RAY_AUTH_TOKEN") or token_path()):
+    if "ray" not in sys.modules and has_token():
         os.environ.setdefault("RAY_AUTH_MODE", "token")  # read once, as Ray is imported
     try:
         import ray
@@ -142,3 +140,69 @@ def _look_for(address: str) -> None:
     host, colon, port = address.rpartition(":")
     if colon and port.isdigit() and "/" not in host and not answers((host, int(port))):
         raise NoHost(f"no Ray cluster at {address}: no answer")
+
+
+def cluster_status(address: str | None) -> dict[str, Any]:
+    """Return the status of the Ray cluster at `address`, as plain values; None: the one of this machine.
+
+    Returns:
+        `address`; `machines`, each with `machine` (its address), `cores`, `memory_bytes`, and whether it is
+        `reachable` from here; and `clusters`, the stages of each open model, in the order of their layers:
+        `Stage.status`, or `silent` for one that does not answer.
+
+    Raises:
+        NotSupported: Ray is not installed.
+        NoHost: there is none.
+    """
+    ray = import_ray()
+    begin_ray(address or os.environ.get("RAY_ADDRESS") or "auto")
+    try:
+        return {
+            "address": ray.get_runtime_context().gcs_address,
+            "machines": [_machine(node) for node in ray.nodes() if node["Alive"]],
+            "clusters": _clusters(ray),
+        }
+    finally:
+        ray.shutdown()
+
+
+def _machine(node: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "machine": node["NodeManagerAddress"],
+        "cores": node["Resources"].get("CPU", 0.0),
+        "memory_bytes": int(node["Resources"].get("memory", 0)),
+        "reachable": answers((node["NodeManagerAddress"], node["NodeManagerPort"])),
+    }
+
+
+def _clusters(ray: Any) -> dict[str, list[dict[str, Any]]]:
+    asked: dict[Any, str] = {}
+    for entry in ray.util.list_named_actors(all_namespaces=True):
+        if entry["namespace"] == NAMESPACE:
+            try:
+                actor = ray.get_actor(entry["name"], namespace=NAMESPACE)
+            except ValueError:
+                continue  # it has ended meanwhile
+            asked[actor.status.remote()] = entry["name"]
+    ready: list[Any] = []
+    if asked:
+        ready, _ = ray.wait([*asked], num_returns=len(asked), timeout=_ANSWER_S)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for question, name in asked.items():
+        stage: dict[str, Any] = {"cluster": name.split("-")[1], "silent": True}
+        if question in ready:
+            try:
+                stage = ray.get(question) | {"silent": False}
+            except ray.exceptions.RayError:
+                continue  # it has ended meanwhile
+        found.setdefault(stage.pop("cluster"), []).append(stage)
+    for stages in found.values():
+        stages.sort(key=_place)
+    return dict(sorted(found.items()))
+
+
+def _place(stage: dict[str, Any]) -> tuple[int, int]:
+    """Return a sort key: stages by their layers, then those without."""
+    if stage["silent"]:
+        return 1, 0
+    return (2, stage["pid"]) if stage["layers"] is None else (0, stage["index"])

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.model.decoder import Decoder
-from verbatim.model.early_exit import open_draft_layers
 from verbatim.model.experts import ExpertShare, is_stacked, run_experts
 from verbatim.model.spec import inner_model
 from verbatim.options import available_memory, rank_of
@@ -42,12 +41,6 @@ class ExpertGroup:
                 f"placement=ExpertParallel: the process group's backend is {backend}; tensors on the CPU "
                 "need gloo"
             )
-
-    def columns(self, own: Tensor, bounds: Sequence[int], to: int | None = None) -> Tensor:
-        raise AssertionError("only experts are shared")
-
-    def rows(self, own: Tensor, counts: Sequence[int]) -> Tensor:
-        raise AssertionError("every rank has rows of its own")
 
     def close(self) -> None:
         """Release the process group, so that its owner's `destroy_process_group` ends its threads."""
@@ -98,7 +91,7 @@ class ExchangedExperts(ExpertShare):
 
 def open_expert_parallel(model: ToOpen, choice: ExpertParallel) -> Placed:
     """Open everything but the experts of other ranks; arguments and errors as of `open_tensor_parallel`."""
-    group = ExpertGroup(choice.process_group)
+    group: Any = ExpertGroup(choice.process_group)  # of `Ranks` it has what `take_share` needs
     loaded, source, options, limit, draft = model
     module = loaded.module
     if not any(map(is_stacked, module.modules())):
@@ -109,19 +102,16 @@ def open_expert_parallel(model: ToOpen, choice: ExpertParallel) -> Placed:
     check_keys(gather_text(key_of(loaded, options), group.group))
     cut = take_share(loaded, source, group, head=None, linears=False, share=ExchangedExperts)
     decoder = Decoder(module, fused=options.fused)
-    layers = open_draft_layers(draft, decoder, loaded)
     if options.kv_bytes is None:
         options = replace(
             options, kv_bytes=int(available_memory() * DEFAULT_KV_SHARE) // group.size
         )
-    runner = open_resident(decoder, loaded, options, limit, layers)
-    runner.packed, runner.original, runner.cuts = cut.report, cut.original, cut.ranges
-    runner.checkpoint = cut.checkpoint
+    runner = open_resident(decoder, loaded, options, limit, draft)
+    runner.cuts = cut.ranges
     runner.placement = {
         "placement": "expert parallel",
         "ranks": group.size,
         "rank": group.rank,
-        "parameters": cut.total_parameters,
-        "split_experts": len(cut.experts),
+        **{name: cut.info[name] for name in ("parameters", "split_experts")},
     }
     return Placed(runner, options, group)

@@ -20,7 +20,6 @@ _ATTRIBUTES = (
     "block_size",
     "num_blocks",
     "num_states",
-    "has_hidden",
     "hidden_reason",
     "choices",
 )
@@ -28,17 +27,7 @@ _ATTRIBUTES = (
 
 def described(runner: Runner) -> dict[str, Any]:
     """Return what `FollowingRunner` is made of, as plain data."""
-    reason = None
-    if runner.choices["routing"].layers:
-        try:
-            runner.check_replay("routing")
-        except NotSupported as error:
-            reason = str(error)
-    return {
-        **{name: getattr(runner, name) for name in _ATTRIBUTES},
-        "replay_reason": reason,
-        "info": runner.info(),
-    }
+    return {**{name: getattr(runner, name) for name in _ATTRIBUTES}, "info": runner.info()}
 
 
 class FollowingRunner:
@@ -55,16 +44,7 @@ class FollowingRunner:
     def __init__(self, rank: Following, told: Mapping[str, Any]) -> None:
         self.__dict__.update({name: told[name] for name in _ATTRIBUTES})
         self._rank = rank
-        self._replay_reason: str | None = told["replay_reason"]
         self._info: dict[str, Any] = told["info"]
-
-    def check_replay(self, name: str) -> None:
-        self.choices[name].check(f"its {name} can't be replayed")
-        if name == "routing" and self._replay_reason is not None:
-            raise NotSupported(self._replay_reason)
-
-    def refresh(self) -> None:
-        """Do nothing: the module has no other users."""
 
     def _by_rank_0(self, *_: Any, **__: Any) -> None:
         """Do nothing: every rank makes this call, and rank 0's reaches all shares."""
@@ -79,9 +59,6 @@ class FollowingRunner:
 
     def stats(self) -> dict[str, Any]:
         return {}
-
-    def stamp(self) -> object:
-        return None
 
     def close(self) -> None:
         self._rank.close()

@@ -19,9 +19,8 @@ from verbatim.errors import (
     StageFailed,
     VerbatimError,
 )
-from verbatim.placement.distributed.handshake import Refused, connect
 from verbatim.placement.distributed.hosts import Host, Hosts, NoHost
-from verbatim.placement.distributed.link import Link, LinkLost
+from verbatim.placement.distributed.link import Link, LinkLost, Refused, connect
 from verbatim.placement.distributed.served import versions
 from verbatim.placement.distributed.wire import Buffer, Message
 from verbatim.shield import Shield
@@ -133,19 +132,7 @@ class StageGroup:
         Raises:
             LinkLost, Refused: it can't be had.
         """
-        link = connect(host.address, self.hosts.key, {"role": "head"})
-        # A process may be stopped right after it has proved who it is.
-        patience = threading.Timer(self.patience_s, link.close)
-        patience.start()
-        try:
-            answer = link.receive()
-            if "welcome" not in answer:
-                raise LinkLost(f"{host.machine}: {answer.get('refused', 'no answer')}")
-        except BaseException:
-            link.close()
-            raise
-        finally:
-            patience.cancel()
+        link = connect(host.address, self.hosts.key, {"role": "head"}, self.patience_s)
         return StageHandle(host, link, self._inbox)
 
     def launch(self, count: int, avoid: Iterable[str] = ()) -> list[StageHandle]:

@@ -14,7 +14,6 @@ from verbatim.batch import AttentionBatch
 from verbatim.errors import NotSupported
 from verbatim.kernels.options import AnyOptions, IndexOptions
 from verbatim.kv.quantized import KVDtype
-from verbatim.kv.states import StateStore
 from verbatim.kv.store import KVStore, LayerShape
 from verbatim.model.shard import Ranks, bounds_of
 
@@ -60,7 +59,6 @@ class HeadStore(KVStore):
     Args:
         layers: of the whole model.
         query_heads: in each of them.
-        states: of recurrent layers, which every rank computes whole.
 
     Raises:
         NotSupported: its heads can't be shared by so many ranks.
@@ -69,38 +67,29 @@ class HeadStore(KVStore):
     def __init__(
         self,
         layers: list[LayerShape],
-        query_heads: Sequence[int],
-        ranks: Ranks,
         num_blocks: int,
         block_size: int,
         dtype: KVDtype,
-        states: StateStore | None = None,
+        device: torch.device,
+        *,
+        query_heads: Sequence[int],
+        ranks: Ranks,
     ) -> None:
         self._heads = [
             split_layer(heads, shape, ranks.size)
             for heads, shape in zip(query_heads, layers, strict=True)
         ]
-        self._value_sizes = [shape.value_dim for shape in layers]
         self._ranks = ranks
-        self._own = KVStore(
-            own_layers(layers, query_heads, ranks.rank, ranks.size),
-            num_blocks,
-            block_size,
-            dtype,
-            torch.device("cpu"),
-        )
-        self.block_size, self.num_blocks = block_size, num_blocks
-        self.dtype_name = self._own.dtype_name
-        self.layers = self._own.layers  # one list, which `release` empties
-        self.states = self._own.states = states
+        own = own_layers(layers, query_heads, ranks.rank, ranks.size)
+        super().__init__(own, num_blocks, block_size, dtype, device)
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         own = self._heads[layer][1][self._ranks.rank]
-        self._own.write(layer, k[:, own], v[:, own], slots)
+        super().write(layer, k[:, own], v[:, own], slots)
 
     def attend(self, layer: int, q: Tensor, batch: AttentionBatch, options: AnyOptions) -> Tensor:
         if isinstance(options, IndexOptions):
-            return self._own.attend(layer, q, batch, options)
+            return super().attend(layer, q, batch, options)
         rank, bounds = self._ranks.rank, self._heads[layer][0]
         own, width = slice(bounds[rank], bounds[rank + 1]), self._value_sizes[layer]
         if options.sinks is not None or options.alibi is not None:
@@ -112,18 +101,9 @@ class HeadStore(KVStore):
         chosen = options.chosen
         if chosen is not None and chosen.shape[1] > 1:  # one choice for each KV head
             options = replace(options, chosen=chosen[:, self._heads[layer][1][rank]])
-        out = self._own.attend(layer, q[:, own], batch, options)
+        out = super().attend(layer, q[:, own], batch, options)
         columns = [bound * width for bound in bounds]
         return self._ranks.columns(out.flatten(1), columns).view(len(out), -1, width)
-
-    def poison(self, blocks: list[int]) -> None:
-        self._own.poison(blocks)
-
-    def release(self) -> None:
-        self._own.release()
-
-    def allocate(self) -> None:
-        self._own.allocate()
 
 
 def own_layers(

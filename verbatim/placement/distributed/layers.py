@@ -5,17 +5,16 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from verbatim.batch import Batch, Draws, SamplePlan
+from verbatim.batch import Adapter, Batch, Draws, SamplePlan
 from verbatim.errors import VerbatimError
 from verbatim.kv.hidden import HiddenStore
-from verbatim.kv.states import open_states
-from verbatim.kv.store import KVStore, cache_info
+from verbatim.kv.store import cache_info
 from verbatim.model.draft_layers import DraftLayers
-from verbatim.model.early_exit import EarlyExit, EarlyExitLayers, open_draft_layers
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.mtp_source import Mtp
 from verbatim.model.patching import threads
@@ -32,7 +31,7 @@ from verbatim.placement.offload.report import plan_line
 from verbatim.placement.offload.runner import open_tiered
 from verbatim.placement.offload.tiers import Tiers
 from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions
-from verbatim.placement.resident import Resident
+from verbatim.placement.resident import Resident, open_store
 from verbatim.protocols import Forward
 from verbatim.weights.identity import fingerprint
 
@@ -48,14 +47,13 @@ class Layers(Served):
         super().__init__()
         self.part: Part | None = None
         self._kept: HiddenStore | None = None
-        self._drafts = DraftLayers()
         self._options: EngineOptions
         self._split: Split | None = None
         self._first_of: dict[str, int] = {}
 
-    def facts(self, message: Message) -> Message:
+    def facts(self) -> Message:
         """See `Served`. `speed` is the read bandwidth in bytes/s."""
-        return {**super().facts(message), "speed": _bytes_per_second()}
+        return {**super().facts(), "speed": _bytes_per_second()}
 
     def skeleton(self, source: ModelSource) -> LoadedModel:
         loaded = super().skeleton(source)
@@ -63,7 +61,7 @@ class Layers(Served):
             self._split = Split(loaded)
         return loaded
 
-    def open(self, message: Message) -> Message:
+    def open(self, **message: Any) -> Message:
         """Read a range of a model's layers, after freeing those held before.
 
         Raises:
@@ -74,11 +72,15 @@ class Layers(Served):
         with self._inspecting, threads(options.num_threads):
             loaded = self.skeleton(message["source"])
             assert self._split is not None
-            self.part, self._drafts = _open_part(loaded, self._split, message)
-            part = self.part
+            first, end, place = message["first"], message["end"], None
+            if message["offload"] is not None:
+                place = partial(_tiers_of, message, (end - first) / self._split.num_layers)
+            draft = options_of(message["draft"])
+            part = Part(loaded, first, end, split=self._split, draft=draft, place=place)
+            self.part = part
         for adapter in message.get("adapters", ()):
             part.decoder.load_adapter(adapter, partial=True)
-        spec, report = part.decoder.spec, part.report
+        spec, report = part.decoder.spec, part.own.packed
         dtype = options.kv_dtype or spec.dtype
         return {
             "architecture": type(inner_model(part.decoder.held)).__name__,
@@ -89,10 +91,10 @@ class Layers(Served):
             "kv_dtype": dtype_named(dtype),
             "vocab_size": self._split.vocab_size,
             "choices": spec.choices,
-            "hidden_reason": spec.reasons.get("hidden") if part.is_last else None,
-            **cache_info(spec.layers, spec.states, dtype, self._drafts.bytes_per_token(dtype)),
-            "draft": self._drafts.info(),
-            "limits": None if part.tiers is None else _limits_of(part.tiers, spec, self._drafts),
+            "hidden_reason": spec.hidden_reason if part.is_last else None,
+            **cache_info(spec.layers, spec.states, dtype, part.drafts.bytes_per_token(dtype)),
+            "draft": part.drafts.info(),
+            "limits": None if part.tiers is None else _limits_of(part.tiers, spec, part.drafts),
             "numerics_key": numerics_key(
                 dtype_name(spec.dtype),
                 dtype_named(dtype),
@@ -102,39 +104,40 @@ class Layers(Served):
             "memory": available_memory(),
         }
 
-    def allocate(self, message: Message) -> Message:
+    def allocate(
+        self, num_blocks: int, num_states: int, keep_bytes: int, first_of: dict[str, int]
+    ) -> Message:
         """Allocate the KV store, and the store of recent outputs.
 
         Args:
-            message: `num_blocks`, `num_states`, `keep_bytes` and `first_of`, the number of layers before
-                this part that choose, by `CHOICES`.
+            first_of: the number of layers before this part that choose, by `CHOICES`.
         """
         part, options = self._opened(), self._options
-        spec, blocks, size = part.decoder.spec, message["num_blocks"], options.block_size
-        kv_dtype = options.kv_dtype or spec.dtype
-        cpu = torch.device("cpu")
-        self._first_of = message["first_of"]
-        states = message["num_states"]
+        decoder, drafts, size = part.decoder, part.drafts, options.block_size
+        self._first_of = first_of
         if part.tiers is not None:
-            self.runner = open_tiered(part.tiers, part.decoder, self._drafts, blocks, states)
+            self.runner = open_tiered(part.tiers, decoder, drafts, num_blocks, num_states)
         else:
-            store = KVStore(spec.layers, blocks, size, kv_dtype, cpu)
-            store.states = open_states(spec.states, states)
-            self._drafts.open_stores(blocks, size, kv_dtype)
-            self.runner = Resident(part.decoder, store, options.num_threads, self._drafts)
-            self.runner.packed, self.runner.checkpoint = part.report, part.checkpoint
+            store = open_store(decoder.spec, options, drafts, num_blocks, num_states)
+            self.runner = Resident(decoder, store, options.num_threads, drafts, part.own)
         self._kept = None
         kept = 0
         if not part.is_last:
             assert self._split is not None
             width, hidden_dtype = self._split.hidden_size, self._split.hidden_dtype
-            kept = min(blocks, message["keep_bytes"] // (width * hidden_dtype.itemsize * size))
+            kept = min(num_blocks, keep_bytes // (width * hidden_dtype.itemsize * size))
             if kept:
-                self._kept = HiddenStore(width, kept, size, hidden_dtype, cpu)
-        return {"kv_bytes": self.runner.store.nbytes, "kept_blocks": kept}
+                self._kept = HiddenStore(width, kept, size, hidden_dtype, torch.device("cpu"))
+                self.runner.stores.append(self._kept)
+        return {"kept_blocks": kept, "row_widths": self.row_widths}
+
+    def entering(self, num_tokens: int) -> Tensor:
+        """Return memory for the hidden states `[T, H]` from the stage before."""
+        assert self._split is not None
+        return torch.empty(num_tokens, self._split.hidden_size, dtype=self._split.hidden_dtype)
 
     def run(self, batch: Batch, hidden: Tensor | None, *, kept: bool = False) -> Forward:
-        """Run one micro-batch; return its output, as of `Part.run`.
+        """Run one micro-batch; return its output, with the hidden states that leave in the place of logits.
 
         Args:
             hidden: `[T, H]` from the stage before; None on the first.
@@ -145,25 +148,25 @@ class Layers(Served):
         if kept:
             assert self._kept is not None
             return Forward(self._kept.read(batch.slots(store.block_size)))
-        batch.forced_experts = self._own("routing", batch.forced_experts)
-        batch.forced_keys = self._own("indices", batch.forced_keys)
-        out = part.run(runner.forward, batch, hidden)
-        if self._kept is not None:
-            self._keep(batch, store, out.logits)
-        return out
 
-    def _own(self, name: str, forced: Tensor | None) -> Tensor | None:
-        """Return what the layers here are forced to choose, of that of all layers."""
-        first, count = self._first_of[name], self._opened().decoder.spec.choices[name].layers
-        return forced[:, first : first + count] if forced is not None and count else None
+        def own(name: str, forced: Tensor | None) -> Tensor | None:
+            """Return what the layers here are forced to choose, of that of all layers."""
+            first, count = self._first_of[name], runner.choices[name].layers
+            return forced[:, first : first + count] if forced is not None and count else None
 
-    def _keep(self, batch: Batch, store: KVStore, leaving: Tensor) -> None:
-        kept = self._kept
-        assert kept is not None
+        batch.forced_experts = own("routing", batch.forced_experts)
+        batch.forced_keys = own("indices", batch.forced_keys)
+        part.enter(batch, hidden)
+        return runner.forward(batch)
+
+    def keep(self, batch: Batch, leaving: Tensor) -> None:
+        """Keep the hidden states that leave this stage, as far as there is room for their blocks."""
+        kept, size = self._kept, self._options.block_size
+        if kept is None:
+            return
         limit = len(kept.rows)
-        copies = [(a, b) for a, b in batch.block_copies if max(a, b) * store.block_size < limit]
-        kept.copy_blocks(copies)
-        slots = batch.slots(store.block_size)
+        kept.copy_blocks([(a, b) for a, b in batch.block_copies if max(a, b) * size < limit])
+        slots = batch.slots(size)
         if int(slots.max()) < limit:
             kept.write(slots, leaving)
         else:
@@ -173,57 +176,35 @@ class Layers(Served):
     def sample(self, logits: Tensor, plan: SamplePlan) -> Draws:
         return self.running.sample(Forward(logits), plan)
 
-    def record(self, message: Message) -> Tensor | None:
+    def record(self, name: str, **fields: Any) -> Tensor | None:
         """Return what was chosen for a sequence's tokens, from its blocks; None if no layer here chooses."""
-        if self.runner is None or message["name"] not in self.runner.records:
+        if self.runner is None or name not in self.runner.records:
             return None
-        rows: Tensor = self.pass_on(message)
-        return rows
+        return self.runner.record(name, **fields)
 
-    def check_replay(self, message: Message) -> None:
-        """Check whether the choices of these layers can be forced."""
-        if self.running.choices[message["name"]].layers:
-            self.pass_on(message)
-
-    def load_adapter(self, message: Message) -> list[str]:
+    def load_adapter(self, adapter: Adapter) -> list[str]:
         """Hold an adapter's matrices for the layers here, and return their names."""
-        return list(self.running.decoder.load_adapter(message["adapter"], partial=True))
-
-    def sleep(self, message: Message) -> None:
-        """Free the KV memory; with `weights`, also that of the weights."""
-        self.pass_on(message)
-        if self._kept is not None:
-            self._kept.release()
-
-    def wake(self, message: Message) -> None:
-        """Allocate the memory again, and read the weights.
-
-        Raises:
-            ModelChanged: the files hold another model by now. It sleeps on.
-        """
-        self.pass_on(message)
-        if self._kept is not None:
-            self._kept.allocate()
+        return list(self.running.decoder.load_adapter(adapter, partial=True))
 
     def close(self) -> None:
         """Free everything."""
         if self.runner is not None:
             self.runner.close()
-        self._drafts.close()
         if self.part is not None:
             self.part.close()
-        self.part, self.runner, self._drafts, self._weights = None, None, DraftLayers(), None
-        self._kept = None
+        self.part = self.runner = self._weights = self._kept = None
 
     def status(self) -> Message:
         part, runner = self.part, self.runner
         if part is None:
             return {"layers": None, "weight_bytes": 0, "kv_bytes": 0, "kept_bytes": 0}
+        kept_bytes = 0 if self._kept is None else self._kept.nbytes
+        held = 0 if runner is None else sum(store.nbytes for store in runner.stores)
         return {
             "layers": [part.first, part.end],
             "weight_bytes": part.weight_bytes,
-            "kv_bytes": (0 if runner is None else runner.store.nbytes) + self._drafts.nbytes,
-            "kept_bytes": 0 if self._kept is None else self._kept.nbytes,
+            "kv_bytes": held - kept_bytes,
+            "kept_bytes": kept_bytes,
         }
 
     def _opened(self) -> Part:
@@ -232,51 +213,15 @@ class Layers(Served):
         return self.part
 
 
-def _open_part(loaded: LoadedModel, split: Split, message: Message) -> tuple[Part, DraftLayers]:
-    """Open the layers of a stage, and its draft layers.
-
-    Args:
-        message: `first`, `end`, and `draft`, as of `describe`.
-
-    Raises:
-        UnsupportedModel, TierFailed: as of `Part`.
-        NotSupported, InvalidRequest, ModelError: the draft layers can't be opened.
-    """
-    first, end, draft = message["first"], message["end"], options_of(message["draft"])
-    mtp = draft if isinstance(draft, Mtp) and end == split.num_layers else None
-    exits = isinstance(draft, EarlyExit) and first == 0
-    place = None
-    if message["offload"] is not None:
-        place = partial(_tiers_of, message, (end - first) / split.num_layers, mtp)
-    part = Part(
-        loaded,
-        first,
-        end,
-        split=split,
-        embeds=mtp is not None,
-        exits=exits,
-        place=place,
-    )
-    try:
-        if isinstance(draft, EarlyExit) and exits:
-            return part, EarlyExitLayers(part.decoder, draft.layers, part.whole)
-        if mtp is not None:
-            return part, open_draft_layers(mtp, part.decoder, loaded)
-    except BaseException:
-        part.close()
-        raise
-    return part, DraftLayers()
-
-
-def _tiers_of(message: Message, share: float, draft: Mtp | None, own: LoadedModel) -> Tiers:
+def _tiers_of(message: Message, share: float, own: LoadedModel, draft: Mtp | None) -> Tiers:
     """Return the weights of a stage, read into the tiers of a plan.
 
     Args:
         message: as of `Layers.open`. `memory` is this stage's, and so are `kv_bytes`, which are None if such
             a stage was never opened.
         share: the part of the model's layers that the stage has.
-        draft: MTP layers beside them.
         own: the layers.
+        draft: MTP layers beside them.
     """
     offload, options, kv_bytes = message["offload"], message["options"], message["kv_bytes"]
     if kv_bytes is None and options.kv_bytes is not None:

@@ -1,35 +1,63 @@
-"""A connection between two processes that know each other already (`handshake.py`)."""
+"""Connections between the processes of a model, which know each other by a secret key.
+
+Before either side reads a message of the other, both prove that they know the key (HMAC-SHA256 over the
+other's random bytes). Then the caller says who it is, and is welcomed, or gets the reason why not.
+"""
 
 from __future__ import annotations
 
+import hmac
 import io
+import secrets
 import socket
 import struct
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from verbatim.errors import VerbatimError
-from verbatim.placement.distributed.rows import FIRST, decode_rows
-from verbatim.placement.distributed.wire import PREFIX, Buffer, decode, encode, sizes
+from verbatim.placement.distributed.wire import (
+    PREFIX,
+    Buffer,
+    Garbage,
+    Mark,
+    decode,
+    encode,
+    sizes,
+)
 
+PROTOCOL = 2
+_GREETING = b"verbatim-cluster-%d\n" % PROTOCOL
+_NONCE = 32
+_SHAKE_S = 10.0
+_HAS_NAMES = sys.platform == "linux"  # Unix sockets that are in no folder
+_MAX_STRANGERS = 64  # who may be shaking hands at once
 _SAY_S = 10.0  # in which a message has to be on its way, or the other side is taken for dead
 _AHEAD = 1 << 16  # bytes that are sent, or read, by one call to the system
 _AT_ONCE = 1 << 26  # bytes
+
+Address = tuple[str, int]
 
 
 class LinkLost(VerbatimError):
     """The other side is gone, or can't be reached."""
 
 
+class Refused(VerbatimError):
+    """The other side refused the connection, or is not the right one; the message has the reason."""
+
+
 class Link:
     """Messages both ways, over TCP; over a Unix socket, which is faster, between processes of one machine.
 
     One thread at a time may receive, any may send.
+
+    Attributes:
+        room: returns memory for the hidden states of a piece of work and so many bytes, or None.
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(None)
         seconds = struct.pack("ll", int(_SAY_S), 0)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
         if connection.family in (socket.AF_INET, socket.AF_INET6):
@@ -37,10 +65,35 @@ class Link:
             if hasattr(socket, "TCP_USER_TIMEOUT"):  # what was sent and isn't acknowledged in it
                 milliseconds = int(1000 * _SAY_S)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        self.room: Callable[[Mark, int], memoryview | None] = lambda mark, size: None
         self._connection = connection
         self._sending = threading.Lock()
         # It reads ahead, so that a small message is one call to the system.
         self._reader = io.BufferedReader(socket.SocketIO(connection, "rb"), _AHEAD)
+
+    def shake_hands(self, key: bytes, role: bytes, other: bytes) -> None:
+        """Prove to the other side that this one knows the key, and check that it does, too.
+
+        Args:
+            role, other: what either side is, so that a proof can't be sent back.
+
+        Raises:
+            Refused: it speaks another protocol, or has another key.
+            LinkLost, OSError: it is gone, or silent.
+        """
+        ours, connection = secrets.token_bytes(_NONCE), self._connection
+        connection.sendall(_GREETING + ours)
+        greeting, known = self._take(len(_GREETING)), _GREETING.decode().rstrip()
+        if greeting != _GREETING:
+            if greeting.startswith(b"verbatim-cluster-"):
+                theirs = greeting.decode(errors="replace").rstrip()
+                raise Refused(f"it speaks {theirs}, and this side {known}")
+            raise Refused(f"it does not speak {known}")
+        nonce = self._take(_NONCE)
+        connection.sendall(hmac.digest(key, role + nonce + ours, "sha256"))
+        expected = hmac.digest(key, other + ours + nonce, "sha256")
+        if not hmac.compare_digest(self._take(_NONCE), expected):
+            raise Refused("it does not know the cluster's key")
 
     def send(self, message: Mapping[str, Any] | list[Buffer]) -> None:
         """Send one message whole; it may be encoded already.
@@ -49,18 +102,15 @@ class Link:
             LinkLost: the other side is gone, or takes nothing.
         """
         buffers = message if isinstance(message, list) else encode(message)
+        if sum(map(len, buffers)) < _AHEAD:
+            buffers = [b"".join(buffers)]
         with self._sending:
             try:
-                self._send(buffers)
+                for buffer in buffers:
+                    self._connection.sendall(buffer)
             except OSError as error:
                 self.close()
                 raise LinkLost(f"the connection is lost: {error}") from None
-
-    def _send(self, buffers: list[Buffer]) -> None:
-        if sum(map(len, buffers)) < _AHEAD:
-            buffers = [b"".join(buffers)]
-        for buffer in buffers:
-            self._connection.sendall(buffer)
 
     def receive(self) -> dict[str, Any]:
         """Wait for the next message, and return it.
@@ -70,13 +120,17 @@ class Link:
             Garbage: it does not speak our language.
         """
         try:
-            header_size, array_size = sizes(self._take(PREFIX.size))
-            header, arrays = self._take(header_size), self._take(array_size)
+            header_size, array_size, mark = sizes(self._take(PREFIX.size))
+            if mark is None:
+                return decode(self._take(header_size), self._take(array_size))
+            states: bytearray | memoryview | None = self.room(mark, array_size)
+            if states is None:
+                states = self._take(array_size)
+            else:
+                self._fill(states)
+            return {"do": "rows", "mark": mark, "states": states}
         except OSError as error:
             raise LinkLost(f"the connection is lost: {error}") from None
-        if header and header[0] == FIRST:
-            return {"do": "rows", "rows": decode_rows(header, arrays)}
-        return decode(header, arrays)
 
     def _take(self, count: int) -> bytearray:
         """Return the next bytes, in memory that is allocated as they arrive, since `count` may be a lie."""
@@ -88,7 +142,7 @@ class Link:
             found += more
         return found
 
-    def _fill(self, buffer: bytearray) -> None:
+    def _fill(self, buffer: bytearray | memoryview) -> None:
         if self._reader.readinto(buffer) < len(buffer):
             raise LinkLost("the connection is lost: the other side has closed it")
 
@@ -99,3 +153,131 @@ class Link:
         except OSError:
             pass
         self._connection.close()
+
+
+class Listener:
+    """Listens for the other processes of a cluster.
+
+    Args:
+        key: the cluster's secret.
+        host: the address to listen at.
+        accept: called with who it is (what the other side said to `connect`) and the link, in a thread of
+            its own. It returns what serves the link once the other side is welcomed; or raises a
+            VerbatimError, which the other side is told, and the link is closed.
+    """
+
+    def __init__(
+        self,
+        key: bytes,
+        host: str,
+        accept: Callable[[dict[str, Any], Link], Callable[[], object]],
+    ) -> None:
+        self._key = key
+        self._accept = accept
+        self._room = threading.Semaphore(_MAX_STRANGERS)
+        self._sockets = [socket.create_server((host, 0), backlog=64)]
+        self.port: int = self._sockets[0].getsockname()[1]
+        if _HAS_NAMES:
+            near = socket.socket(socket.AF_UNIX)
+            try:
+                near.bind(_name((host, self.port), key))
+                near.listen(64)
+                self._sockets.append(near)
+            except OSError:
+                near.close()  # where that is forbidden, all come by TCP
+        for listening in self._sockets:
+            own = threading.Thread(
+                target=self._listen, args=(listening,), name="verbatim-listener", daemon=True
+            )
+            own.start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        for listening in self._sockets:
+            try:
+                listening.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+            listening.close()
+
+    def _listen(self, listening: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return
+            if not self._room.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._welcome, args=(connection,), daemon=True).start()
+
+    def _welcome(self, connection: socket.socket) -> None:
+        try:
+            connection.settimeout(_SHAKE_S)
+            link = Link(connection)
+            link.shake_hands(self._key, b"door", b"caller")
+            who = link.receive()
+            connection.settimeout(None)
+        except (OSError, VerbatimError):
+            connection.close()
+            return
+        finally:
+            self._room.release()
+        try:
+            serve, answer = self._accept(who, link), "welcome"
+        except Exception as error:
+            serve, answer = link.close, str(error)
+        try:
+            link.send({"answer": answer})
+        except LinkLost:
+            pass  # who serves it notices
+        serve()
+
+
+def connect(address: Address, key: bytes, who: Mapping[str, Any], timeout_s: float = 5.0) -> Link:
+    """Connect to the listener at `address`, which welcomes this side; `who` describes it.
+
+    Raises:
+        LinkLost: there is no answer.
+        Refused: the listener belongs to another cluster, or refuses this side.
+    """
+    host, port = address
+    try:
+        connection = _connected(address, key, timeout_s)
+        try:
+            connection.settimeout(timeout_s)
+            link = Link(connection)
+            link.shake_hands(key, b"caller", b"door")
+            link.send(who)
+            answer = link.receive().get("answer")
+            if answer != "welcome":
+                raise Refused(str(answer))
+            connection.settimeout(None)
+        except BaseException:
+            connection.close()
+            raise
+    except Refused as error:
+        raise Refused(f"{host}:{port}: {error}") from None
+    except (OSError, LinkLost, Garbage) as error:
+        raise LinkLost(f"no connection to {host}:{port}: {error}") from None
+    return link
+
+
+def _connected(address: Address, key: bytes, timeout_s: float) -> socket.socket:
+    """Return a connected socket, a Unix socket if the listener is on this machine."""
+    if _HAS_NAMES:
+        near = socket.socket(socket.AF_UNIX)
+        try:
+            near.settimeout(timeout_s)
+            near.connect(_name(address, key))
+            return near
+        except OSError:
+            near.close()
+    return socket.create_connection(address, timeout=timeout_s)
+
+
+def _name(address: Address, key: bytes) -> bytes:
+    """Return the abstract name of a port's Unix socket, which can't be guessed without the key."""
+    host, port = address
+    known = hmac.digest(key, f"near {host}:{port}".encode(), "sha256")
+    return b"\0verbatim-" + known.hex().encode()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 
+from torch import Tensor
+
 from verbatim.errors import VerbatimError
-from verbatim.placement.distributed.handshake import connect
-from verbatim.placement.distributed.link import Link, LinkLost
-from verbatim.placement.distributed.rows import RowsMessage, encode_rows
-from verbatim.placement.distributed.wire import Garbage, Message
+from verbatim.placement.distributed.link import Link, LinkLost, connect
+from verbatim.placement.distributed.wire import Garbage, Mark, Message, encode_rows
 
 _ECHOES = 3  # round trips by which a new connection is measured
 
@@ -57,8 +57,7 @@ class Neighbours:
                     f"{self.index} of epoch {self.epoch}"
                 )
             before, self._before = self._before, link
-        if before is not None:
-            before.close()
+        _close(before)
 
     def begin_epoch(self, message: Message) -> None:
         """Close all connections to other stages."""
@@ -68,9 +67,7 @@ class Neighbours:
             self.restarts = int(message["restarts"])
             self._next = self._before = None
             self.hop_s = None
-        for link in links:
-            if link is not None:
-                link.close()
+        _close(*links)
 
     def connect(self, message: Message) -> Message:
         """Connect to the next stage; return `unreachable`, the reason, if that fails."""
@@ -78,14 +75,7 @@ class Neighbours:
         who = {"role": "stage", "epoch": message["epoch"], "index": self.index}
         try:
             link = connect((host, int(port)), self._key, who)
-            try:
-                answer = link.receive()
-                if "refused" in answer:
-                    raise VerbatimError(f"the next stage refused: {answer['refused']}")
-                hop_s = _half_round_trip(link)
-            except BaseException:
-                link.close()
-                raise
+            hop_s = _half_round_trip(link)
         except LinkLost as error:
             return {"unreachable": str(error)}
         with self._lock:
@@ -106,15 +96,14 @@ class Neighbours:
             if self.epoch == epoch and not self._closed:
                 self.tell({"epoch": epoch, "unreachable": str(error)})
 
-    def pass_on(self, rows: RowsMessage) -> None:
+    def pass_on(self, mark: Mark, hidden: Tensor) -> None:
         """Send to the next stage, unless that epoch is over; LinkLost if it can't be reached."""
-        with self._lock:
-            link, stale = self._next, self.epoch != rows.mark.epoch
-        if stale:
+        link = self._next  # before the epoch is looked at, which changes first
+        if self.epoch != mark.epoch:
             return
         if link is None:
             raise LinkLost(f"stage {self.index} has no connection to stage {self.index + 1}")
-        link.send(encode_rows(rows))
+        link.send(encode_rows(mark, hidden))
 
     def tell(self, message: Message) -> None:
         """Send a report to the head, if there is one."""
@@ -131,11 +120,14 @@ class Neighbours:
             if self._closed:
                 return False
             self._closed = True
-            links = [self._head, self._next, self._before]
-        for link in links:
-            if link is not None:
-                link.close()
+        _close(self._head, self._next, self._before)
         return True
+
+
+def _close(*links: Link | None) -> None:
+    for link in links:
+        if link is not None:
+            link.close()
 
 
 def _half_round_trip(link: Link) -> float:

@@ -11,23 +11,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from verbatim.batch import Batch
-from verbatim.errors import EngineClosed, UnsupportedModel
+from verbatim.errors import UnsupportedModel
 from verbatim.heap import give_back_freed
 from verbatim.model.context import active_context
 from verbatim.model.decoder import Decoder
-from verbatim.model.early_exit import copy_path
+from verbatim.model.draft_layers import DraftLayers
+from verbatim.model.early_exit import EarlyExit, copy_path, open_draft_layers
 from verbatim.model.loader import Checkpoint, LoadedModel
+from verbatim.model.mtp_source import Mtp
 from verbatim.model.packed import drop_weights, weight_bytes
-from verbatim.model.packing import PackingReport
 from verbatim.model.spec import inner_model
 from verbatim.options import dtype_name
 from verbatim.placement.distributed.split import Split, hidden_of, hollow_copy
@@ -35,7 +37,6 @@ from verbatim.placement.offload.tiers import Tiers
 from verbatim.weights.files import read_whole
 from verbatim.weights.load import load_weights
 
-_Output = TypeVar("_Output")
 _ALIGNED = 64  # bytes; what torch's own products may round differently without
 _STAND_INS = 64  # rows of made-up hidden states for trials
 
@@ -53,21 +54,24 @@ class Part:
     Args:
         skeleton: of the whole model; left as it is, so that other parts can be made of it.
         split: of this skeleton, where it is there already.
-        embeds: it has the embedding in any case, for layers that draft behind its own.
-        exits: it has what follows the last layer in any case, so that its own layers can draft.
-        place: reads its weights into the tiers of a plan; None: into memory.
+        draft: layers of the model that draft, if they are here: MTP layers are behind the last layer, and
+            need the embedding; the first layers exit early, and need what follows the last one.
+        place: reads its weights, with these MTP layers beside them, into the tiers of a plan; None: into
+            memory.
 
     Attributes:
         is_first, is_last: it begins with the embedding; it ends with the head.
+        decoder: runs it.
         num_parameters: that it holds; those of several parts count on each.
-        whole: the module with the forwards of the whole model.
+        drafts: the layers that draft here, without their stores.
         tiers: where its weights are; None: in memory.
-        checkpoint: the files of weights in memory.
+        own: its module with its weights.
 
     Raises:
         InvalidRequest: there are no such layers.
         UnsupportedModel: the model can't be cut there, or its own layers need something of other parts.
         TierFailed: a file can't be read, or changed since the skeleton was opened.
+        NotSupported, ModelError: the layers that draft can't be opened.
     """
 
     def __init__(
@@ -77,9 +81,8 @@ class Part:
         end: int,
         *,
         split: Split | None = None,
-        embeds: bool = False,
-        exits: bool = False,
-        place: Callable[[LoadedModel], Tiers] | None = None,
+        draft: Mtp | EarlyExit | None = None,
+        place: Callable[[LoadedModel, Mtp | None], Tiers] | None = None,
     ) -> None:
         assert skeleton.lazy_weights is not None, (
             "a skeleton has a lazy weight for each of its weights"
@@ -90,101 +93,71 @@ class Part:
         self.is_first, self.is_last = first == 0, end == split.num_layers
         self._split = split
         self._ids = torch.empty(0, dtype=torch.int64)  # of the forward that began last
-        self._module: nn.Module | None = None
         self.tiers: Tiers | None = None
-        self.checkpoint: Checkpoint | None = None
-        try:
-            self._decoder: Decoder | None = self._open(skeleton, embeds, exits, place)
-        except BaseException:
-            self.close()
-            raise
-
-    def _open(
-        self,
-        skeleton: LoadedModel,
-        embeds: bool,
-        exits: bool,
-        place: Callable[[LoadedModel], Tiers] | None,
-    ) -> Decoder:
-        split, first, end = self._split, self.first, self.end
-        assert skeleton.lazy_weights is not None
+        self.drafts = DraftLayers()
+        mtp = draft if isinstance(draft, Mtp) and self.is_last else None
+        exit_ = draft if isinstance(draft, EarlyExit) and self.is_first else None
         lazy_weights, kept = skeleton.lazy_weights, split.running[first:end]
-        parameters = split.parameters(first, end, embeds=embeds, exits=exits)
+        parameters = split.parameters(first, end, embeds=mtp is not None, exits=exit_ is not None)
+        self.num_parameters = sum(p.numel() for p in parameters)
 
-        def copied() -> tuple[nn.Module, nn.ModuleList, LoadedModel]:
+        def copied() -> tuple[nn.ModuleList, LoadedModel]:
             module, layers, copies = hollow_copy(skeleton.module, split.layers, kept)
             own = {copies[p]: lazy_weights[p] for p in parameters}
-            return module, layers, replace(skeleton, module=module, lazy_weights=own, layers=kept)
+            return layers, replace(skeleton, module=module, lazy_weights=own, layers=kept)
 
-        def read(own: LoadedModel) -> PackingReport | None:
-            assert own.lazy_weights is not None
-            weights = dict(own.lazy_weights)
-            return load_weights(own.module, weights, skeleton.quantization, read=read_whole)
+        def read(own: LoadedModel) -> nn.Module:
+            weights, own.lazy_weights = dict(own.lazy_weights or {}), None
+            own.packed = load_weights(own.module, weights, own.quantization, read=read_whole)
+            return own.module
 
-        def read_again() -> nn.Module:
-            module, _, own = copied()
-            read(own)
-            return module
-
-        module, layers, own = copied()
-        self._module, self.num_parameters = module, sum(p.numel() for p in parameters)
-        if place is not None:
-            self.tiers = place(own)
-            self.report = self.tiers.report
-        else:
-            self.report = read(own)
-            if own.folder is not None:
-                self.checkpoint = Checkpoint(own, read_again)
-        self.whole = copy_path(module, layers)
-        for index in split.running[:first]:
-            layers[index].__dict__["forward"] = self._pass
-        if first in split.direct:  # so that all own layers can be fused
-            layers[split.running[first - 1]].__dict__["forward"] = self._receive
-        elif not self.is_first:
-            layer = layers[split.running[first]]
-            layer.__dict__["forward"] = partial(self._enter, layer)
-        if not self.is_last:
-            layers[split.running[end]].__dict__["forward"] = self._leave
-        inner = inner_model(module)
-        inner.__dict__["forward"] = self._forward_of(inner)
-        if self.tiers is None:
-            decoder = Decoder(module, unseen=True, part=self)
-        else:
-            decoder = self.tiers.inspect(part=self)
-        if not decoder.spec.finite:
-            raise UnsupportedModel(
-                f"{type(inner).__name__}: layers {first} to {end} alone give numbers that are none: their "
-                "weights hold NaN or infinities, or they need weights of other layers"
-            )
-        return decoder
+        layers, self.own = copied()
+        module = self.own.module
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            if place is not None:
+                self.tiers = place(self.own, mtp)
+                self.own.packed = self.tiers.report
+            else:
+                read(self.own)
+                if skeleton.folder is not None:
+                    self.own.checkpoint = Checkpoint(self.own, lambda: read(copied()[1]))
+            whole = copy_path(module, layers)  # with the forwards of the whole model
+            for index in split.running[:first]:
+                layers[index].__dict__["forward"] = self._pass
+            if first in split.direct:  # so that all own layers can be fused
+                layers[split.running[first - 1]].__dict__["forward"] = self._receive
+            elif not self.is_first:
+                layer = layers[split.running[first]]
+                layer.__dict__["forward"] = partial(self._enter, layer)
+            if not self.is_last:
+                layers[split.running[end]].__dict__["forward"] = self._leave
+            inner = inner_model(module)
+            inner.__dict__["forward"] = self._forward_of(inner)
+            if self.tiers is None:
+                self.decoder = Decoder(module, unseen=True, part=self)
+            else:
+                self.decoder = self.tiers.inspect(part=self)
+            if not self.decoder.spec.finite:
+                raise UnsupportedModel(
+                    f"{type(inner).__name__}: layers {first} to {end} alone give numbers that are none: "
+                    "their weights hold NaN or infinities, or they need weights of other layers"
+                )
+            self.drafts = open_draft_layers(mtp or exit_, self.decoder, skeleton, whole)
+            undo.pop_all()
 
     @property
     def weight_bytes(self) -> int:
         """The bytes of the weights; what several parts hold counts on each."""
-        if self.tiers is not None:
-            return self.tiers.nbytes
-        return 0 if self._module is None else weight_bytes(self._module)
+        return weight_bytes(self.own.module) if self.tiers is None else self.tiers.nbytes
 
-    @property
-    def decoder(self) -> Decoder:
-        """The decoder; EngineClosed after `close`."""
-        if self._decoder is None:
-            raise EngineClosed("this part of a model was closed")
-        return self._decoder
-
-    def run(
-        self, forward: Callable[[Batch], _Output], batch: Batch, received: Tensor | None
-    ) -> _Output:
-        """Run one forward; return its output, with the hidden states that leave in the place of logits.
+    def enter(self, batch: Batch, received: Tensor | None) -> None:
+        """Prepare a batch for a forward of `decoder`, whose logits are the hidden states that leave.
 
         Args:
-            forward: runs a batch through the decoder, on a store of `decoder.spec.layers`.
             batch: as the whole model would get it, but for `forced_experts` and `forced_keys`, which are
                 of this part's layers alone. It is changed.
             received: `[T, hidden_size]` in `hidden_dtype` from the part before; None on the first one.
-
-        Raises:
-            NotSupported: the batch wants hidden states or forces choices, and the model can't.
         """
         assert (received is None) == self.is_first
         if received is not None:
@@ -194,18 +167,15 @@ class Part:
             batch.entering = received.contiguous()
         if not self.is_last:
             batch.logit_rows, batch.wants_hidden = torch.arange(batch.num_tokens), False
-        return forward(batch)
 
     def close(self) -> None:
         """Free the weights; a second call does nothing."""
+        self.drafts.close()
         if self.tiers is not None:
             self.tiers.close()
-        if self._module is not None:
-            drop_weights(self._module)
-        self._module = None
-        decoder, self._decoder = getattr(self, "_decoder", None), None
-        if decoder is not None:
-            decoder.close()
+        drop_weights(self.own.module)
+        if hasattr(self, "decoder"):
+            self.decoder.close()
             give_back_freed()
 
     def _forward_of(self, inner: Any) -> Any:
@@ -242,14 +212,10 @@ class Part:
         batch = getattr(active_context(), "batch", None)  # an inspection has none
         rows = None if batch is None else batch.entering
         if rows is None:
-            rows = self._stand_in(self._ids)
+            rows = self.entry(self._ids)
         elif rows.data_ptr() % _ALIGNED:
             rows = rows.clone()
         return _from_rows(rows, hidden.shape, self._split.outer_dims)
-
-    def entering(self, token_ids: Tensor) -> Tensor:
-        """See `ModelPart`."""
-        return self._stand_in(token_ids)[None]
 
     def _leave(self, *args: Any, **kwargs: Any) -> Any:
         """End the forward, in place of the first layer of the next part."""
@@ -262,8 +228,8 @@ class Part:
         outer = self._split.outer_dims
         raise _Left(_to_rows(hidden, outer).view(*hidden.shape[outer : outer + 2], -1))
 
-    def _stand_in(self, token_ids: Tensor) -> Tensor:
-        """Return hidden states for a trial: the same for the same id at any position."""
+    def entry(self, token_ids: Tensor) -> Tensor:
+        """Return hidden states for a trial: the same for the same id at any position; see `ModelPart`."""
         split = self._split
         generator = torch.Generator().manual_seed(0)
         table = torch.randn(_STAND_INS, split.hidden_size, generator=generator)

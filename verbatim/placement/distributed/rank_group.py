@@ -53,15 +53,18 @@ class RankGroup(StageGroup):
             raise self.failure(None)
 
     def ask(self, message: Message) -> list[Any]:
-        """Return each rank's answer, in order; the ranks get their numbers as `rank`.
+        """Return each rank's answer, in order.
 
         Raises:
             TierFailed: one is gone.
             VerbatimError: one could not do what was asked for.
         """
-        orders = [(member, {**message, "rank": member.index}) for member in self.members]
+        return self.ask_each([message] * len(self.members))
+
+    def ask_each(self, messages: list[Message]) -> list[Any]:
+        """Return each rank's answer to a message of its own, as `ask`."""
         try:
-            return self.call_each(orders, patient=True)
+            return self.call_each(list(zip(self.members, messages, strict=True)), patient=True)
         except StageGone as error:
             raise self.failure(error) from error
 

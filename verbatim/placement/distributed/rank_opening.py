@@ -18,7 +18,7 @@ from verbatim.placement.distributed.drafts import describe
 from verbatim.placement.distributed.following import Following, FollowingRunner, Leading, described
 from verbatim.placement.distributed.gloo import meeting_place
 from verbatim.placement.distributed.heads import own_layers
-from verbatim.placement.distributed.hosts import LocalHosts
+from verbatim.placement.distributed.hosts import Hosts, LocalHosts
 from verbatim.placement.distributed.launcher import HOST
 from verbatim.placement.distributed.layers import Layers
 from verbatim.placement.distributed.opening import open_cluster
@@ -27,7 +27,7 @@ from verbatim.placement.distributed.rank_share import RankShare
 from verbatim.placement.distributed.served import Served
 from verbatim.placement.distributed.stage import Stage
 from verbatim.placement.distributed.tensor import LeadingRank
-from verbatim.placement.distributed.torchrun import RankHost, RankHosts, exchange, meet, other_ranks
+from verbatim.placement.distributed.torchrun import RankHost, exchange, meet, other_ranks
 from verbatim.placement.distributed.wire import Message
 from verbatim.placement.options import EngineOptions, Placed, ToOpen
 
@@ -44,7 +44,7 @@ def open_tensor_parallel(model: ToOpen, choice: TensorParallel) -> Placed:
     rank, world, key = meet(choice.size)
     if rank:
         return _follow(rank, world, key, model.options, RankShare(model.loaded, model.source))
-    hosts = RankHosts(key, other_ranks(world)) if world > 1 else LocalHosts(key, "rank")
+    hosts = Hosts(key, other_ranks(world)) if world > 1 else LocalHosts(key, "rank")
     group = RankGroup(hosts, choice.size, choice.timeout_s)
     with ExitStack() as undo:
         undo.callback(group.close)
@@ -68,7 +68,7 @@ def open_pipeline_parallel(model: ToOpen, choice: PipelineParallel) -> Placed:
     if rank:
         return _follow(rank, world, key, model.options, Layers())
     own = Stage(key, HOST, Layers())
-    hosts = RankHosts(key, [*other_ranks(world), RankHost(0, own.address, own)])
+    hosts = Hosts(key, [*other_ranks(world), RankHost(0, own.address, own)])
     ranks = replace(cluster, hosts=hosts, spares=0)
     placed = open_cluster(model, ranks)
     runner: Any = placed.runner
@@ -108,24 +108,26 @@ def _lead(group: RankGroup, model: ToOpen, choice: TensorParallel) -> LeadingRan
         "draft": describe(draft),
         "meeting": meeting_place(),
     }
-    own = RankShare(loaded, source, partial(LeadingRank, group=group))
+    own = RankShare(loaded, source)
     with ExitStack() as undo:
         undo.callback(own.close)
-        keys = [own.open({**order, "rank": 0})["key"]]
-        keys += [answer["key"] for answer in group.ask(order)]
+        first, *others = ({**order, "rank": rank} for rank in range(size))
+        keys = [own.call(first)["key"], *(answer["key"] for answer in group.ask_each(others))]
         check_keys(keys)
         group.tell({"do": "share"})
         try:
-            own.share({"do": "share"})
+            own.share()
         except TierFailed as error:
             raise group.failure(error) from error
+        assert own.ranks is not None
+        own.make_runner = partial(LeadingRank, group, own.ranks, own.cut)
         spec = own.decoder.spec
         state_bytes = size * sum(state.nbytes for state in spec.states)
         num_states = options.num_states(state_bytes)
         blocks = _num_blocks(own, size, options, limit, num_states * state_bytes)
         stores = {"do": "allocate", "num_blocks": blocks, "num_states": num_states}
-        others = group.ask(stores)
-        memory = [own.allocate(stores), *others]
+        of_others = group.ask(stores)
+        memory = [own.call(stores), *of_others]
         runner = own.runner
         assert isinstance(runner, LeadingRank)
         runner.memory = memory

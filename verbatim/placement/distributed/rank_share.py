@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from verbatim.errors import TierFailed, VerbatimError
-from verbatim.kv.states import open_states
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
-from verbatim.model.loader import LoadedModel, ModelSource
+from verbatim.model.early_exit import open_draft_layers
+from verbatim.model.hidden import head_of
 from verbatim.model.packed import weight_bytes
-from verbatim.placement.distributed.columns import Cut, key_of, open_share
+from verbatim.model.patching import threads
+from verbatim.model.spec import inner_model
+from verbatim.placement.distributed.columns import Cut, key_of, take_share
 from verbatim.placement.distributed.drafts import options_of
 from verbatim.placement.distributed.gloo import Gloo
-from verbatim.placement.distributed.heads import HeadStore
+from verbatim.placement.distributed.heads import HeadStore, own_layers
 from verbatim.placement.distributed.served import Served
-from verbatim.placement.distributed.tensor import Rank
 from verbatim.placement.distributed.wire import Message
+from verbatim.placement.resident import Resident, open_store
 
 
 class RankShare(Served):
@@ -26,28 +29,18 @@ class RankShare(Served):
     A message that rank 0 waits for no answer to is a call that all ranks make: an error of the batch or the
     model is rank 0's as well.
 
-    Args:
-        make_runner: makes the runner, with the arguments of `Rank`.
-
     Attributes:
-        cut, decoder, draft_layers: the weights, since `share`.
+        make_runner: makes the runner, with the arguments of `Resident`.
+        ranks: all of them, since `share`; and the weights: cut, decoder, draft_layers.
     """
 
     calls = Served.calls | {"share", "forward"}
-
-    def __init__(
-        self,
-        loaded: LoadedModel | None = None,
-        source: ModelSource | None = None,
-        make_runner: Callable[..., Rank] = Rank,
-    ) -> None:
-        super().__init__(loaded, source)
-        self._make_runner = make_runner
-        self._ranks: Gloo | None = None
-        self._told: Message = {}
-        self.cut: Cut
-        self.decoder: Decoder
-        self.draft_layers: DraftLayers
+    make_runner: Callable[..., Resident] = Resident
+    ranks: Gloo | None = None
+    _told: Message
+    cut: Cut
+    decoder: Decoder
+    draft_layers: DraftLayers
 
     def call(self, message: Message) -> Any:
         try:
@@ -55,61 +48,61 @@ class RankShare(Served):
         except BaseException as error:
             ours = isinstance(error, TierFailed) or not isinstance(error, VerbatimError)
             if ours or message["do"] == "share":
-                self._leave()  # the others may wait for this rank
+                self.leave()  # the others may wait for this rank
             elif "call" not in message:
                 return None
             raise
 
-    def open(self, message: Message) -> Message:
+    def open(self, **told: Any) -> Message:
         """Inspect the model, and return the numerics key.
 
         Args:
-            message: `rank`, `size`, `source`, `options`, `draft` as of `drafts.describe`, and `meeting` and
+            told: `rank`, `size`, `source`, `options`, `draft` as of `drafts.describe`, and `meeting` and
                 `timeout_s` as of `Gloo`.
         """
-        self._told = message
-        return {"key": key_of(self.skeleton(message["source"]), message["options"])}
+        self._told = told
+        return {"key": key_of(self.skeleton(told["source"]), told["options"])}
 
-    def share(self, message: Message) -> None:
-        """Read this rank's share of the weights; all ranks do so at once."""
-        told = self._told
-        self._ranks = Gloo(told["meeting"], told["rank"], told["size"], told["timeout_s"])
-        assert self._loaded is not None
-        threads, draft = told["options"].num_threads, options_of(told["draft"])
-        self.cut, self.decoder, self.draft_layers = open_share(
-            self._loaded, told["source"], self._ranks, threads, draft
+    def share(self) -> None:
+        """Read this rank's share of the weights, and inspect the model; all ranks do so at once.
+
+        Raises:
+            UnsupportedModel: it can't be run on flat batches, on any rank.
+            NotSupported: its layers for attention have heads that can't be shared by so many.
+            TierFailed: a file can't be read, or another rank is gone.
+        """
+        told, loaded, rank, size = self._told, self._loaded, self._told["rank"], self._told["size"]
+        assert loaded is not None
+        ranks = self.ranks = Gloo(told["meeting"], rank, size, told["timeout_s"])
+        self.cut = take_share(
+            loaded, told["source"], ranks, head=head_of(inner_model(loaded.module))
         )
+        with threads(told["options"].num_threads), ranks.everywhere():
+            decoder = self.decoder = Decoder(loaded.module, fused=False)  # its products are shared
+            own_layers(decoder.spec.layers, decoder.spec.query_heads, rank, size)  # checks them
+            self.draft_layers = open_draft_layers(options_of(told["draft"]), decoder, loaded)
 
-    def allocate(self, message: Message) -> Message:
-        """Allocate this rank's K and V: `num_blocks` and `num_states`."""
-        ranks, blocks, options = self._ranks, message["num_blocks"], self._told["options"]
-        assert ranks is not None
-        spec, size, drafts = self.decoder.spec, options.block_size, self.draft_layers
-        dtype = options.kv_dtype or spec.dtype
-        states = open_states(spec.states, message["num_states"])
-        store = HeadStore(spec.layers, spec.query_heads, ranks, blocks, size, dtype, states)
-        drafts.open_stores(blocks, size, dtype)
-        self.runner = self._make_runner(
-            self.decoder, store, options.num_threads, drafts, ranks, self.cut
-        )
-        held = weight_bytes(self.decoder.module)
-        return {"kv_bytes": store.nbytes + drafts.nbytes, "weight_bytes": held}
+    def allocate(self, num_blocks: int, num_states: int) -> Message:
+        """Allocate this rank's K and V, and all states, as every rank computes recurrent layers whole."""
+        decoder, drafts, options = self.decoder, self.draft_layers, self._told["options"]
+        assert self.ranks is not None
+        make = partial(HeadStore, query_heads=decoder.spec.query_heads, ranks=self.ranks)
+        store = open_store(decoder.spec, options, drafts, num_blocks, num_states, make)
+        runner = self.make_runner(decoder, store, options.num_threads, drafts, self._loaded)
+        runner.cuts, self.runner = self.cut.ranges, runner
+        held = weight_bytes(decoder.held)
+        return {
+            "kv_bytes": sum(each.nbytes for each in runner.stores),
+            "weight_bytes": held,
+            "row_widths": self.row_widths,
+        }
 
-    def forward(self, message: Message) -> None:
-        """Run a batch; its logits are rank 0's."""
-        self.running.forward(message["batch"])
-
-    def write_cache(self, message: Message) -> None:
-        """Write this rank's share of the rows."""
-        rows = message.pop("shares")[self._told["rank"]]
-        self.pass_on({**message, "rows": rows})
-
-    def _leave(self) -> None:
-        if self._ranks is not None:
-            self._ranks.close()
+    def leave(self) -> None:
+        """Leave the other ranks, which may wait for this one."""
+        if self.ranks is not None:
+            self.ranks.close()
 
     def close(self) -> None:
         """Free everything."""
-        self._leave()
-        if self.runner is not None:
-            self.runner.close()
+        self.leave()
+        super().close()

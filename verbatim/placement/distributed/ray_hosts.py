@@ -12,12 +12,11 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from verbatim.errors import NotSupported, VerbatimError, first_line
+from verbatim.errors import NotSupported, first_line
 from verbatim.placement.distributed.contact import NAMESPACE, answers, begin_ray, import_ray
-from verbatim.placement.distributed.handshake import Address
-from verbatim.placement.distributed.hosts import Host, NoHost
+from verbatim.placement.distributed.hosts import Hosts, NoHost
+from verbatim.placement.distributed.link import Address
 
-_START_S = 60.0  # for a process to come up, imports included
 _LOOK_S = 2.0  # between two looks at whether a machine is there, while a process comes up on it
 
 
@@ -41,10 +40,7 @@ class StageActor:
 
     def warm(self, model: dict[str, Any]) -> None:
         """Inspect a model in advance."""
-        try:
-            self._layers.warm(model)
-        except VerbatimError:
-            pass  # it will be said when it is opened
+        self._layers.warm(model)
 
     def status(self) -> dict[str, Any]:
         """Return `Stage.status`, for `verbatim cluster status`."""
@@ -54,27 +50,26 @@ class StageActor:
 class RayHost:
     """An actor of Ray."""
 
-    def __init__(self, actor: Any, name: str, machine: str, daemon: Address) -> None:
+    def __init__(self, actor: Any, daemon: Address) -> None:
         self.actor = actor
-        self.name = name
-        self.machine = machine
+        self.machine = daemon[0]
         self.daemon = daemon  # where Ray listens on that machine
         self.asked = actor.address.remote()  # early: it needs Ray's head, which may be lost later
-        self.prepared = False  # made before it was needed
         self.killed = False
         self.address: Address = ("", 0)
 
     def kill(self) -> None:
         import ray
 
-        self.killed = True
-        try:
-            ray.kill(self.actor, no_restart=True)
-        except Exception:
-            pass  # it is gone, or Ray is
+        if not self.killed:
+            self.killed = True
+            try:
+                ray.kill(self.actor, no_restart=True)
+            except Exception:
+                pass  # it is gone, or Ray is
 
 
-class RayHosts:
+class RayHosts(Hosts):
     """Actors on the machines that Ray knows.
 
     Args:
@@ -87,12 +82,12 @@ class RayHosts:
         NoHost: there is no Ray at `address`.
     """
 
+    start_s = 60.0  # for a process to come up, imports included
+
     def __init__(self, address: str | None, key: bytes, name: str) -> None:
+        super().__init__(key)
         ray = import_ray()
-        self.key = key
         self._name = name
-        self._hosts: list[RayHost] = []  # that were not ended yet
-        self._prepared: list[RayHost] = []
         self._own = not ray.is_initialized()
         if self._own:
             begin_ray(address or os.environ["RAY_ADDRESS"])
@@ -104,44 +99,7 @@ class RayHosts:
         self._head: str = ray.get_runtime_context().gcs_address
         self._actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(StageActor)
 
-    def start(self, count: int, avoid: set[str]) -> list[Host]:
-        avoid = set(avoid)
-        hosts: list[RayHost] = []
-        deadline = time.monotonic() + _START_S
-        while len(hosts) < count:
-            coming = self._ready(count - len(hosts), avoid)
-            try:
-                coming += self._create(count - len(hosts) - len(coming), avoid)
-                for host in coming:
-                    try:
-                        self._wait(host, deadline)
-                        hosts.append(host)
-                    except NoHost:
-                        host.kill()
-                        if self.reachable(host) and not host.prepared:
-                            raise
-                        avoid |= set() if host.prepared else {host.machine}
-            except NoHost:
-                for host in [*hosts, *coming]:
-                    host.kill()
-                raise
-        return list(hosts)
-
-    def _ready(self, count: int, avoid: set[str]) -> list[RayHost]:
-        """Return prepared processes on reachable machines; end those on others."""
-        if not self._prepared:
-            return []
-        usable = []
-        for host in self._prepared:
-            if host.machine not in avoid and self.reachable(host):
-                usable.append(host)
-            else:
-                host.kill()
-        self._prepared = usable[count:]
-        return usable[:count]
-
     def _wait(self, host: RayHost, deadline: float) -> None:
-        """Wait for the process, and set its address."""
         import ray
 
         try:
@@ -159,30 +117,25 @@ class RayHosts:
         except Exception as error:  # Ray has many ways to say that an actor is gone
             raise NoHost(f"{host.machine}: no process came up: {first_line(error)}") from None
 
-    def _create(self, count: int, avoid: set[str]) -> list[RayHost]:
+    def _create(self, count: int, avoid: set[str], model: dict[str, Any] | None) -> list[RayHost]:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        if count < 1:
-            return []
-        nodes = {
-            node: (machine, port)
-            for node, (machine, port) in self._nodes().items()
-            if machine not in avoid
-        }
+        nodes = {node: at for node, at in self._nodes().items() if at[0] not in avoid}
         if not nodes:
             raise NoHost("there is no machine left for another stage")
         hosts = []
         for _ in range(count):
             node = self._emptiest(nodes)
-            name = f"verbatim-{self._name}-{os.urandom(4).hex()}"
             actor = self._actor.options(
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-                name=name,
+                name=f"verbatim-{self._name}-{os.urandom(4).hex()}",
                 namespace=NAMESPACE,
                 runtime_env={"env_vars": {"OMP_WAIT_POLICY": "passive"}},
             ).remote(self.key, self._name)
-            hosts.append(RayHost(actor, name, nodes[node][0], nodes[node]))
+            hosts.append(RayHost(actor, nodes[node]))
             self._hosts.append(hosts[-1])
+            if model is not None:
+                actor.warm.remote(model)
         return hosts
 
     def _emptiest(self, nodes: dict[str, Address]) -> str:
@@ -193,16 +146,6 @@ class RayHosts:
         here = ray.get_runtime_context().get_node_id()
         on = Counter(host.daemon for host in self._hosts)
         return min(nodes, key=lambda node: (on[nodes[node]], node != here))
-
-    def prepare(self, count: int, model: dict[str, Any]) -> None:
-        try:
-            fresh = self._create(count - len(self._prepared), set())
-        except NoHost:
-            return  # then there will be one when it is needed, or a message
-        for host in fresh:
-            host.prepared = True
-            host.actor.warm.remote(model)
-        self._prepared += fresh
 
     def machines(self) -> list[str]:
         return list(dict.fromkeys(machine for machine, _ in self._nodes().values()))
@@ -232,15 +175,11 @@ class RayHosts:
         if not answers((host, int(port))):
             raise NoHost(f"Ray's head at {self._head} can't be reached")
 
-    def reachable(self, host: Host) -> bool:
-        assert isinstance(host, RayHost)
+    def reachable(self, host: RayHost) -> bool:
         return answers(host.daemon)
 
     def close(self) -> None:
-        for host in self._hosts:  # also those that Ctrl-C has kept from coming into use
-            if not host.killed:
-                host.kill()
-        self._prepared = []
+        super().close()  # also those that Ctrl-C has kept from coming into use
         if self._own:
             import ray
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,11 +22,12 @@ from verbatim.placement.distributed.group import StageGone, StageHandle
 from verbatim.placement.distributed.supervisor import Supervisor
 from verbatim.placement.distributed.wire import Message
 from verbatim.placement.offload.cut import cut
-from verbatim.protocols import Forward
+from verbatim.protocols import DraftRunner, Forward
 from verbatim.weights.update import NewWeights
 
 _T = TypeVar("_T")
 _FEW_FRAMES = 16
+_SUMMED = ("parameters", "weight_bytes", "kv_bytes_per_token", "state_bytes")  # in `info`
 _MANY_ROWS = 32  # for each micro-batch, where it is left to us to cut
 
 
@@ -42,7 +43,7 @@ class Remote(Forward):
     )  # filled their places since it was scheduled
 
 
-class Clustered:
+class Clustered(DraftRunner):
     """Sends batches through the stages, and receives ids from the last one.
 
     Where a stage is lost, the step waits until its place is filled, and is computed once more.
@@ -73,8 +74,7 @@ class Clustered:
         self.num_states = num_states
         self.num_forwards = 0
         self.hidden_reason: str | None = last["hidden_reason"]
-        self.has_hidden = self.hidden_reason is None
-        self.choices: Mapping[str, Choices] = {
+        self._choices = {
             name: joined(name, [shape["choices"][name] for shape in shapes]) for name in CHOICES
         }
         self.draft_info: dict[str, int] = {**shapes[0]["draft"], **last["draft"]}
@@ -82,6 +82,10 @@ class Clustered:
         # Runs if it is never closed; its arguments must not refer to this object.
         self._let_go = weakref.finalize(self, self.group.close, os.getpid())
         self._asleep: bool | None = None  # with its weights?
+
+    @property
+    def choices(self) -> Mapping[str, Choices]:
+        return self._choices
 
     # The step.
 
@@ -161,43 +165,38 @@ class Clustered:
     def _ask(self, remote: Remote, message: Message) -> Message:
         """Return the answer of the last stage about a forward."""
 
-        def ask(fresh: set[int] | None) -> Message:
-            if fresh is not None:
-                self._begin(remote, fresh)
-            return self._answer(remote, message)
-
-        return self._persist(ask)
-
-    def _answer(self, remote: Remote, message: Message) -> Message:
         group = self.group
-        asked = {**message, "epoch": group.epoch, "step": remote.step, "parts": remote.parts}
 
         def check() -> None:
             for member, report in group.reports():
                 self.supervisor.raise_if_failed(member, report, remote.step)
 
-        answer: Message = group.call_each([(group.members[-1], asked)], meanwhile=check)[0]
-        return answer
+        def ask(fresh: set[int] | None) -> Message:
+            if fresh is not None:
+                self._begin(remote, fresh)
+            which = {"epoch": group.epoch, "step": remote.step, "parts": remote.parts}
+            orders = [(group.members[-1], {**message, **which})]
+            answer: Message = group.call_each(orders, meanwhile=check)[0]
+            return answer
+
+        return self._persist(ask)
 
     # Drafts.
 
-    @contextmanager
-    def drafting(self) -> Iterator[None]:
-        """Raise StageGone where a stage is lost."""
-        if not self.supervisor.in_order:
-            raise StageGone(self.group.lost)
-        yield
-
-    def draft(self, k: int, batch: Batch, plan: SamplePlan | None) -> Draws | None:
+    def draft(
+        self, k: int, batch: Batch, plan: SamplePlan | None, lengths: list[int]
+    ) -> list[list[int]]:
         """See `DraftRunner`. Each call is one round trip to the stage that has the layers.
 
         Raises:
             StageGone: a stage is lost.
         """
+        if not self.supervisor.in_order:
+            raise StageGone(self.group.lost)
         member = self.group.members[-1 if "mtp_layers" in self.draft_info else 0]
-        order = {"do": "draft", "k": k, "batch": batch, "plan": plan}
-        draws: Draws | None = self.group.call_each([(member, order)])[0]
-        return draws
+        order = {"do": "draft", "k": k, "batch": batch, "plan": plan, "lengths": lengths}
+        drawn: list[list[int]] = self.group.call_each([(member, order)])[0]
+        return drawn
 
     # All stages.
 
@@ -229,46 +228,42 @@ class Clustered:
         answers = self._each("record", in_a_step=True, name=name, **asked)
         return torch.cat([rows for rows in answers if rows is not None], dim=1)
 
-    def check_replay(self, name: str) -> None:
-        self.choices[name].check(f"its {name} can't be replayed")
-        if name == "routing":
-            self._each("check_replay", name=name)
-
     def read_cache(self, kind: str, numbers: list[int], used: int | None = None) -> Tensor | None:
+        if not self.supervisor.in_order:
+            return None
+        widths = self._row_widths(kind)
         asked: Message = {"kind": kind, "numbers": numbers, "used": used}
-        parts = self._cached("read_cache", [asked] * len(self.group.members))
+        parts = self._once("read_cache", [asked] * len(widths))
         if parts is None:
             return None
         # K and V of all layers, then the experts of all layers, whichever stages have them.
-        by_store = zip(*(part["rows"].split(part["widths"], dim=1) for part in parts), strict=True)
+        by_store = zip(*map(partial(torch.split, dim=1), parts, widths), strict=True)
         return torch.cat([rows for store in by_store for rows in store], dim=1)
 
     def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
-        asked: Message = {"kind": kind, "numbers": list[int](), "used": None}
-        parts = self._cached("read_cache", [asked] * len(self.group.members))
-        if parts is None:
+        if not self.supervisor.in_order:
             return False
+        widths = self._row_widths(kind)
         if kind == "blocks":
             self.supervisor.note_written(numbers)
-        widths = [*zip(*(part["widths"] for part in parts), strict=True)]  # by store, by stage
-        pieces = rows.split([width for store in widths for width in store], dim=1)
-        shares = [torch.cat(pieces[i :: len(parts)], dim=1) for i in range(len(parts))]
-        asked = {"kind": kind, "numbers": numbers}
+        by_store = zip(*widths, strict=True)
+        pieces = rows.split([width for store in by_store for width in store], dim=1)
+        shares = [torch.cat(pieces[i :: len(widths)], dim=1) for i in range(len(widths))]
+        asked: Message = {"kind": kind, "numbers": numbers}
         orders = [{**asked, "rows": share} for share in shares]
-        return self._cached("write_cache", orders) is not None
+        return self._once("write_cache", orders) is not None
 
-    def _cached(self, do: str, orders: list[Message]) -> list[Any] | None:
-        """Call every stage; return None if one is lost. Its successor has not what was cached."""
-        if not self.supervisor.in_order:
-            return None
+    def _row_widths(self, kind: str) -> list[list[int]]:
+        """Return the bytes of each store in a row of each stage."""
+        return [member.shape["row_widths"][kind] for member in self.group.members]
+
+    def _once(self, do: str, orders: list[Message]) -> list[Any] | None:
+        """Call every stage; return None if one is lost: its successor has not what was cached."""
         calls = zip(self.group.members, orders, strict=True)
         try:
             return self.group.call_each([(stage, {"do": do, **order}) for stage, order in calls])
         except StageGone:
             return None
-
-    def refresh(self) -> None:
-        """Do nothing: the stages have no other users."""
 
     def rebalance(self) -> list[tuple[int, int]]:
         """Divide the layers anew, by the measured speed of each stage; sessions go on.
@@ -359,20 +354,14 @@ class Clustered:
         self.group.adapters.pop(number, None)
         self._each("unload_adapter", number=number)
 
-    def stamp(self) -> object:
-        return None
-
     def sleep(self, weights: bool) -> None:
         if weights and self.supervisor.weights != "files":
             raise NotSupported(
                 "sleep(weights=True): the weights were updated in memory, and would be lost"
             )
         self._asleep = weights
-        members = self.group.members
-        try:
-            self.group.call_each([(m, {"do": "sleep", "weights": weights}) for m in members])
-        except StageGone:
-            pass  # all have got the message; a lost stage is replaced at `wake`
+        # All get the message; a lost stage is replaced at `wake`.
+        self._once("sleep", [{"weights": weights}] * len(self.group.members))
 
     def wake(self) -> None:
         if self._asleep is not None:
@@ -382,27 +371,19 @@ class Clustered:
     def info(self) -> dict[str, Any]:
         members = self.group.members
         shapes = [member.shape for member in members]
+        sums = {name: sum(shape[name] for shape in shapes) for name in _SUMMED}
         top_k = self.cluster.offload and self.cluster.offload.attention_top_k
         return {
-            "architecture": shapes[0]["architecture"],
+            **{name: shapes[0][name] for name in ("architecture", "dtype", "kv_dtype")},
             "placement": "cluster",
-            "parameters": sum(shape["parameters"] for shape in shapes),
-            "weight_bytes": sum(shape["weight_bytes"] for shape in shapes),
-            "dtype": shapes[0]["dtype"],
-            **_joined_quantization([shape["quantization"] for shape in shapes]),
-            "layers": members[-1].end,
-            "kv_bytes": sum(shape["kv_bytes_per_token"] for shape in shapes)
-            * self.num_blocks
-            * self.block_size,
-            "kv_dtype": shapes[0]["kv_dtype"],
-            **{
-                name: sum(shape[name] for shape in shapes)
-                for name in ("kv_bytes_per_token", "state_bytes")
-            },
+            **sums,
             **{
                 name: dict(sum((Counter(shape[name]) for shape in shapes), Counter()))
                 for name in ("kv_bytes_per_token_by_kind", "state_bytes_by_kind")
             },
+            **_joined_quantization([shape["quantization"] for shape in shapes]),
+            "layers": members[-1].end,
+            "kv_bytes": sums["kv_bytes_per_token"] * self.num_blocks * self.block_size,
             **({"state_slots": self.num_states} if self.num_states else {}),
             **self.draft_info,
             "stages": [

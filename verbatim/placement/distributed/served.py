@@ -6,13 +6,14 @@ import os
 import platform
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 
 from verbatim._version import __version__
-from verbatim.batch import Draws
 from verbatim.errors import VerbatimError
 from verbatim.kv.flat import row_bytes
 from verbatim.model.loader import LoadedModel, ModelSource
@@ -33,11 +34,8 @@ def versions() -> dict[str, str]:
     }
 
 
-_ENVELOPE = ("do", "call", "rank")  # of a message: no fields of the call
-
-
 class Served:
-    """Makes the calls of messages: a method of this class takes one whole, a method of `runner` its fields.
+    """Makes the calls of messages, whose other fields are the arguments of a method here or of `runner`.
 
     Args:
         loaded: the model without its weights, where it was opened here before.
@@ -54,7 +52,7 @@ class Served:
     calls: frozenset[str] = frozenset(
         {
             *("facts", "open", "allocate"),
-            *("draft", "check_replay", "read_cache", "write_cache", "sleep", "wake"),
+            *("draft", "read_cache", "write_cache", "sleep", "wake"),
             *("load_adapter", "unload_adapter"),
             *("weight_names", "prepare_weights", "write_weights"),
         }
@@ -68,7 +66,7 @@ class Served:
         self._loaded, self._loaded_from = loaded, source
         self._inspecting = threading.Lock()  # a spare may still be getting ready
 
-    def facts(self, message: Message) -> Message:
+    def facts(self) -> Message:
         """Return the versions, cores and memory of this process."""
         return {
             **versions(),
@@ -78,12 +76,12 @@ class Served:
         }
 
     def warm(self, source: Mapping[str, Any]) -> None:
-        """Inspect a model without reading weights, so that `open` is fast.
+        """Inspect a model without reading weights, so that `open` is fast, and reports its errors.
 
         Args:
             source: the fields of a `ModelSource`.
         """
-        with self._inspecting:
+        with self._inspecting, suppress(VerbatimError):
             self.skeleton(ModelSource(**source))
 
     def skeleton(self, source: ModelSource) -> LoadedModel:
@@ -94,13 +92,9 @@ class Served:
 
     def call(self, message: Message) -> Any:
         """Make the call that a message names by `do`."""
+        fields = {name: value for name, value in message.items() if name not in ("do", "call")}
         own = getattr(self, message["do"], None)
-        return self.pass_on(message) if own is None else own(message)
-
-    def pass_on(self, message: Message) -> Any:
-        """Call the runner's method with the fields of a message."""
-        fields = {name: value for name, value in message.items() if name not in _ENVELOPE}
-        return getattr(self.running, message["do"])(**fields)
+        return (getattr(self.running, message["do"]) if own is None else own)(**fields)
 
     @property
     def running(self) -> Resident:
@@ -118,16 +112,10 @@ class Served:
         if self.runner is not None:
             self.runner.close()
 
-    def draft(self, message: Message) -> Draws | None:
-        """Run a draft layer, and draw from its logits by a plan, if there is one."""
-        with self.running.drafting():
-            draws: Draws | None = self.pass_on(message)
-            return draws
-
-    def read_cache(self, message: Message) -> Message:
-        """Return the rows of blocks or slots, as of `Runner.read_cache`, and each store's bytes in one."""
-        stores = self.running.cached_in(message["kind"])
-        return {"rows": self.pass_on(message), "widths": [row_bytes(store) for store in stores]}
+    @property
+    def row_widths(self) -> dict[str, list[int]]:
+        """The bytes of each store in a row of `Runner.read_cache`, by kind."""
+        return {k: [*map(row_bytes, self.running.cached_in(k))] for k in ("blocks", "states")}
 
     @property
     def weights(self) -> WeightWriter:
@@ -136,17 +124,17 @@ class Served:
             self._weights = self.running.writer(whole=False)
         return self._weights
 
-    def weight_names(self, message: Message) -> Message:
+    def weight_names(self) -> Message:
         """Return the names of the weights that are held here, quantized ones apart."""
         return {"packed": self.weights.packed, "exact": self.weights.exact}
 
-    def prepare_weights(self, message: Message) -> None:
+    def prepare_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Quantize new weights, which `write_weights` writes."""
-        self.weights.prepare(message["tensors"])
+        self.weights.prepare(tensors)
 
-    def write_weights(self, message: Message) -> Message:
+    def write_weights(self, tensors: Mapping[str, Tensor]) -> Message:
         """Write new weights, and those that were prepared; return `PackingReport.info` of them."""
-        self.weights.write(message["tensors"])
+        self.weights.write(tensors)
         self.running.decoder.weights_moved()
         report = self.running.packed
         if report is None:

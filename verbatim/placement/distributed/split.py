@@ -150,9 +150,10 @@ class _Outline(InspectionContext):
         inner = inner_model(module)
         pairs = enumerate(zip(shells, layers, strict=True))
         forwards = replaced_forwards(layers)  # others call kernels, which `_Flow` would not see
-        for body in (x for x in module.modules() if shells in x.modules()):
-            if (forward := adapter_for(body)) is not None:
-                forwards.append((body.__dict__, forward))
+        for around in module.modules():
+            if isinstance(around, nn.Embedding) or shells in around.modules():
+                if (forward := adapter_for(around)) is not None:
+                    forwards.append((around.__dict__, forward))
         forwards += [(x.__dict__, partial(self._enter, i, layer)) for i, (x, layer) in pairs]
         head = head_of(inner)
         weight = None if head is None else getattr(head, "weight", None)
@@ -234,7 +235,7 @@ class Split:
     must be there on every part.
 
     Args:
-        skeleton: with placeholders for weights, as `open_skeleton` makes it; left as it is.
+        skeleton: with placeholders for weights, as `open_files` makes it; left as it is.
 
     Attributes:
         skeleton: as given.
@@ -391,24 +392,12 @@ def _outline(module: nn.Module, inner: Any) -> tuple[nn.ModuleList, _Outline]:
     raise reason
 
 
-def _candidates(inner: Any) -> list[nn.ModuleList]:
-    """Return lists of modules that are in no other list: the decoder's first, the largest first."""
-    found: dict[int, nn.ModuleList] = {}
-
-    def lists_in(module: nn.Module) -> list[nn.ModuleList]:
-        lists: list[nn.ModuleList] = []
-        for child in module.children():
-            lists += [child] if isinstance(child, nn.ModuleList) else lists_in(child)
-        return sorted(lists, key=lambda one: -sum(p.nbytes for p in one.parameters()))
-
-    try:
-        decoder = inner.get_decoder()
-    except (AttributeError, NotImplementedError):
-        decoder = inner
-    for module in (decoder, inner):
-        for one in lists_in(module) if isinstance(module, nn.Module) else ():
-            found.setdefault(id(one), one)
-    return list(found.values())
+def _candidates(module: nn.Module) -> list[nn.ModuleList]:
+    """Return lists of modules that are in no other list, the largest first."""
+    lists: list[nn.ModuleList] = []
+    for child in module.children():
+        lists += [child] if isinstance(child, nn.ModuleList) else _candidates(child)
+    return sorted(lists, key=lambda one: -sum(p.nbytes for p in one.parameters()))
 
 
 def _parameters(*sources: set[Source]) -> frozenset[nn.Parameter]:

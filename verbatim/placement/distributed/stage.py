@@ -16,8 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from verbatim.errors import VerbatimError
-from verbatim.placement.distributed.handshake import Address, Listener
-from verbatim.placement.distributed.link import Link, LinkLost
+from verbatim.placement.distributed.link import Address, Link, LinkLost, Listener
 from verbatim.placement.distributed.neighbours import Neighbours
 from verbatim.placement.distributed.wire import Garbage, Message
 from verbatim.placement.distributed.work import Work, answer, described
@@ -85,29 +84,28 @@ class Stage:
 
     # What is heard: a thread for each connection.
 
-    def accept(self, who: Message, link: Link) -> None:
-        """Serve an authenticated peer until the link is lost."""
+    def accept(self, who: Message, link: Link) -> Callable[[], object]:
+        """Return what serves an authenticated peer until the link is lost."""
         role = who.get("role")
         if role == "head":
             self._neighbours.take_head(link)
-            try:
-                link.send({"welcome": os.getpid()})
-                self._serve(link, self._order)
-            finally:
-                self.close()
-        elif role == "stage":
+            return lambda: self._serve(link, self._order, self.close)
+        if role == "stage":
             self._neighbours.take_before(who, link)
-            link.send({"welcome": os.getpid()})
-            self._serve(link, self._hear)
-        else:
-            raise VerbatimError(f"role {role!r} is not known")
+            link.room = self._steps.room
+            return lambda: self._serve(link, self._hear, link.close)
+        raise VerbatimError(f"role {role!r} is not known")
 
-    def _serve(self, link: Link, take: Callable[[Link, Message], object]) -> None:
+    def _serve(
+        self, link: Link, take: Callable[[Link, Message], object], end: Callable[[], object]
+    ) -> None:
         try:
             while True:
                 take(link, link.receive())
         except (LinkLost, Garbage):
-            link.close()
+            pass
+        finally:
+            end()
 
     def _hear(self, link: Link, message: Message) -> None:
         """Handle a message of the previous stage."""

@@ -95,6 +95,7 @@ class StageLine(StageGroup):
             orders.append((member, {"do": "allocate", **self._blocks, "first_of": first_of}))
         for member, answer in zip(members, self.ask_strangers(orders), strict=True):
             member.kept_blocks = answer["kept_blocks"]
+            member.shape["row_widths"] = answer["row_widths"]
             blocks, shape = self._blocks, member.shape
             size = self.model["options"].block_size
             nbytes = blocks["num_blocks"] * size * shape["kv_bytes_per_token"]

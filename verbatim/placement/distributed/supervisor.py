@@ -21,9 +21,8 @@ from verbatim.placement.distributed.choice import Cluster
 from verbatim.placement.distributed.group import StageGone, StageHandle, error_of
 from verbatim.placement.distributed.hosts import NoHost
 from verbatim.placement.distributed.plan import Range
-from verbatim.placement.distributed.rows import Mark
 from verbatim.placement.distributed.stage_line import StageLine
-from verbatim.placement.distributed.wire import Message, encode
+from verbatim.placement.distributed.wire import Mark, Message, encode
 
 _LOOK_S = 5.0  # between two looks for machines that have joined
 _log = logging.getLogger("verbatim.cluster")

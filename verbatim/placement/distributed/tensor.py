@@ -1,4 +1,4 @@
-"""The runners of tensor-parallel ranks."""
+"""The runner of a tensor-parallel model: rank 0's."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.batch import Adapter, Batch, Draws, SamplePlan
+from verbatim.batch import Adapter, Batch, SamplePlan
 from verbatim.errors import TierFailed, VerbatimError, first_line
 from verbatim.heap import give_back_freed
-from verbatim.model.decoder import Decoder
-from verbatim.model.draft_layers import DraftLayers
 from verbatim.placement.distributed.columns import Cut
 from verbatim.placement.distributed.gloo import Gloo
-from verbatim.placement.distributed.heads import HeadStore
 from verbatim.placement.distributed.rank_group import RankGroup
 from verbatim.placement.resident import Resident
 from verbatim.protocols import Forward
@@ -28,89 +25,60 @@ from verbatim.shield import Shield
 from verbatim.weights.update import NewWeights, WeightWriter
 
 
-class Rank(Resident):
-    """A `Resident` with a share of the weights and of K and V; all ranks run its forwards together."""
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        store: HeadStore,
-        num_threads: int,
-        draft_layers: DraftLayers,
-        ranks: Gloo,
-        cut: Cut,
-    ) -> None:
-        super().__init__(decoder, store, num_threads, draft_layers)
-        self.ranks = ranks
-        self.cut = cut
-        self.packed, self.original = cut.report, cut.original
-        self.checkpoint, self.cuts = cut.checkpoint, cut.ranges
-
-    def check_replay(self, name: str) -> None:
-        with self.ranks.everywhere():
-            super().check_replay(name)
-
-    def stamp(self) -> object:
-        return None  # the parameters have no other users
-
-    def close(self) -> None:
-        self.ranks.close()
-        super().close()
-
-
-class LeadingRank(Rank):
-    """Rank 0, which makes the other ranks do what it does.
+class LeadingRank(Resident):
+    """Rank 0's share of a model, whose calls make the other ranks do the same.
 
     Args:
-        rank: as of `Rank`.
         group: the others.
+        ranks: all of them, in a forward.
+        cut: what this one holds.
+        parts: as of `Resident`.
 
     Attributes:
         memory: of each rank, as of `RankShare.allocate`.
     """
 
-    def __init__(self, *rank: Any, group: RankGroup) -> None:
-        super().__init__(*rank)
-        self.group = group
+    def __init__(self, group: RankGroup, ranks: Gloo, cut: Cut, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.group, self.ranks, self.cut = group, ranks, cut
         # Runs if it is never closed; its arguments must not refer to this object.
         self._let_go = weakref.finalize(self, group.close, os.getpid())
-        self.memory: list[dict[str, int]] = []
+        self.memory: list[dict[str, Any]] = []
 
     def forward(self, batch: Batch) -> Forward:
         made: Forward = self._together("forward", batch=batch)
         return made
 
-    def draft(self, k: int, batch: Batch, plan: SamplePlan | None) -> Draws | None:
-        draws: Draws | None = self._together("draft", {"plan": None}, k=k, batch=batch, plan=plan)
-        return draws
+    def draft(
+        self, k: int, batch: Batch, plan: SamplePlan | None, lengths: list[int]
+    ) -> list[list[int]]:
+        asked = dict(k=k, batch=batch, plan=plan, lengths=lengths)
+        drawn: list[list[int]] = self._together("draft", {"plan": None}, **asked)
+        return drawn
 
     def read_cache(self, kind: str, numbers: list[int], used: int | None = None) -> Tensor | None:
         own = super().read_cache(kind, numbers, used)
         assert own is not None
         if kind == "states":  # every rank has all of them
             return own
-        return torch.cat([own, *self._rows_of_others(numbers, used)], dim=1)
-
-    def _rows_of_others(self, blocks: list[int], used: int | None = None) -> list[Tensor]:
-        asked = {"do": "read_cache", "kind": "blocks", "numbers": blocks, "used": used}
+        asked = {"do": "read_cache", "kind": kind, "numbers": numbers, "used": used}
         with Shield().up():
-            answers = self.group.ask(asked)
-        return [answer["rows"] for answer in answers]
+            return torch.cat([own, *self.group.ask(asked)], dim=1)
 
     def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
-        shares = [rows] * self.ranks.size
+        own, *shares = [rows] * self.ranks.size
         if kind == "blocks":
-            others = [part.shape[1] for part in self._rows_of_others([])]
-            shares = [*rows.split([rows.shape[1] - sum(others), *others], dim=1)]
-        sent = {"rows": None, "shares": [share.contiguous() for share in shares]}
-        self._together("write_cache", sent, kind=kind, numbers=numbers, rows=shares[0])
-        return True
+            own, *shares = rows.split([sum(m["row_widths"][kind]) for m in self.memory], dim=1)
+        asked = {"do": "write_cache", "kind": kind, "numbers": numbers}
+        with Shield().up():
+            self.group.ask_each([{**asked, "rows": share} for share in shares])
+            return super().write_cache(kind, numbers, own)
 
     def new_weights(
         self, tensors: Mapping[str, Tensor], *, check_finite: bool
     ) -> Callable[[], None]:
         write = super().new_weights(tensors, check_finite=check_finite)
-        new = NewWeights(self.cut.original, tensors, check_finite=False)
+        new = NewWeights(self.original or {}, tensors, check_finite=False)
         writer = WeightWriter(self.decoder.held)
         for piece in new.messages(writer.packed):
             self.group.ask({"do": "prepare_weights", "tensors": piece})
@@ -129,9 +97,6 @@ class LeadingRank(Rank):
 
     def unload_adapter(self, number: int) -> None:
         self._together("unload_adapter", number=number)
-
-    def check_replay(self, name: str) -> None:
-        self._together("check_replay", name=name)
 
     def _together(
         self, what: str, others: Mapping[str, Any] = MappingProxyType({}), **fields: Any
@@ -159,14 +124,10 @@ class LeadingRank(Rank):
             "placement": "tensor parallel",
             "ranks": self.ranks.size,
             "exact": True,
-            "parameters": self.cut.total_parameters,
-            "weight_bytes": self.cut.total_bytes,
+            **self.cut.info,
             "rank_weight_bytes": [rank["weight_bytes"] for rank in self.memory],
             "kv_bytes": sum(rank["kv_bytes"] for rank in self.memory),
             "rank_kv_bytes": [rank["kv_bytes"] for rank in self.memory],
-            "split_linears": len(self.cut.columns),
-            "split_experts": len(self.cut.experts),
-            "whole_linears": self.cut.whole,
         }
 
     def sleep(self, weights: bool) -> None:
@@ -183,4 +144,5 @@ class LeadingRank(Rank):
         with ExitStack() as last_first:
             last_first.callback(give_back_freed)
             last_first.callback(super().close)
+            last_first.callback(self.ranks.close)
             last_first.callback(self._let_go)

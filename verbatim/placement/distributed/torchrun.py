@@ -6,7 +6,6 @@ import itertools
 import os
 import secrets
 import socket
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,9 +13,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from verbatim.errors import InvalidRequest
-from verbatim.placement.distributed.handshake import Address
-from verbatim.placement.distributed.hosts import Host, Hosts, NoHost
 from verbatim.placement.distributed.launcher import HOST
+from verbatim.placement.distributed.link import Address
 from verbatim.placement.distributed.stage import Stage
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -106,28 +104,3 @@ class RankHost:
         """Close this process's stage; those of others are closed with their programs."""
         if self._stage is not None:
             self._stage.close()
-
-
-class RankHosts(Hosts):
-    """Ranks that the user started, with a stage each. None of them can be replaced."""
-
-    def __init__(self, key: bytes, hosts: Sequence[RankHost]) -> None:
-        self.key = key
-        self._hosts = list(hosts)
-        self._left = list(hosts)
-
-    def start(self, count: int, avoid: set[str]) -> list[Host]:
-        if count > len(self._left):
-            raise NoHost("ranks that the user started can't be replaced")
-        hosts, self._left = self._left[:count], self._left[count:]
-        return list(hosts)
-
-    def prepare(self, count: int, model: dict[str, Any]) -> None:
-        """Do nothing: there is no spare rank."""
-
-    def machines(self) -> list[str]:
-        return [host.machine for host in self._hosts]
-
-    def close(self) -> None:
-        for host in self._hosts:
-            host.kill()

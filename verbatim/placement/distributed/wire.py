@@ -1,4 +1,4 @@
-"""Encoding of messages: plain data as JSON, followed by the arrays as they are in memory.
+"""Encoding of messages: plain data as JSON and the arrays as they are in memory, or hidden states alone.
 
 Nothing that is read can run: there are numbers, text, lists, tuples, mappings, tensors, dtypes, and objects
 of the classes in `FIELDS`. A path is sent as absolute text.
@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from verbatim.batch import (
     Batch,
     Candidates,
     Choices,
-    Draws,
+    Draw,
     LowRank,
     SamplePlan,
     SampleRow,
@@ -40,8 +40,8 @@ from verbatim.params import SamplingParams
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.options import EngineOptions
 
-PREFIX = struct.Struct("<4sIQ")  # magic, bytes of JSON, bytes of arrays
-MAGIC = b"vbt1"
+PREFIX = struct.Struct("<4sIQqqq")  # magic, bytes of JSON, bytes of arrays, a `Mark`
+MAGIC, _ROWS = b"vbt2", b"vbtr"  # of plain data, and of hidden states
 _MAX_HEADER = 1 << 28
 _MAX_ARRAYS = 1 << 38
 # Keys that stand for what JSON lacks; no message of ours has one otherwise.
@@ -51,6 +51,7 @@ _OBJECT, _SAME = "\0object", "\0same"  # an object of `FIELDS`; one that came be
 _LONG = 64  # entries of a list
 _ALIGNED = 16
 _FEW_BYTES = 1 << 16
+_SCALARS = frozenset({type(None), bool, int, float, str})
 
 _DTYPES: dict[str, torch.dtype | Packing] = {**SENT_DTYPES, **PACKINGS}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -73,7 +74,7 @@ _OPENED_WITH = (
     *("max_length", "prefix_cache", "num_threads", "default_batch_tokens", "prompt_rows"),
 )
 _WHOLE: tuple[Any, ...] = (
-    *(Adapter, LowRank, Batch, SamplePlan, SampleRow, Draws, Candidates),
+    *(Adapter, LowRank, Batch, SamplePlan, SampleRow, Candidates),
     *(Choices, LayerShape, StateShape, Result, Completion, Metrics, DraftStats),
     *(ModelSource, Offload),
 )
@@ -82,6 +83,7 @@ _WHOLE: tuple[Any, ...] = (
 FIELDS: dict[type, tuple[str, ...]] = {
     **{kind: tuple(field.name for field in fields(kind)) for kind in _WHOLE},
     Support: Support._fields,
+    Draw: Draw._fields,
     SamplingParams: _DRAWN_WITH,
     EngineOptions: _OPENED_WITH,
     FinishReason: ("value",),
@@ -101,6 +103,25 @@ class Garbage(VerbatimError):
     """Bytes that are not a message."""
 
 
+class Mark(NamedTuple):
+    """The identity of a piece of work; later ones compare larger."""
+
+    epoch: int  # raised whenever the stages are connected anew
+    step: int
+    part: int  # micro-batch of the step
+
+
+def encode_rows(mark: Mark, hidden: Tensor) -> list[Buffer]:
+    """Encode the hidden states `[T, H]` of a piece of work as buffers.
+
+    They go from stage to stage in every step, right after weights have swept all else out of the
+    processor's caches: then each piece of code and each object that is touched costs more than moving the
+    states does.
+    """
+    data = bytes_of(hidden.contiguous())
+    return [PREFIX.pack(_ROWS, 0, len(data), *mark), data]
+
+
 def encode(message: Mapping[str, Any]) -> list[Buffer]:
     """Encode a message as buffers that are sent one after another.
 
@@ -113,32 +134,32 @@ def encode(message: Mapping[str, Any]) -> list[Buffer]:
     buffers: list[Buffer] = []
     size = 0
     for array in writer.arrays:
-        raw = array.detach().contiguous()
-        if raw.numel():
-            data = bytes_of(raw)
+        if data := bytes_of(array.contiguous()):
             padding = -len(data) % _ALIGNED
             buffers += [data, bytes(padding)] if padding else [data]
             size += len(data) + padding
-    return [PREFIX.pack(MAGIC, len(header), size) + header, *buffers]
+    return [PREFIX.pack(MAGIC, len(header), size, 0, 0, 0) + header, *buffers]
 
 
 def bytes_of(array: Tensor) -> Buffer:
     """Return the bytes of a contiguous tensor: a copy if they are few, which is faster than a view."""
     if array.nbytes < _FEW_BYTES:
         return ctypes.string_at(array.data_ptr(), array.nbytes)
-    return memoryview(array.reshape(-1).view(torch.uint8).numpy().data)
+    return memoryview(array.detach().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def sizes(prefix: bytes | bytearray) -> tuple[int, int]:
-    """Return the bytes of JSON and of arrays that follow these `PREFIX.size` bytes.
+def sizes(prefix: bytes | bytearray) -> tuple[int, int, Mark | None]:
+    """Return the bytes of JSON and of arrays behind these `PREFIX.size` ones, and the mark of hidden states.
 
     Raises:
         Garbage: nothing of ours begins like that.
     """
-    magic, header, arrays = PREFIX.unpack(prefix)
+    magic, header, arrays, *mark = PREFIX.unpack(prefix)
+    if magic == _ROWS and not header and arrays <= _MAX_ARRAYS:
+        return 0, arrays, Mark(*mark)
     if magic != MAGIC or header > _MAX_HEADER or arrays > _MAX_ARRAYS:
         raise Garbage(f"{bytes(prefix[:8])!r} is not how a message of Verbatim's cluster begins")
-    return header, arrays
+    return header, arrays, None
 
 
 def decode(header: bytes | bytearray, arrays: bytearray) -> dict[str, Any]:
@@ -166,10 +187,10 @@ class _Writer:
         ] = {}  # id to number; the objects, so that ids stay theirs
 
     def plain(self, value: Any) -> Any:
+        if type(value) in _SCALARS:  # first: most values are
+            return value
         if type(value) in FIELDS:
             return self._object(value)
-        if value is None or isinstance(value, bool | int | float | str):
-            return value
         if isinstance(value, Tensor):
             self.arrays.append(value)
             return {_ARRAY: [_NAMES[value.dtype], list(value.shape)]}
@@ -185,6 +206,8 @@ class _Writer:
             return {_TUPLE: [self.plain(entry) for entry in value]}
         if isinstance(value, Path):
             return str(value.absolute())
+        if isinstance(value, int | float | str):
+            return value
         if isinstance(value, torch.dtype | Packing):
             return {_DTYPE: _NAMES[value]}
         raise TypeError(f"{type(value).__name__} is not plain data")

@@ -14,8 +14,7 @@ from verbatim.errors import VerbatimError
 from verbatim.placement.distributed.layers import Layers
 from verbatim.placement.distributed.link import Link, LinkLost
 from verbatim.placement.distributed.neighbours import Neighbours
-from verbatim.placement.distributed.rows import Mark, RowsMessage
-from verbatim.placement.distributed.wire import Message
+from verbatim.placement.distributed.wire import Mark, Message
 from verbatim.protocols import Forward
 
 _SPANS = 4096  # of the past, for benchmarks
@@ -27,7 +26,7 @@ class Work:
 
     Attributes:
         done: the last piece of work that was begun; what is not behind it is refused.
-        spans: of the last pieces: step, micro-batch, begin and end by the clock on the wall, rows.
+        spans: of the last pieces: step, micro-batch, begin and end by this machine's `time.monotonic`, rows.
     """
 
     def __init__(self, layers: Layers, neighbours: Neighbours) -> None:
@@ -38,16 +37,16 @@ class Work:
         self.num_tokens = 0
         self.busy_s = 0.0
         self.spans: deque[tuple[int, int, float, float, int]] = deque(maxlen=_SPANS)
-        # Micro-batches whose hidden states have not come yet, and hidden states without their micro-batch.
+        # Micro-batches, each with memory for its hidden states, and hidden states that have come.
         self._work: dict[Mark, Message] = {}
-        self._rows: dict[Mark, RowsMessage] = {}
+        self._rows: dict[Mark, bytearray | memoryview] = {}
         # By step: what the last stage has computed, and the questions that wait for it.
         self._computed: dict[int, list[Forward]] = {}
         self._waiting: dict[int, list[tuple[Link, Message]]] = {}
 
     def status(self) -> Message:
         """Return counts and timings, as plain values."""
-        since = time.time() - _RECENT_S
+        since = time.monotonic() - _RECENT_S
         recent = sum(tokens for *_, end, tokens in self.spans.copy() if end > since)
         return {
             "frames": self.num_frames,
@@ -56,54 +55,65 @@ class Work:
             "tokens_per_s": recent / _RECENT_S,  # that went through here lately, waiting included
         }
 
+    def room(self, mark: Mark, size: int) -> memoryview | None:
+        """Return the memory for so many bytes of hidden states, once, if their micro-batch is here."""
+        work = self._work.get(mark, {})
+        return work.pop("room") if len(work.get("room", ())) == size else None
+
     def take(self, message: Message) -> None:
         """Take one half of a micro-batch: the work from the head, or hidden states from the previous stage.
 
         The head tells all stages at once, so that batches are decoded before their hidden states arrive.
         """
-        rows: RowsMessage | None = message.get("rows")
-        mark = Mark(-1, -1, -1) if rows is None else rows.mark
+        mark = Mark(-1, -1, -1)
         try:
-            if rows is None:
-                mark = Mark(message["epoch"], message["step"], message["part"])
+            mark = message.get("mark") or Mark(message["epoch"], message["step"], message["part"])
             if mark.epoch != self._neighbours.epoch or mark <= self.done:
                 raise VerbatimError(f"{mark} is of the past: this stage has done {self.done}")
-            if rows is not None:
-                self._rows[mark] = rows
-                work = self._work.get(mark)
+            if "states" in message:
+                self._rows[mark] = message["states"]
             else:
-                work = self._work[mark] = self._checked(message)
-                rows = self._rows.get(mark)
-            if work is not None and (rows is not None or work["first"] == self._neighbours.index):
-                self._run(mark, work, rows)
+                self._work[mark] = self._checked(message)
+            work = self._work.get(mark)
+            if work is not None and ("hidden" not in work or mark in self._rows):
+                self._run(mark, work)
         except LinkLost as error:
             self._neighbours.tell({**_failed(mark), "unreachable": str(error)})
         except Exception as error:
             self._neighbours.tell({**_failed(mark), "error": described(error)})
 
     def _checked(self, work: Message) -> Message:
-        if not isinstance(work["batch"], Batch):
+        index, batch = self._neighbours.index, work["batch"]
+        if not isinstance(batch, Batch):
             raise TypeError("the batch of a piece of work is none")
-        if self._neighbours.index in work["fresh"]:
+        if index in work["fresh"]:
             # Of blocks whose contents came with its replay, or are gone.
-            work["batch"].block_copies = []
+            batch.block_copies = []
+        if work["first"] != index:
+            hidden = work["hidden"] = self._layers.entering(batch.num_tokens)
+            work["room"] = hidden.flatten().view(torch.uint8).numpy().data
         return work
 
-    def _run(self, mark: Mark, work: Message, rows: RowsMessage | None) -> None:
+    def _run(self, mark: Mark, work: Message) -> None:
         """Run one micro-batch, and send it to the next stage."""
         self.done = mark
-        index, batch, hidden = self._neighbours.index, work["batch"], rows and rows.hidden
-        begin = time.time()
-        out = self._layers.run(batch, hidden, kept=work["kept"] and work["first"] == index)
-        end = time.time()  # from here to the `begin` of the next stage it is a hop
+        index, batch, hidden = self._neighbours.index, work["batch"], work.get("hidden")
+        if "room" in work and hidden is not None:  # they came before it
+            work["room"][:] = self._rows[mark]
+        kept = work["kept"] and work["first"] == index
+        begin = time.monotonic()
+        out = self._layers.run(batch, hidden, kept=kept)
+        end = time.monotonic()  # from here to the `begin` of the next stage it is a hop
         try:
             if work["stop"] > index:
-                self._neighbours.pass_on(RowsMessage(mark, out.logits))
+                self._neighbours.pass_on(mark, out.logits)
             elif work["replays"]:
                 self._neighbours.tell({"ended": list(mark)})
             else:
                 self._keep(mark.step, work["parts"], out)
         finally:
+            if not kept:
+                self._layers.keep(batch, out.logits)
             self._note(mark, batch.num_tokens, begin, end)
 
     def _note(self, mark: Mark, num_tokens: int, begin: float, end: float) -> None:

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from verbatim.errors import VerbatimError
 from verbatim.placement.distributed.launcher import HOST
 from verbatim.placement.distributed.layers import Layers
 from verbatim.placement.distributed.rank_share import RankShare
@@ -31,8 +30,5 @@ def serve(
     stage = Stage(bytes.fromhex(key), HOST, served, ended.set)
     report(stage.address[1])
     if model is not None:
-        try:
-            served.warm(model)
-        except VerbatimError:
-            pass  # reported when the model is opened
+        served.warm(model)
     ended.wait()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from verbatim.batch import Batch, state_columns
+
+_ROWS = ("token_ids", "positions", "forced_experts", "forced_keys", "entering")  # fields [T, ...]
+_STATES = ("state_sources", "state_rows", "state_targets")
 
 
 def cut(batch: Batch, max_sequences: int, max_rows: int) -> list[Batch]:
@@ -17,7 +20,7 @@ def cut(batch: Batch, max_sequences: int, max_rows: int) -> list[Batch]:
     A sequence with more rows than that goes through in pieces, each in a micro-batch of its own: the
     later ones find the K and V of the earlier ones in the store.
     """
-    starts, lens = batch.query_starts.tolist(), batch.context_lens.tolist()
+    starts = batch.query_starts.tolist()
     pieces: list[tuple[int, int, int]] = []  # sequence, first row, end
     for s, (begin, end) in enumerate(itertools.pairwise(starts)):
         pieces += [(s, b, min(b + max_rows, end)) for b in range(begin, end, max_rows)]
@@ -35,7 +38,7 @@ def cut(batch: Batch, max_sequences: int, max_rows: int) -> list[Batch]:
     if len(parts) == 1:
         return [batch]
     states = None if batch.state_rows is None else _States(batch)
-    return [_part(batch, part, starts, lens, states) for part in parts]
+    return [_part(batch, part, states) for part in parts]
 
 
 class _States:
@@ -61,34 +64,25 @@ class _States:
             if self._ends[s] in self._targets:
                 self._sources[s] = writes.setdefault(end - 1, self._targets[self._ends[s]])
         rows = [row - pieces[0][1] for row in writes]
-        return state_columns(sources, rows, list(writes.values()))
+        return dict.fromkeys(_STATES) | state_columns(sources, rows, list(writes.values()))
 
 
-def _part(
-    batch: Batch,
-    pieces: list[tuple[int, int, int]],
-    starts: list[int],
-    lens: list[int],
-    states: _States | None,
-) -> Batch:
+def _part(batch: Batch, pieces: list[tuple[int, int, int]], states: _States | None) -> Batch:
     first, end = pieces[0][1], pieces[-1][2]
-    sequences = [s for s, _, _ in pieces]
-    bounds = torch.tensor([b for _, b, _ in pieces] + [end], dtype=torch.int32)
-    contexts = [lens[s] - (starts[s + 1] - e) for s, _, e in pieces]
-    wanted: Tensor = batch.logit_rows
-    experts, keys = batch.forced_experts, batch.forced_keys
-    return Batch(
-        token_ids=batch.token_ids[first:end],
-        positions=batch.positions[first:end],
-        query_starts=bounds - first,
-        context_lens=torch.tensor(contexts, dtype=torch.int32),
+    sequences = torch.tensor([s for s, _, _ in pieces])
+    ends = torch.tensor([e for _, _, e in pieces], dtype=torch.int32)
+    wanted = batch.logit_rows
+    fields = {} if states is None else states.of(pieces)
+    for name in _ROWS:
+        if (rows := getattr(batch, name)) is not None:
+            fields[name] = rows[first:end]
+    return replace(
+        batch,
+        query_starts=torch.tensor([b for _, b, _ in pieces] + [end], dtype=torch.int32) - first,
+        context_lens=batch.context_lens[sequences] - batch.query_starts[1:][sequences] + ends,
         block_tables=batch.block_tables[sequences],
         logit_rows=wanted[(wanted >= first) & (wanted < end)] - first,
-        wants_hidden=batch.wants_hidden,
-        forced_experts=None if experts is None else experts[first:end],
-        forced_keys=None if keys is None else keys[first:end],
-        records_keys=batch.records_keys,
+        block_copies=[],
         adapters=None if batch.adapters is None else batch.adapters[sequences],
-        entering=None if batch.entering is None else batch.entering[first:end],
-        **({} if states is None else states.of(pieces)),
+        **fields,
     )

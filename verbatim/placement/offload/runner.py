@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import weakref
 from contextlib import ExitStack
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
-
-import torch
 
 from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.errors import NotSupported, TierFailed, VerbatimError
 from verbatim.heap import give_back_freed
-from verbatim.kv.states import open_states
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.early_exit import open_draft_layers
@@ -21,13 +19,11 @@ from verbatim.placement.offload.choice import Offload
 from verbatim.placement.offload.forecast import Measured
 from verbatim.placement.offload.kv import TieredKVStore
 from verbatim.placement.offload.report import plan_line
-from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.tiers import Tiers, groups_of
 from verbatim.placement.offload.units import Slot
 from verbatim.placement.offload.update import TierWriter
-from verbatim.placement.offload.weights import Weights
 from verbatim.placement.options import Placed, ToOpen
-from verbatim.placement.resident import Resident
+from verbatim.placement.resident import Resident, open_store
 from verbatim.protocols import Forward
 
 _DRAWING = 28  # bytes a logit where much is asked for: copies in float32 and what sorting takes
@@ -60,9 +56,7 @@ class Offloaded(Resident):
         self.scratch = tiers.scratch
         self.packed, self.original = tiers.report, tiers.original
         # Runs if it is never closed; its arguments must not refer to this object.
-        self._let_go = weakref.finalize(
-            self, _let_go, os.getpid(), self.weights, store, self.scratch
-        )
+        self._let_go = weakref.finalize(self, _let_go, os.getpid(), tiers, store)
 
     @property
     def whole_module(self) -> None:
@@ -96,15 +90,10 @@ class Offloaded(Resident):
         return done
 
     def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
-        begin = perf_counter()
-        at_once = self._rows_at_once(len(plan.rows))
-        draws = super().sample(forward, _some(plan, 0, at_once))
-        for first in range(at_once, len(plan.rows), at_once):
-            more = super().sample(forward, _some(plan, first, first + at_once))
-            for name in ("ids", "logprobs", "sampled_logprobs", "top_ids", "top_logprobs"):
-                getattr(draws, name).extend(getattr(more, name))
-            draws.candidates.update({first + row: c for row, c in more.candidates.items()})
-            draws.supports.update({first + row: s for row, s in more.supports.items()})
+        begin, sample, rows = perf_counter(), super().sample, range(len(plan.rows))
+        at_once = self._rows_at_once(len(rows))
+        pieces = [rows[first : first + at_once] for first in rows[::at_once]]
+        draws = [draw for piece in pieces for draw in sample(forward, _some(plan, piece))]
         self._measured.sample_s += perf_counter() - begin
         self._measured.draws += 1
         self._measured.tokens += sum(row.target is None for row in plan.rows)
@@ -131,7 +120,7 @@ class Offloaded(Resident):
             "weights": in_place,
             "experts": 0 if experts is None else experts.nbytes,
             "expert buffers": 0 if experts is None else experts.buffer_bytes,
-            "ring": self.weights.stream.capacity,
+            "ring": self.weights.ring.nbytes,
             "K and V": kv["gpu"] + kv["cpu"],
             "K and V buffers": self.store.staging_bytes,
         }
@@ -150,14 +139,11 @@ class Offloaded(Resident):
         if self.weights.is_asleep:
             raise VerbatimError("the weights are asleep; call wake() before they are updated")
         assert self.original is not None
-        return TierWriter(self.weights, self.original, self.scratch)
-
-    def stamp(self) -> object:
-        return None  # parameters change all the time, and never their numbers
+        return TierWriter(self.weights, self.original)
 
     def sleep(self, weights: bool) -> None:
         if weights:
-            self.weights.release(self.scratch)
+            self.weights.release()
             self.decoder.weights_moved()
         super().sleep(False)
 
@@ -175,10 +161,10 @@ class Offloaded(Resident):
             last_first.callback(self._let_go)
 
 
-def _some(plan: SamplePlan, first: int, end: int) -> SamplePlan:
+def _some(plan: SamplePlan, rows: range) -> SamplePlan:
     """Return the plan of some of the rows."""
     where = plan.logits_rows or range(len(plan.rows))
-    return SamplePlan(plan.rows[first:end], list(where[first:end]))
+    return SamplePlan([plan.rows[i] for i in rows], [where[i] for i in rows])
 
 
 def _tiers_of(slots: list[Slot]) -> dict[str, int]:
@@ -189,13 +175,12 @@ def _tiers_of(slots: list[Slot]) -> dict[str, int]:
     return held
 
 
-def _let_go(process: int, weights: Weights, store: TieredKVStore, scratch: Scratch) -> None:
+def _let_go(process: int, tiers: Tiers, store: TieredKVStore) -> None:
     """End threads, free memory and disk space. A fork has none of these threads."""
     if os.getpid() == process:
         with ExitStack() as last_first:
-            last_first.callback(scratch.close)
+            last_first.callback(tiers.close)
             last_first.callback(store.release)
-            last_first.callback(weights.close)
 
 
 def open_offloaded(model: ToOpen, offload: Offload) -> Placed:
@@ -230,13 +215,8 @@ def open_tiered(
             f"attention_top_k={offload.attention_top_k}: not supported for models with an indexer or "
             "records, which choose the keys themselves"
         )
-    dtype = options.kv_dtype or spec.dtype
-    store = TieredKVStore(
-        spec.layers,
-        num_blocks,
-        options.block_size,
-        dtype,
-        torch.device("cpu"),
+    make = partial(
+        TieredKVStore,
         percents=tiers.plan.kv,
         groups=groups_of(tiers.weights.units, spec.slots),
         scratch=tiers.scratch,
@@ -245,10 +225,5 @@ def open_tiered(
         cpu_cache_compute=offload.cpu_cache_compute,
         top_k=offload.attention_top_k,
     )
-    with ExitStack() as undo:
-        undo.callback(store.release)
-        store.states = open_states(spec.states, num_states)
-        layers.open_stores(num_blocks, options.block_size, dtype)
-        runner = Offloaded(decoder, store, tiers, layers)
-        undo.pop_all()
-    return runner
+    store = open_store(spec, options, layers, num_blocks, num_states, make)
+    return Offloaded(decoder, store, tiers, layers)

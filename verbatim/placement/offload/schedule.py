@@ -19,13 +19,14 @@ from torch import Tensor, UntypedStorage, nn
 
 from verbatim.batch import Batch
 from verbatim.model.context import ForwardContext, activate
+from verbatim.model.patching import forward_of
 from verbatim.placement.offload.choice import Percents
 from verbatim.placement.offload.cut import cut
 from verbatim.placement.offload.kv import assign_tiers
 from verbatim.placement.offload.plan import Plan
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.trace import Trace
-from verbatim.placement.offload.units import Unit, forward_of
+from verbatim.placement.offload.units import Unit
 from verbatim.placement.offload.weights import Weights
 from verbatim.weights.files import up
 

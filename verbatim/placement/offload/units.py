@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
-from verbatim.model.adapters import adapter_for
 from verbatim.model.experts import ExpertsParts, runs_flat
-from verbatim.model.invariant import forward_for
 from verbatim.model.packed import placeholder
 from verbatim.model.structs import NotFusable
 from verbatim.model.weight_packing import WeightPacking
@@ -35,7 +33,6 @@ class Slot:
     Attributes:
         lazy: how it is computed from the data in its tier.
         nbytes: of the parameter.
-        stored_bytes: of the data in its tier.
         tier: "gpu", "cpu" or "disk".
         rows_only: only rows of it are read, from its file.
         packing: of the lazy weight's data, if it is quantized.
@@ -52,16 +49,12 @@ class Slot:
     lazy: LazyWeight
     tier: str = "disk"
     rows_only: bool = False
-    stored_bytes: int = 0
     packing: WeightPacking | None = None
     holders: list[tuple[nn.Module, str]] = field(default_factory=list)
     is_unpacked: bool = False
     rounding: WeightPacking | None = None
     rows: LazyWeight | None = None
     cut: tuple[nn.Parameter, int, int] | None = None
-
-    def __post_init__(self) -> None:
-        self.stored_bytes = sum(stored.nbytes for stored in sources(self.lazy))
 
     @property
     def nbytes(self) -> int:
@@ -280,11 +273,3 @@ def _expert_layer(name: str, module: nn.Module, unit: Unit) -> ExpertLayer | Non
             stacks[key] = StackedSlot(slot, slot.parameter.numel() // size)
     count = min(stack.count for stack in stacks.values())
     return ExpertLayer(name, module, unit, count, stacks)
-
-
-def forward_of(layer: nn.Module) -> Callable[..., Any]:
-    """Return the forward that the engine runs for `layer`: one of its instance or its batch-invariant one,
-    if any, else its own.
-    """
-    known = layer.__dict__.get("forward") or forward_for(layer) or adapter_for(layer)
-    return type(layer).forward.__get__(layer) if known is None else known

@@ -19,7 +19,8 @@ from verbatim.untrusted import parts_of, reason
 from verbatim.weights.formats.bitsandbytes import read_bitsandbytes
 from verbatim.weights.formats.checkpoint import QuantizedCheckpoint
 from verbatim.weights.formats.compressed import read_compressed
-from verbatim.weights.formats.fp8 import read_fp8, read_mxfp4
+from verbatim.weights.formats.fp4 import read_mxfp4
+from verbatim.weights.formats.fp8 import read_fp8
 from verbatim.weights.formats.gptq import read_auto_round, read_awq, read_gptq
 from verbatim.weights.formats.modelopt import read_modelopt
 from verbatim.weights.formats.torchao import read_torchao

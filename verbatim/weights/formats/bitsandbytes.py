@@ -12,25 +12,20 @@ from torch import Tensor
 
 from verbatim.errors import ModelError
 from verbatim.model.stored import read_stored
-from verbatim.model.weight_packing import TABLES, Encoding
-from verbatim.weights.formats.checkpoint import SCALES, QuantizedCheckpoint, pairs
-from verbatim.weights.formats.compressed import unsigned
+from verbatim.model.weight_packing import TABLES, Encoding, unfold
+from verbatim.weights.formats.checkpoint import SCALES, QuantizedCheckpoint
+from verbatim.weights.formats.fp8 import scaled
 from verbatim.weights.lazy import LazyWeight
 
 
 def read_bitsandbytes(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
     """Yield the lazy weight of each matrix."""
-
-    def codes(weight: Tensor, scales: Tensor) -> Any:
-        return unsigned(weight), scales.float()[:, None] / 127, 0.0
-
     for name in checkpoint.names(".SCB"):
-        weight = f"{name}.weight"
-        stored = checkpoint.take(weight, torch.int8)
-        shape = stored.shape
-        parts = stored, checkpoint.take(f"{name}.SCB", *SCALES, shape=shape[:1])
+        yield (
+            f"{name}.weight",
+            scaled(checkpoint, f"{name}.weight", f"{name}.SCB", None, divisor=127),
+        )
         checkpoint.drop(f"{name}.weight_format")
-        yield weight, checkpoint.grouped(weight, shape, Encoding.SIGNED, 8, 0, codes, parts)
     for kind in (Encoding.NF4, Encoding.FP4):
         for name in checkpoint.names(f".quant_state.bitsandbytes__{kind.name.lower()}"):
             yield name, _four_bits(checkpoint, name, kind)
@@ -64,7 +59,7 @@ def _four_bits(checkpoint: QuantizedCheckpoint, name: str, kind: Encoding) -> La
 
     def flat(codes: Tensor, absmax: Tensor, *nests: Tensor) -> tuple[Tensor, Tensor]:
         data = codes.contiguous().view(torch.uint8).flatten()  # stored in any dtype
-        code = pairs(data, high_first=True)[:numel]
+        code = unfold(data << 4 | data >> 4, 1)[:numel]  # the upper half is first
         peaks = absmax.flatten()
         if nests:
             outer = nests[0].repeat_interleave(nested)[: len(peaks)]

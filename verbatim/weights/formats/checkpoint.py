@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError, NotSupported
-from verbatim.model.groups import PIECE, halved, heads_of
+from verbatim.model.groups import PIECE, heads_of
 from verbatim.model.quantization import GROUP_SIZES, Quantization
 from verbatim.model.quantize import pack
-from verbatim.model.weight_packing import Encoding, WeightPacking, stretches
+from verbatim.model.weight_packing import Encoding, WeightPacking, join, unfold
 from verbatim.weights.formats.stored import Grouped
 from verbatim.weights.lazy import Computed, LazyWeight, Stored
 
@@ -171,31 +171,15 @@ class QuantizedCheckpoint:
 
 def laid_out(code: Tensor, heads: Tensor, packing: WeightPacking) -> Tensor:
     """Return codes `[N, K]` and heads `[N, groups]`, or more of them, as `[packing.nbytes]` uint8."""
-    bits, cut = packing.quantization.bits, stretches(packing.depth, packing.quantization.group_size)
-    heads = heads[:, : sum(count for count, _ in cut)].contiguous()
-
-    def pieces(rows: Tensor) -> list[Tensor]:  # [n, groups, bytes]
-        parts = rows.split([count * size for count, size in cut], 1)
-        groups = (part.unflatten(1, own) for part, own in zip(parts, cut, strict=True))
-        return [halved(group, -1, bits) for group in groups]
-
+    heads = heads[:, : -(-packing.depth // packing.quantization.group_size)]
     out = torch.empty(packing.vectors, packing.vector_bytes, dtype=torch.uint8)
     step = max(1, PIECE // packing.depth)
     for rows, some, head in zip(*(x.split(step) for x in (out, code, heads)), strict=True):
-        made = [piece.flatten(1) for piece in pieces(some)]
-        torch.cat([*made, head.view(torch.uint8)], 1, out=rows)
+        rows.copy_(join(some, head, packing))
     return out.flatten()
 
 
 def nibbles(words: Tensor, bits: int) -> Tensor:
     """Unpack int32 words `[..., n]` to codes `[..., n * 32 / bits]`, the lowest bits first."""
     data = words.contiguous().view(torch.uint8)
-    return data if bits == 8 else pairs(data)
-
-
-def pairs(data: Tensor, *, high_first: bool = False) -> Tensor:
-    """Unpack bytes `[..., n]` to codes of 4 bits, `[..., 2 * n]`."""
-    out = torch.empty(*data.shape, 2, dtype=torch.uint8)
-    torch.bitwise_and(data, 15, out=out[..., int(high_first)])
-    torch.bitwise_right_shift(data, 4, out=out[..., int(not high_first)])
-    return out.flatten(-2)
+    return data if bits == 8 else unfold(data, 1)

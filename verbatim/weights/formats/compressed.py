@@ -12,7 +12,7 @@ from verbatim.errors import ModelError, NotSupported
 from verbatim.model.stored import read_stored
 from verbatim.model.weight_packing import Encoding
 from verbatim.weights.formats.checkpoint import SCALES, QuantizedCheckpoint, nibbles
-from verbatim.weights.formats.fp4 import mxfp4_rows, nvfp4
+from verbatim.weights.formats.fp4 import mxfp4, nvfp4
 from verbatim.weights.formats.fp8 import FP8, finish_fp8, scaled
 from verbatim.weights.lazy import LazyWeight, Stored
 
@@ -38,13 +38,14 @@ def read_compressed(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, Lazy
         if factor in checkpoint.left:
             yield weight, nvfp4(checkpoint, weight, packed, scale, factor, inverted=True)
         elif packed in checkpoint.left and checkpoint.left[packed].dtype is torch.uint8:
-            yield weight, mxfp4_rows(checkpoint, weight, packed, scale)
+            yield weight, mxfp4(checkpoint, weight, packed, scale)
         elif packed in checkpoint.left:
             yield weight, _words(checkpoint, name, options)
         elif weight in checkpoint.left and checkpoint.left[weight].dtype in FP8:
             yield weight, scaled(checkpoint, weight, scale, block)
         else:
-            yield weight, _plain(checkpoint, name, options)
+            zeros, size = _zero_points(checkpoint, name, options, torch.int8), _group_size(options)
+            yield weight, scaled(checkpoint, weight, scale, [1, size] if size else None, zeros)
         checkpoint.drop(
             *(f"{name}.input_{kind}" for kind in ("scale", "zero_point", "global_scale"))
         )
@@ -82,33 +83,11 @@ def _words(checkpoint: QuantizedCheckpoint, name: str, options: list[dict[str, A
             return code, scales, 0.0
         return code, scales, nibbles(zeros.t(), bits)[:, : len(scales)].int().t()
 
-    zero_shape = (-(-shape[0] // per_word), scales.shape[1])
-    zeros = _zero_points(checkpoint, name, options, torch.int32, zero_shape)
-    kind, parts = _encoding(zeros), (words, scales, *zeros)
+    zeros = _zero_points(checkpoint, name, options, torch.int32)
+    if any(zero.shape != (-(-shape[0] // per_word), scales.shape[1]) for zero in zeros):
+        raise checkpoint.wrong(zeros[0])
+    kind, parts = (Encoding.ZERO_POINT if zeros else Encoding.SIGNED), (words, scales, *zeros)
     return checkpoint.grouped(f"{name}.weight", shape, kind, bits, size, codes, parts)
-
-
-def _plain(checkpoint: QuantizedCheckpoint, name: str, options: list[dict[str, Any]]) -> LazyWeight:
-    weight = checkpoint.take(f"{name}.weight", torch.int8, shape=(None, None))
-    scales = checkpoint.take(f"{name}.weight_scale", *SCALES)
-    shape = weight.shape
-    groups = scales.shape[1] if len(scales.shape) == 2 else 1
-    size = _group_size(options) or -(-shape[1] // max(1, groups))
-    for_tensor = torch.Size(scales.shape).numel() == 1
-    if not for_tensor and (scales.shape[0] != shape[0] or groups != -(-shape[1] // size)):
-        raise checkpoint.wrong(scales)
-    size = 0 if for_tensor else size
-
-    def by_rows(x: Tensor) -> Tensor:
-        return x.reshape(1, 1).expand(shape[0], 1) if for_tensor else x.reshape(shape[0], -1)
-
-    def codes(weight: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Any:
-        zero = 0.0 if zeros is None else by_rows(zeros.int()) + 128
-        return unsigned(weight), by_rows(scales), zero
-
-    zeros = _zero_points(checkpoint, name, options, torch.int8, scales.shape)
-    kind, parts = _encoding(zeros), (weight, scales, *zeros)
-    return checkpoint.grouped(f"{name}.weight", shape, kind, 8, size, codes, parts)
 
 
 def _group_size(options: list[dict[str, Any]]) -> int | None:
@@ -118,25 +97,12 @@ def _group_size(options: list[dict[str, Any]]) -> int | None:
 
 
 def _zero_points(
-    checkpoint: QuantizedCheckpoint,
-    name: str,
-    options: list[dict[str, Any]],
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
+    checkpoint: QuantizedCheckpoint, name: str, options: list[dict[str, Any]], dtype: torch.dtype
 ) -> tuple[Stored, ...]:
     """Return the zero points of a matrix, if it has any."""
-    zeros = checkpoint.take_if_there(f"{name}.weight_zero_point", dtype, shape=shape)
+    zeros = checkpoint.take_if_there(f"{name}.weight_zero_point", dtype)
     if not zeros and all(option.get("symmetric") is False for option in options):
         raise ModelError(
             f"{checkpoint.folder} lacks {name}.weight_zero_point, as config.json says symmetric=false"
         )
     return zeros
-
-
-def _encoding(zeros: tuple[Stored, ...]) -> Encoding:
-    return Encoding.ZERO_POINT if zeros else Encoding.SIGNED
-
-
-def unsigned(weight: Tensor) -> Tensor:
-    """Shift int8 by 128."""
-    return weight.view(torch.uint8) ^ 128

@@ -1,38 +1,54 @@
-"""FP4 (E2M1) by rows: NVFP4 and MXFP4 of compressed-tensors and of NVIDIA's ModelOpt."""
+"""FP4 (E2M1): MXFP4 of gpt-oss, and MXFP4 and NVFP4 by rows of compressed-tensors and NVIDIA's ModelOpt."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from verbatim.errors import ModelError
-from verbatim.model.gguf_blocks import SMALLEST_FACTOR, nvfp4_blocks
+from verbatim.model.blocks import SMALLEST_FACTOR, nvfp4_blocks, unpack_blocks
 from verbatim.model.groups import PIECE
 from verbatim.model.quantization import Quantization
-from verbatim.model.weight_packing import BLOCK, E2M1, Encoding, WeightPacking
-from verbatim.weights.formats.checkpoint import SCALES, QuantizedCheckpoint, pairs
+from verbatim.model.weight_packing import BLOCK, Encoding, WeightPacking, unfold
+from verbatim.weights.formats.checkpoint import SCALES, QuantizedCheckpoint
 from verbatim.weights.formats.stored import Decoded, Grouped
-from verbatim.weights.lazy import Computed, LazyWeight, Stored
+from verbatim.weights.lazy import Computed, LazyWeight
 
 _LARGEST = 2.0**109  # a factor; scales are at most 448, and codes 6
 
 
-def powers(exponents: Tensor) -> Tensor:
-    """Return the float32 scales of E8M0 exponents, uint8."""
-    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
+def read_mxfp4(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
+    """Yield the lazy weight of each stack of experts."""
+    for name in checkpoint.names("_blocks"):
+        yield name, mxfp4(checkpoint, name, f"{name}_blocks", f"{name}_scales")
 
 
-def mxfp4_rows(checkpoint: QuantizedCheckpoint, weight: str, packed: str, scale: str) -> LazyWeight:
-    """Return the lazy weight of MXFP4 by rows, two codes in a byte, with E8M0 scales of 32 elements."""
-    parts, shape = _parts(checkpoint, packed, scale, 32, torch.uint8)
+def mxfp4(checkpoint: QuantizedCheckpoint, name: str, packed: str, scale: str) -> LazyWeight:
+    """Return the lazy weight of MXFP4, two codes in a byte, with E8M0 scales of 32 elements.
 
-    def codes(data: Tensor, exponents: Tensor) -> Any:
-        return pairs(data), powers(exponents), 0.0
+    Args:
+        packed: name of the codes: a matrix `[N, K / 2]`; or stacks `[experts, N, K / 32, 16]`, which
+            transformers keeps as `[experts, K, N]`.
+    """
+    codes = checkpoint.take(packed, torch.uint8)
+    stacks = len(codes.shape) == 4 and codes.shape[-1] == 16
+    if not stacks and len(codes.shape) != 2:
+        raise checkpoint.wrong(codes)
+    groups = codes.shape[:-1] if stacks else (codes.shape[0], -(-codes.shape[1] // 16))
+    parts = codes, checkpoint.take(scale, torch.uint8, shape=groups)
+    depth = 32 * groups[-1] if stacks else 2 * codes.shape[1]
+    shape = (groups[0], depth, groups[1]) if stacks else (groups[0], depth)
 
-    return checkpoint.grouped(weight, shape, Encoding.MXFP4, 4, 32, codes, parts)
+    def split(data: Tensor, exponents: Tensor) -> Any:
+        powers = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
+        return unfold(data, 1).view(-1, depth), powers, 0.0
+
+    return checkpoint.grouped(name, shape, Encoding.MXFP4, 4, 32, split, parts, columns=stacks)
 
 
 def nvfp4(
@@ -53,50 +69,42 @@ def nvfp4(
         factor: name of the float32 number of the matrix.
         inverted: the factor is stored as 1 over it.
     """
-    parts, shape = _parts(checkpoint, packed, scale, 16, torch.float8_e4m3fn)
-    parts = (*parts, checkpoint.take(factor, *SCALES))
+    codes = checkpoint.take(packed, torch.uint8, shape=(None, None))
+    shape = codes.shape[0], 2 * codes.shape[1]
+    scales = checkpoint.take(scale, torch.float8_e4m3fn, shape=(shape[0], -(-shape[1] // 16)))
+    parts = codes, scales, checkpoint.take(factor, *SCALES)
     if math.prod(parts[2].shape) != 1:
         raise checkpoint.wrong(parts[2])
-    full_name = f"{checkpoint.folder}: {weight}"
+    full_name, missing = f"{checkpoint.folder}: {weight}", -shape[1] % BLOCK
 
-    def read(data: Tensor, scales: Tensor, number: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def blocks(data: Tensor, scales: Tensor, number: Tensor) -> Tensor:
         number = number.float().reshape(())
         number = 1 / number if inverted else number
-        if not SMALLEST_FACTOR <= float(number) <= _LARGEST:
+        if not (number == 0 or SMALLEST_FACTOR <= float(number) <= _LARGEST):
             raise ModelError(
                 f"{full_name} has a scale that is NaN, infinite, too large or not positive"
             )
         if bool(scales.float().isnan().any()):
             raise ModelError(f"{full_name} has scales that are NaN")
-        return pairs(data), scales, number
+        if missing:
+            data = pad(data, (0, missing // 2))
+            scales = pad(scales.view(torch.uint8), (0, missing // 16)).view(scales.dtype)
+        factors = number.expand(1, 2 * data.shape[1] // BLOCK)
+        step = max(1, PIECE // shape[1])  # rows laid out at once
+        return torch.cat(
+            [
+                nvfp4_blocks(unfold(rows, 1), own, factors.expand(len(rows), -1))
+                for rows, own in zip(data.split(step), scales.split(step), strict=True)
+            ]
+        )
 
     def values(*tensors: Tensor) -> Tensor:
-        code, scales, number = read(*tensors)
-        groups = E2M1[code.int()].unflatten(-1, (-1, 16))
-        matrix: Tensor = (groups * (scales.float() * number)[..., None]).flatten(1)
-        return matrix.to(checkpoint.dtype)
+        found = unpack_blocks(blocks(*tensors), Encoding.NVFP4)
+        return found[:, : shape[1]].to(checkpoint.dtype).contiguous()
 
-    def blocks(data: Tensor, scales: Tensor, number: Tensor) -> Tensor:
-        step = max(1, PIECE // shape[1])  # rows laid out at once
-        rows = []
-        for parts in zip(data.split(step), scales.split(step), strict=True):
-            code, scale, factor = read(*parts, number)
-            factors = factor.expand(len(code), shape[1] // BLOCK)
-            rows.append(nvfp4_blocks(code, scale, factors))
-        return torch.cat(rows).flatten()
-
-    if shape[1] % BLOCK:
+    if missing:
         return Computed(Decoded(shape, checkpoint.dtype, values), parts, {}, None)
     kind = Quantization(4, 32, None)
     packing = WeightPacking(shape, checkpoint.dtype, kind, encoding=Encoding.NVFP4)
-    return Computed(Grouped(full_name, packing, blocks), parts, {}, None)
-
-
-def _parts(
-    checkpoint: QuantizedCheckpoint, packed: str, scale: str, size: int, dtype: torch.dtype
-) -> tuple[tuple[Stored, ...], tuple[int, int]]:
-    """Return codes and scales of a matrix `[N, K]`, and its shape."""
-    codes = checkpoint.take(packed, torch.uint8, shape=(None, None))
-    shape = codes.shape[0], 2 * codes.shape[1]
-    scales = checkpoint.take(scale, dtype, shape=(shape[0], -(-shape[1] // size)))
-    return (codes, scales), shape
+    compute = Grouped(full_name, packing, lambda *tensors: blocks(*tensors).flatten())
+    return Computed(compute, parts, {}, None)

@@ -13,8 +13,8 @@ from torch import Tensor
 from verbatim.errors import ModelError, NotSupported
 from verbatim.model.quantization import Quantization
 from verbatim.model.stored import Stored, stamp_of
-from verbatim.model.weight_packing import Encoding, WeightPacking
-from verbatim.weights.formats.checkpoint import laid_out, pairs
+from verbatim.model.weight_packing import Encoding, WeightPacking, unfold
+from verbatim.weights.formats.checkpoint import laid_out
 from verbatim.weights.formats.stored import Decoded, Grouped
 from verbatim.weights.lazy import Computed, LazyWeight, Traced, traced
 
@@ -29,10 +29,13 @@ _PROCESSORS = (
 )
 
 
-def read_gguf(path: Path, config: Any, empty: Any, dtype: torch.dtype) -> dict[str, Traced]:
+def read_gguf(
+    path: Path, reader: Any, config: Any, empty: Any, dtype: torch.dtype
+) -> dict[str, Traced]:
     """Return the tensors of a GGUF file, traced, by transformers' names.
 
     Args:
+        reader: gguf's, of the file.
         config: of the file's model.
         empty: the module on the meta device.
         dtype: of decoded weights.
@@ -40,7 +43,6 @@ def read_gguf(path: Path, config: Any, empty: Any, dtype: torch.dtype) -> dict[s
     Raises:
         NotSupported: an architecture whose tensors transformers rearranges in other ways.
     """
-    from gguf import GGUFReader
     from transformers.integrations.gguf.utils import is_gguf_arch_supported
     from transformers.modeling_gguf_pytorch_utils import (
         TENSOR_PROCESSORS,
@@ -49,7 +51,6 @@ def read_gguf(path: Path, config: Any, empty: Any, dtype: torch.dtype) -> dict[s
         read_field,
     )
 
-    reader = GGUFReader(path)
     (architecture,) = read_field(reader, "general.architecture")
     kind: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
     processor = kind(config.to_dict())
@@ -146,9 +147,7 @@ def _q8_0(blocks: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 
 def _q4_0(blocks: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    both = blocks[..., 2:]
-    code = torch.cat([both & 15, both >> 4], -1)
-    return code, _halves(blocks[..., :2], name).squeeze(-1).view(torch.int16)
+    return unfold(blocks[..., 2:], 16), _halves(blocks[..., :2], name).squeeze(-1).view(torch.int16)
 
 
 def _q5_0(blocks: Tensor, name: str) -> tuple[Tensor, Tensor]:
@@ -164,12 +163,10 @@ def _iq4_nl(blocks: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 def _iq4_xs(blocks: Tensor, name: str) -> tuple[Tensor, Tensor]:
     d = _halves(blocks[..., :2], name).float()
-    lower = pairs(blocks[..., 4:8])
+    lower = unfold(blocks[..., 4:8], 1)
     upper = (blocks[..., 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3).flatten(-2)
     scale = d * ((lower | upper << 4).float() - 32)
-    both = blocks[..., 8:].unflatten(-1, (8, 16))
-    code = torch.cat([both & 15, both >> 4], -1).flatten(-2)
-    return _iq4_numbers(code), scale.flatten(1).view(torch.int32)
+    return _iq4_numbers(unfold(blocks[..., 8:], 16)), scale.flatten(1).view(torch.int32)
 
 
 def _iq4_numbers(code: Tensor) -> Tensor:

@@ -16,26 +16,6 @@ from verbatim.weights.lazy import LazyWeight, Stored
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble of a word
 
 
-def _take(
-    checkpoint: QuantizedCheckpoint, name: str, by_columns: bool, bits: int, size: int
-) -> tuple[tuple[int, int], tuple[Stored, ...]]:
-    """Return the shape of a matrix and its tensors: words, zero points, scales.
-
-    Args:
-        by_columns: a word has codes of several columns, as in AWQ; else of several rows.
-        size: of a group; at most 0: all of K.
-    """
-    per_word = 32 // bits
-    words = checkpoint.take(f"{name}.qweight", torch.int32, shape=(None, None))
-    depth, width = words.shape
-    shape = (width * per_word, depth) if by_columns else (width, depth * per_word)
-    groups = -(-shape[1] // size) if size > 0 else 1
-    zero_shape = groups, -(-shape[0] // per_word)
-    zeros = checkpoint.take(f"{name}.qzeros", torch.int32, shape=zero_shape)
-    scales = checkpoint.take(f"{name}.scales", *SCALES, shape=(groups, shape[0]))
-    return shape, (words, zeros, scales)
-
-
 def read_gptq(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
     """Yield the lazy weight of each matrix."""
     bits = checkpoint.option("bits", None, 4, 8)
@@ -43,40 +23,77 @@ def read_gptq(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight
     version = checkpoint.option("checkpoint_format", "gptq", "gptq", "gptq_v2")
     ordered = bool(checkpoint.option("desc_act", False))
 
-    def zeros_of(zeros: Tensor, scales: Tensor) -> Tensor:
-        zero: Tensor = nibbles(zeros, bits)[:, : scales.shape[1]].int() + (version == "gptq")
-        return zero
+    def unpacked(words: Tensor, zeros: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        zero = nibbles(zeros, bits)[:, : scales.shape[1]].int() + (version == "gptq")
+        return nibbles(words.t(), bits), scales.t(), zero.t()
 
     def codes(words: Tensor, zeros: Tensor, scales: Tensor, order: Tensor | None = None) -> Any:
-        code = nibbles(words.t(), bits)
-        groups = torch.arange(code.shape[1]) // (size if size > 0 else code.shape[1])
+        depth = words.shape[0] * 32 // bits
+        groups = torch.arange(depth) // (size if size > 0 else depth)
         if order is not None and not torch.equal(order.to(groups.dtype), groups):
             raise ModelError(
                 f"{checkpoint.folder}: its g_idx reorders groups, and config.json says desc_act=false"
             )
-        return code, scales.t(), zeros_of(zeros, scales).t()
+        return unpacked(words, zeros, scales)
 
     def values(words: Tensor, zeros: Tensor, scales: Tensor, order: Tensor) -> Tensor:
-        code, groups = nibbles(words.t(), bits).t().float(), order.long()
+        (code, scale, zero), groups = unpacked(words, zeros, scales), order.long()
         if not 0 <= int(groups.min()) <= int(groups.max()) < len(scales):
             raise ModelError(f"{checkpoint.folder}: a g_idx names groups that are not there")
-        matrix: Tensor = scales.float()[groups] * (code - zeros_of(zeros, scales)[groups])
-        return matrix.t()
+        return scale.float()[:, groups] * (code.float() - zero[:, groups])
 
-    for name in checkpoint.names(".qweight"):
-        shape, parts = _take(checkpoint, name, False, bits, size)
+    for name, shape, parts in _matrices(checkpoint, bits, size, by_columns=False):
+        weight, integers = f"{name}.weight", (torch.int32, torch.int64)
         if ordered and f"{name}.g_idx" not in checkpoint.left:
             raise ModelError(
                 f"{checkpoint.folder} lacks {name}.g_idx, as config.json says desc_act"
             )
-        integers = torch.int32, torch.int64
-        weight = f"{name}.weight"
         parts += checkpoint.take_if_there(f"{name}.g_idx", *integers, shape=shape[1:])
         if ordered:
             yield weight, checkpoint.rounded(shape, values, parts, weight)
         else:
             kind = Encoding.ZERO_POINT
             yield weight, checkpoint.grouped(weight, shape, kind, bits, size, codes, parts)
+
+
+def read_awq(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
+    """Yield the lazy weight of each matrix."""
+    bits = checkpoint.option("bits", checkpoint.quantization.get("w_bit"), 4)
+    size = checkpoint.option("group_size", checkpoint.quantization.get("q_group_size", 128))
+    checkpoint.option("version", "gemm", "gemm", "GEMM")
+    order = torch.tensor(_AWQ_ORDER).argsort()
+
+    def columns(words: Tensor) -> Tensor:
+        found: Tensor = nibbles(words, bits).unflatten(-1, (-1, 8))[..., order].flatten(-2).t()
+        return found
+
+    def codes(words: Tensor, zeros: Tensor, scales: Tensor) -> Any:
+        return columns(words), scales.t(), columns(zeros).int()
+
+    for name, shape, parts in _matrices(checkpoint, bits, size, by_columns=True):
+        weight, kind = f"{name}.weight", Encoding.ZERO_POINT
+        yield weight, checkpoint.grouped(weight, shape, kind, bits, size, codes, parts)
+
+
+def _matrices(
+    checkpoint: QuantizedCheckpoint, bits: int, size: int, *, by_columns: bool
+) -> Iterator[tuple[str, tuple[int, int], tuple[Stored, ...]]]:
+    """Yield the name of each matrix, its shape, and its tensors: words, zero points, scales.
+
+    Args:
+        size: of a group; at most 0: all of K.
+        by_columns: a word has codes of several columns, as in AWQ; else of several rows.
+    """
+    per_word = 32 // bits
+    for name in checkpoint.names(".qweight"):
+        words = checkpoint.take(f"{name}.qweight", torch.int32, shape=(None, None))
+        depth, width = words.shape
+        shape = (width * per_word, depth) if by_columns else (width, depth * per_word)
+        groups = -(-shape[1] // size) if size > 0 else 1
+        zero_shape = groups, -(-shape[0] // per_word)
+        zeros = checkpoint.take(f"{name}.qzeros", torch.int32, shape=zero_shape)
+        scales = checkpoint.take(f"{name}.scales", *SCALES, shape=(groups, shape[0]))
+        yield name, shape, (words, zeros, scales)
 
 
 def read_auto_round(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
@@ -98,27 +115,6 @@ def read_auto_round(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, Lazy
     quantization = {**checkpoint.quantization, "checkpoint_format": version, "version": version}
     checkpoint.quantization = quantization
     yield from read(checkpoint)
-
-
-def read_awq(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
-    """Yield the lazy weight of each matrix."""
-    bits = checkpoint.option("bits", checkpoint.quantization.get("w_bit"), 4)
-    size = checkpoint.option("group_size", checkpoint.quantization.get("q_group_size", 128))
-    checkpoint.option("version", "gemm", "gemm", "GEMM")
-    order = torch.tensor(_AWQ_ORDER).argsort()
-
-    def columns(words: Tensor) -> Tensor:
-        found: Tensor = nibbles(words, bits).unflatten(-1, (-1, 8))[..., order].flatten(-2).t()
-        return found
-
-    def codes(words: Tensor, zeros: Tensor, scales: Tensor) -> Any:
-        return columns(words), scales.t(), columns(zeros).int()
-
-    for name in checkpoint.names(".qweight"):
-        weight = f"{name}.weight"
-        shape, parts = _take(checkpoint, name, True, bits, size)
-        kind = Encoding.ZERO_POINT
-        yield weight, checkpoint.grouped(weight, shape, kind, bits, size, codes, parts)
 
 
 # By packing format: the one that it is, and its version.

@@ -22,25 +22,30 @@ def read_modelopt(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWe
     Raises:
         NotSupported: a `quant_algo` with integers, or that multiplies activations with numbers per channel.
     """
-    for name in checkpoint.names(".weight_scale"):
-        weight, scale = f"{name}.weight", f"{name}.weight_scale"
-        stored, factor = checkpoint.left.get(weight), f"{name}.weight_scale_2"
-        if f"{name}.pre_quant_scale" in checkpoint.left:
-            stored = None
-        if stored is not None and stored.dtype in FP8:
-            scales = checkpoint.left[scale].shape
-            if len(scales) == 4 and scales[1::2] == (1, 1):  # of blocks, as ModelOpt writes them
-                scales = scales[::2]
-                checkpoint.left[scale] = replace(checkpoint.left[scale], shape=scales)
-            of_blocks = len(scales) == 2 and scales not in ((1, 1), (stored.shape[0], 1))
-            yield weight, scaled(checkpoint, weight, scale, [_BLOCK, _BLOCK] if of_blocks else None)
-        elif stored is not None and stored.dtype is torch.uint8 and factor in checkpoint.left:
-            yield weight, nvfp4(checkpoint, weight, weight, scale, factor)
-        else:
-            algorithm = str(checkpoint.quantization.get("quant_algo"))[:80]
-            raise NotSupported(
-                f"{checkpoint.folder}: {name}: quant_algo={algorithm!r} of modelopt is not supported: its "
-                "weights must be FP8 or NVFP4, without pre_quant_scale"
-            )
-        checkpoint.drop(f"{name}.input_scale")
+    for suffix in ("weight_scale", "weight_scale_inv"):
+        for name in checkpoint.names(f".{suffix}"):
+            weight, scale = f"{name}.weight", f"{name}.{suffix}"
+            stored, factor = checkpoint.left.get(weight), f"{name}.weight_scale_2"
+            if f"{name}.pre_quant_scale" in checkpoint.left:
+                stored = None
+            if stored is not None and stored.dtype in FP8:
+                scales = checkpoint.left[scale].shape
+                if len(scales) == 4 and scales[1::2] == (
+                    1,
+                    1,
+                ):  # of blocks, as ModelOpt writes them
+                    scales = scales[::2]
+                    checkpoint.left[scale] = replace(checkpoint.left[scale], shape=scales)
+                of_blocks = len(scales) == 2 and scales not in ((1, 1), (stored.shape[0], 1))
+                block = [_BLOCK, _BLOCK] if of_blocks else None
+                yield weight, scaled(checkpoint, weight, scale, block)
+            elif stored is not None and stored.dtype is torch.uint8 and factor in checkpoint.left:
+                yield weight, nvfp4(checkpoint, weight, weight, scale, factor)
+            else:
+                algorithm = str(checkpoint.quantization.get("quant_algo"))[:80]
+                raise NotSupported(
+                    f"{checkpoint.folder}: {name}: quant_algo={algorithm!r} of modelopt is not supported: "
+                    "its weights must be FP8 or NVFP4, without pre_quant_scale"
+                )
+            checkpoint.drop(f"{name}.input_scale")
     finish_fp8(checkpoint)

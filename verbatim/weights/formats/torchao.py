@@ -11,9 +11,8 @@ from torch import Tensor
 
 from verbatim.errors import NotSupported
 from verbatim.model.stored import read_stored
-from verbatim.model.weight_packing import Encoding
-from verbatim.weights.formats.checkpoint import SCALES, QuantizedCheckpoint, pairs
-from verbatim.weights.formats.compressed import unsigned
+from verbatim.model.weight_packing import Encoding, unfold
+from verbatim.weights.formats.checkpoint import QuantizedCheckpoint
 from verbatim.weights.formats.fp8 import scaled
 from verbatim.weights.lazy import LazyWeight
 
@@ -29,10 +28,10 @@ def read_torchao(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWei
         with safe_open(path, framework="pt") as file:
             metadata |= file.metadata() or {}
     readers = {
-        "Float8Tensor": _float8,
+        "Float8Tensor": _scaled,
         "Int4Tensor": _int4,
-        "Int8Tensor": _int8,
-        "IntxUnpackedToInt8Tensor": _int8,
+        "Int8Tensor": _scaled,
+        "IntxUnpackedToInt8Tensor": _scaled,
     }
     for name, text in metadata.items():
         fields = json.loads(text) if "." in name else {}
@@ -51,38 +50,13 @@ def read_torchao(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWei
         checkpoint.drop(*(f"{prefix}{unused}" for unused in _UNUSED))
 
 
-def _float8(
+def _scaled(
     checkpoint: QuantizedCheckpoint, name: str, prefix: str, block: list[int]
 ) -> LazyWeight:
-    stored = checkpoint.left.get(f"{prefix}qdata")
-    in_blocks = stored is not None and block[1] != stored.shape[-1]
-    return scaled(checkpoint, f"{prefix}qdata", f"{prefix}scale", block if in_blocks else None)
-
-
-def _int8(checkpoint: QuantizedCheckpoint, name: str, prefix: str, block: list[int]) -> LazyWeight:
-    weight = checkpoint.take(f"{prefix}qdata", torch.int8)
-    scales = checkpoint.take(f"{prefix}scale", *SCALES)
     zeros = checkpoint.take_if_there(f"{prefix}zero_point", torch.int8)
-    *outer, width, depth = weight.shape
-    rows, size = block
-    groups = (*outer, width // rows if rows else 0, -(-depth // size) if size else 0)
-    if rows not in (1, width) or len(outer) > 1:
-        raise checkpoint.wrong(weight)
-    for part in (scales, *zeros):
-        if torch.Size(part.shape).numel() != torch.Size(groups).numel():
-            raise checkpoint.wrong(part)
     # Symmetric ones are stored with zeros; without them a scale keeps all its bits.
     zeros = tuple(zero for zero in zeros if bool(read_stored(zero).any()))
-
-    def by_rows(x: Tensor) -> Tensor:
-        return x.reshape(groups[-2:]).expand(width, -1)
-
-    def codes(weight: Tensor, scales: Tensor, *zeros: Tensor) -> Any:
-        zero = by_rows(zeros[0].int()) + 128 if zeros else 0.0
-        return unsigned(weight), by_rows(scales), zero
-
-    kind = Encoding.ZERO_POINT if zeros else Encoding.SIGNED
-    return checkpoint.grouped(name, weight.shape, kind, 8, size, codes, (weight, scales, *zeros))
+    return scaled(checkpoint, f"{prefix}qdata", f"{prefix}scale", block, zeros)
 
 
 def _int4(checkpoint: QuantizedCheckpoint, name: str, prefix: str, block: list[int]) -> LazyWeight:
@@ -98,7 +72,7 @@ def _int4(checkpoint: QuantizedCheckpoint, name: str, prefix: str, block: list[i
     )
 
     def codes(words: Tensor, scales: Tensor, zeros: Tensor) -> Any:
-        return pairs(words.view(torch.uint8)) ^ 8, scales.t(), zeros.float().t()
+        return unfold(words.view(torch.uint8), 1) ^ 8, scales.t(), zeros.float().t()
 
     return checkpoint.grouped(
         name, shape, Encoding.CENTERED, 4, size, codes, (data, scales, zero_points)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verbatim.model.weight_packing import BLOCK, BLOCKS, E2M1, Encoding, nearest
+from verbatim.model.weight_packing import BLOCK, BLOCKS, E2M1, Encoding, fold, nearest, unfold
 
 # The least factor of NVFP4 but 0: numbers are 0 or at least 2^-126, as kernels take smaller ones for 0.
 SMALLEST_FACTOR = 2.0**-116
@@ -79,7 +79,7 @@ def nvfp4_blocks(code: Tensor, scale: Tensor, factor: Tensor) -> Tensor:
     """
     parts = [factor[..., None], scale.unflatten(-1, (-1, BLOCK // 16))]
     data = [part.contiguous().view(torch.uint8) for part in parts]
-    codes = _plane(code.reshape(-1, BLOCK), 0, 4).view(*factor.shape, -1)
+    codes = fold(code, 32).unflatten(-1, (-1, BLOCK // 2))
     return torch.cat([*data, codes], -1).flatten(1)
 
 
@@ -98,8 +98,7 @@ def _pack_nvfp4(x: Tensor) -> tuple[Tensor, Tensor]:
 def _unpack_nvfp4(packed: Tensor) -> Tensor:
     blocks = packed.unflatten(-1, (-1, BLOCKS[Encoding.NVFP4]))
     factor, scale, codes = blocks.split([4, BLOCK // 16, BLOCK // 2], -1)
-    both = codes.unflatten(-1, (-1, 1, 32))
-    code = torch.cat([both & 15, both >> 4], -2).flatten(-3)
+    code = unfold(codes, 32)
     step = scale.contiguous().view(torch.float8_e4m3fn).float() * factor.contiguous().view(
         torch.float32
     )

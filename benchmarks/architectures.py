@@ -1,0 +1,222 @@
+"""Decoding speed of every supported architecture, as a share of the limit.
+
+    python benchmarks/architectures.py [--only llama gemma3] [--rows 1 8] [--rounds 3] [--markdown FILE]
+
+Each model has the layers of its toy in the tests, with the widths of a small real model, and random weights
+in bf16. The limit of a step is the time to read the weights that it uses once, at the bandwidth measured
+beside it. Of experts, those count that random routing would use. Qwen3 is measured every few models; the last
+columns compare with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import re
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from support import sweep
+from verbatim import LLM, SamplingParams
+from verbatim.errors import VerbatimError
+
+VOCAB = 8192
+# Factors from a toy's setting to the one here, by a part of its name; the first that is found counts.
+SCALES: list[tuple[str, int]] = [
+    (r"layers|_ids|groups|n_group|topk_group|experts|top_?k|vocab", 0),
+    (r"window|local_attention|chunk|index_topk|budget|rel_extent", 32),
+    (r"state|linear_(key|value)_head_dim", 16),
+    (r"head_dim|dim_head|d_head|rotary_dim|mrope_section|mamba_head_dim|head_size", 8),
+    (r"heads?$|heads_per_layer|n_head", 4),
+    (
+        r"hidden_size|d_model|n_embd|intermediate|ffn|n_inner|^dff$|dim_ff|d_inner|rank|d_ssm|"
+        r"embed_dim|embedding_dim|proj_dim|lowrank|d_rel",
+        32,
+    ),
+]
+REFERENCE, REFERENCE_EVERY = "qwen3", 8
+
+
+@dataclass
+class Row:
+    """One architecture's measurement; `shares` by number of rows."""
+
+    name: str
+    fused: str
+    megabytes: float
+    shares: dict[int, float]
+
+
+def scaled(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return a toy's settings with the widths of a small real model."""
+
+    def change(name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: change(key, entry) for key, entry in value.items()}
+        if name in ("initializer_range", "init_std"):
+            return 0.02
+        if name.startswith("vocab_size"):
+            return VOCAB
+        factor = next((factor for part, factor in SCALES if re.search(part, name)), 0)
+        if factor and isinstance(value, int) and not isinstance(value, bool):
+            return value * factor
+        if factor and isinstance(value, list) and all(isinstance(entry, int) for entry in value):
+            return [entry * factor for entry in value]
+        return value
+
+    return {name: change(name, value) for name, value in settings.items()}
+
+
+def build(case: str) -> Any:
+    """Return the model of an architecture, in bf16."""
+    import transformers
+
+    cls, settings = sweep.settings_of(case)
+    config = cls(**scaled(settings))
+    config._attn_implementation = "eager"
+    model_cls = getattr(transformers, sweep.names()[case.partition(":")[0]])
+    before = torch.get_default_dtype()
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return model_cls(config).to(torch.bfloat16).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def step_bytes(model: Any, num_rows: int) -> float:
+    """Return the bytes of the weights that a step of `num_rows` rows uses."""
+    config = model.config.get_text_config(decoder=True)
+    names = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
+    chosen = next((n for name in names if (n := getattr(config, name, None))), 2)
+    tables = {
+        id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)
+    }
+    head = model.get_output_embeddings()
+    if head is not None:
+        tables.discard(id(head.weight))
+    total = 0.0
+    for name, weight in model.named_parameters():
+        if id(weight) in tables or re.search(r"vision|audio|image|tower|encoder\.", name):
+            continue
+        share = 1.0
+        if re.search(r"experts?\.", name) and "shared" not in name:
+            counted = re.search(r"experts\.(\d+)\.", name)
+            count = 8 if counted or weight.ndim < 3 else weight.shape[0]
+            share = 1 - (1 - min(1.0, chosen / count)) ** num_rows
+        total += share * weight.nbytes
+    return total
+
+
+class Bandwidth:
+    """Memory reads of this moment, in bytes a second."""
+
+    def __init__(self) -> None:
+        self._data = torch.ones(2**27, dtype=torch.float32)
+
+    def __call__(self) -> float:
+        times = []
+        for _ in range(3):
+            begin = time.perf_counter()
+            self._data.sum()
+            times.append(time.perf_counter() - begin)
+        return self._data.nbytes / statistics.median(times)
+
+
+def decode_s(llm: LLM, num_rows: int, num_steps: int) -> float:
+    """Return the median time of a decode step."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_steps + 1, ignore_eos=True)
+    ids = torch.randint(3, VOCAB, (num_rows, 32), generator=torch.Generator().manual_seed(1))
+    requests = [llm.engine.admission.admit(prompt, params) for prompt in ids.tolist()]
+    for request in requests:
+        llm.engine.submit(request)
+    while not all(request.sequences[0].output_ids for request in requests):
+        llm.engine.step()
+    times = []
+    while not any(request.finished for request in requests):
+        begin = time.perf_counter()
+        llm.engine.step()
+        times.append(time.perf_counter() - begin)
+    while not all(request.finished for request in requests):
+        llm.engine.step()
+    return statistics.median(times)
+
+
+def measure(
+    case: str, bandwidth: Bandwidth, rows: list[int], num_steps: int, num_rounds: int
+) -> Row:
+    """Measure one architecture."""
+    model = build(case)
+    with LLM(model, kv_memory="1GB", max_sequences=max(rows)) as llm:
+        report = llm.info()["fused"]
+        shares: dict[int, list[float]] = {count: [] for count in rows}
+        for count in rows:
+            decode_s(llm, count, 3)
+        for _ in range(num_rounds):
+            for count in rows:
+                read = bandwidth()
+                seconds = decode_s(llm, count, num_steps)
+                limit = step_bytes(model, count) / max(read, bandwidth())
+                shares[count].append(limit / seconds)
+    fused, total = "all", report["layers"] + report["plain"]
+    if report["whole"] != "yes":
+        fused = f"{report['layers']} of {total}"
+        print(f"{case}: {report}"[:600])
+    medians = {count: statistics.median(values) for count, values in shares.items()}
+    return Row(case, fused, step_bytes(model, 1) / 1e6, medians)
+
+
+def markdown(rows: list[Row], counts: list[int], reference: dict[int, float]) -> Iterator[str]:
+    """Yield the lines of the table, slowest first."""
+    heads = [f"of the limit, {n} row{'s' * (n > 1)}" for n in counts]
+    heads += [f"of Qwen3's share, {n} row{'s' * (n > 1)}" for n in counts]
+    yield "| architecture | fused layers | MB a step | " + " | ".join(heads) + " |"
+    yield "| --- " * (3 + len(heads)) + "|"
+    for row in sorted(rows, key=lambda row: row.shares[counts[0]] / reference[counts[0]]):
+        cells = [f"{row.shares[n]:.0%}" for n in counts]
+        cells += [f"{row.shares[n] / reference[n]:.2f}" for n in counts]
+        yield f"| `{row.name}` | {row.fused} | {row.megabytes:.0f} | " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", help="architectures; default: all that are supported")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--markdown", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    known = [n for n in sweep.names() if n not in sweep.REFUSED and n not in sweep.UNBUILDABLE]
+    bandwidth, measured, reference = Bandwidth(), [], []
+    for number, case in enumerate(options.only or known):
+        if number % REFERENCE_EVERY == 0:
+            reference.append(
+                measure(REFERENCE, bandwidth, options.rows, options.steps, options.rounds).shares
+            )
+        try:
+            row = measure(case, bandwidth, options.rows, options.steps, options.rounds)
+        except (VerbatimError, ValueError, RuntimeError, TypeError) as error:
+            print(f"{case}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            continue
+        measured.append(row)
+        shares = ", ".join(f"{n}: {share:.0%}" for n, share in row.shares.items())
+        print(f"{case}: {row.megabytes:.0f} MB, fused {row.fused}, {shares}", flush=True)
+        gc.collect()
+    middle = {n: statistics.median(shares[n] for shares in reference) for n in options.rows}
+    lines = list(markdown(measured, options.rows, middle))
+    print("\n".join(lines))
+    if options.markdown:
+        options.markdown.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
