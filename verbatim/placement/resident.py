@@ -248,7 +248,7 @@ class Resident(DraftRunner):
             store.allocate()
 
     def close(self) -> None:
-        self.records, self.graphs, self.original = {}, None, None
+        self.records, self.graphs, self.original, self.stores = {}, None, None, []
         self.store.release()
         self.draft_layers.close()
         self.decoder.close()
