@@ -194,10 +194,10 @@ def test_weights_are_read_once_a_step_for_any_number_of_batches(folder, weights)
     for batches, rows in ((1, ROWS[:1]), (4, ROWS[:4])):
         with OptLM(folder, policy=policy(1, batches, weights, overlap=False)) as model:
             runner = model.llm.engine.runner
-            forwards, bytes_read = runner.num_forwards, runner.weights.stream.bytes_read
+            forwards, bytes_read = runner.num_forwards, runner.weights.ring.bytes_read
             model.generate(rows, 6)
             assert runner.num_forwards - forwards == 6
-            read[batches] = (runner.weights.stream.bytes_read - bytes_read) / 6
+            read[batches] = (runner.weights.ring.bytes_read - bytes_read) / 6
             assert 0 < read[batches] <= runner.weights.bytes_per_forward
     assert read[1] == read[4]
 
@@ -876,7 +876,7 @@ def test_a_tier_that_fails_is_told_and_closes_the_engine(folder, monkeypatch):
         def fails(index):
             raise TierFailed("disk tier: the cable was pulled")
 
-        monkeypatch.setattr(model.llm.engine.runner.weights.stream, "take", fails)
+        monkeypatch.setattr(model.llm.engine.runner.weights.ring, "take", fails)
         with pytest.raises(TierFailed, match="cable"):
             model.generate(ROWS, 12)
         with pytest.raises(EngineClosed):

@@ -39,12 +39,14 @@ from verbatim import (
 )
 from verbatim.batch import Batch
 from verbatim.placement.offload.cut import cut
-from verbatim.placement.offload.stream import Stream, lay_out
+from verbatim.placement.offload.prefetch import Prefetcher
+from verbatim.placement.offload.stream import Ring, Use, lay_out
 from verbatim.placement.offload.trace import Trace
 from verbatim.weights import skeleton
 from verbatim.weights.files import (
     PAGE,
     DirectFile,
+    OpenFiles,
     buffer_bytes,
     bytes_of,
     pages,
@@ -180,11 +182,11 @@ def test_units_are_read_ahead_in_the_order_in_which_they_are_used(
     """What was read ahead is never thrown away, so reads don't exceed one more forward and a ring."""
     with offloaded(folders("llama")) as llm:
         runner: Any = llm.engine.runner
-        stream = runner.weights.stream
-        before, forwards = stream.bytes_read, runner.num_forwards
+        ring = runner.weights.ring
+        before, forwards = ring.bytes_read, runner.num_forwards
         llm.generate([[5, 6, 7]], GREEDY)
         made = runner.num_forwards - forwards
-        assert stream.bytes_read - before <= (made + 1) * runner.weights.bytes_per_forward
+        assert ring.bytes_read - before <= (made + 1) * runner.weights.bytes_per_forward
 
 
 # ---- what is opened
@@ -458,10 +460,6 @@ def _our_threads() -> set[str]:
     return {t.name for t in threading.enumerate() if t.name.startswith("verbatim-")}
 
 
-def _no_threads_left(before: set[str]) -> bool:
-    return _our_threads() <= before
-
-
 @pytest.fixture
 def thread_names() -> set[str]:
     return _our_threads()
@@ -470,22 +468,7 @@ def thread_names() -> set[str]:
 @pytest.fixture(autouse=True)
 def _nothing_runs_on(thread_names: set[str]) -> Iterator[None]:
     yield
-    assert _no_threads_left(thread_names)
-
-
-def _break_reads(
-    monkeypatch: pytest.MonkeyPatch, error: Callable[[], BaseException], after: int
-) -> None:
-    """Every read after the next `after` ones fails."""
-    plain, left = DirectFile.read, [after]
-
-    def read(self: DirectFile, into: memoryview, offset: int, needed: int) -> int:
-        left[0] -= 1
-        if left[0] < 0:
-            raise error()
-        return plain(self, into, offset, needed)
-
-    monkeypatch.setattr(DirectFile, "read", read)
+    assert _our_threads() <= thread_names
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "inline"])
@@ -638,7 +621,7 @@ def test_whoever_forgets_to_close_leaves_nothing_behind(
     assert _our_threads() - thread_names
     del llm
     gc.collect()
-    assert _no_threads_left(thread_names)
+    assert _our_threads() <= thread_names
     assert len(os.listdir("/proc/self/fd")) == fds
 
 
@@ -690,8 +673,15 @@ def test_a_read_error_while_opening_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    fds = len(os.listdir("/proc/self/fd"))
-    _break_reads(monkeypatch, lambda: TierFailed("disk tier: broken"), after)
+    fds, plain, left = len(os.listdir("/proc/self/fd")), DirectFile.read, [after]
+
+    def read(self: DirectFile, into: memoryview, offset: int, needed: int) -> int:
+        left[0] -= 1
+        if left[0] < 0:
+            raise TierFailed("disk tier: broken")
+        return plain(self, into, offset, needed)
+
+    monkeypatch.setattr(DirectFile, "read", read)
     with pytest.raises(TierFailed, match="disk tier: broken"):
         offloaded(folders("llama"), disk=tmp_path, weights=(20, 20, 60))
     gc.collect()
@@ -714,15 +704,15 @@ def test_ctrl_c_in_the_middle_of_a_layer_leaves_the_engine_as_it_was(
     expected = resident_facts(folder, "float32", 6)
     with offloaded(folder, overlap=overlap) as llm:
         runner: Any = llm.engine.runner
-        plain, left = runner.weights.stream.take, [after]
+        plain, left = runner.weights.ring.take, [after]
 
-        def take(index: int) -> Any:
+        def take(use: Use) -> Any:
             left[0] -= 1
             if left[0] == -1:
                 raise KeyboardInterrupt
-            return plain(index)
+            return plain(use)
 
-        monkeypatch.setattr(runner.weights.stream, "take", take)
+        monkeypatch.setattr(runner.weights.ring, "take", take)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(prompts, params)
         assert [facts(result) for result in llm.generate(prompts, params)] == expected
@@ -752,7 +742,7 @@ def test_closing_gives_everything_back(folders: Callable[[str], Path], tmp_path:
     assert all(
         p.untyped_storage().nbytes() <= 4 for s in runner.weights.units.slots for p in [s.parameter]
     )
-    assert runner.weights.stream._ring is None
+    assert runner.weights.ring.nbytes == 0
 
 
 # ---- the trace
@@ -829,22 +819,34 @@ def test_a_tensor_at_any_offset_is_read(blob: Path, offset: int, nbytes: int) ->
 
 
 def test_neighbours_in_a_file_are_read_in_one_run(blob: Path) -> None:
-    layout = lay_out(
-        "x", [_piece(blob, 5000, 100), _piece(blob, 10, 4900), _piece(blob, 90_000, 7)]
-    )
+    layout = lay_out([_piece(blob, 5000, 100), _piece(blob, 10, 4900), _piece(blob, 90_000, 7)])
     assert len(layout.runs) == 2
     assert layout.nbytes == up(5100) + PAGE
     assert len(layout.places) == 3
 
 
-def _take(stream: Stream, index: int) -> bool:
-    """Is what the stream hands out for a layout of one piece what lies in the file?"""
-    region = stream.take(index)
-    (place,) = stream.layouts[index].places.items()
-    stored, at = place
-    same = _is_what_lies_there(stored, region[at : at + stored.nbytes])
-    stream.give_back()
-    return same
+@contextlib.contextmanager
+def _ring_over(
+    pieces: list[Stored], capacity: int, threads: int
+) -> Iterator[tuple[Ring, list[Use], Callable[[int], bool]]]:
+    """Yield a ring, a use for each piece, and whether the ring has the piece's bytes when it is taken."""
+    ring, files = Ring("weights", Prefetcher("verbatim-test", threads), Trace()), OpenFiles()
+    layouts = [lay_out([stored]) for stored in pieces]
+    uses = [layout.use(stored.name, files) for layout, stored in zip(layouts, pieces, strict=True)]
+
+    def take(index: int) -> bool:
+        region, at = ring.take(uses[index]), layouts[index].places[pieces[index]]
+        same = _is_what_lies_there(pieces[index], region[at : at + pieces[index].nbytes])
+        ring.give_back()
+        return same
+
+    try:
+        ring.reserve(capacity * PAGE)
+        ring.follow(uses, repeat=True)
+        yield ring, uses, take
+    finally:
+        ring.close()
+        files.close()
 
 
 @pytest.mark.parametrize("threads", [0, 1, 3])
@@ -853,23 +855,18 @@ def test_a_ring_of_any_size_hands_out_what_is_in_the_file(
     threads: int, capacity: int, blob: Path
 ) -> None:
     pieces = [_piece(blob, 7_000 * i + 13, 1_000 * (i % 3) + 500) for i in range(12)]
-    layouts = [lay_out(stored.name, [stored]) for stored in pieces]
-    stream = Stream(layouts, capacity * PAGE, threads, Trace())
     order = [*range(12), *range(12), 5, 4, 11, 11, 0, *range(12)]
-    try:
-        assert all(_take(stream, index) for index in order)
-        stream.follow([3, 1, 3, 2])
-        assert all(_take(stream, index) for index in [3, 1, 3, 2, 3, 1, 3, 2, 2, 7, 3])
-    finally:
-        stream.close()
-    assert stream.bytes_read >= len(order) * PAGE
+    with _ring_over(pieces, capacity, threads) as (ring, uses, take):
+        assert all(take(index) for index in order)
+        ring.follow([uses[index] for index in (3, 1, 3, 2)], repeat=True)
+        assert all(take(index) for index in [3, 1, 3, 2, 3, 1, 3, 2, 2, 7, 3])
+        assert ring.bytes_read >= len(order) * PAGE
 
 
 def test_an_interrupted_wait_does_not_mix_old_reads_with_new_ones(
     blob: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reader that is slow goes on writing to the ring after its region was given up."""
-    layouts = [lay_out(str(i), [_piece(blob, 20_000 * i, 4096)]) for i in range(4)]
     slow, plain = threading.Event(), DirectFile.read
 
     def read(self: DirectFile, into: memoryview, offset: int, needed: int) -> int:
@@ -878,12 +875,10 @@ def test_an_interrupted_wait_does_not_mix_old_reads_with_new_ones(
         return plain(self, into, offset, needed)
 
     monkeypatch.setattr(DirectFile, "read", read)
-    stream = Stream(layouts, 2 * PAGE, 2, Trace())
-    try:
-        assert all(_take(stream, index) for index in (2, 1, 3, 2))  # the readers began with 0
-    finally:
+    pieces = [_piece(blob, 20_000 * i, 4096) for i in range(4)]
+    with _ring_over(pieces, 2, 2) as (_, _, take):
+        assert all(take(index) for index in (2, 1, 3, 2))  # the readers began with 0
         slow.set()
-        stream.close()
 
 
 def _batch(lens: list[int], rows: list[int], logit_rows: list[int]) -> Batch:

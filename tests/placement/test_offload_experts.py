@@ -26,7 +26,7 @@ from verbatim.placement.offload import experts as cache_room
 from verbatim.placement.offload.experts import ExpertCache
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import Units, find_units
-from verbatim.weights.files import DirectFile, read_whole
+from verbatim.weights.files import DirectFile, OpenFiles, read_whole
 from verbatim.weights.lazy import (
     Computed,
     Stored,
@@ -83,7 +83,9 @@ def cache_for(
     layers: Any = opened(folder)[1].experts
     if isinstance(slots, float):
         slots = int(slots * sum(layer.count for layer in layers))
-    return layers, ExpertCache(layers, slots * layers[0].expert_bytes, num_readers, Trace())
+    return layers, ExpertCache(
+        layers, slots * layers[0].expert_bytes, num_readers, Trace(), OpenFiles()
+    )
 
 
 def run_every_expert(layer: Any) -> None:
@@ -176,13 +178,12 @@ def test_only_chosen_experts_are_read_and_only_once(moe: Callable[[str], Path]) 
     _, units = opened(moe("qwen3_moe"))
     layer = units.experts[0]
     each = layer.expert_bytes
-    cache = ExpertCache(units.experts, 100 * each, 2, Trace())
+    cache = ExpertCache(units.experts, 100 * each, 2, Trace(), OpenFiles())
     share: Any = layer.module.expert_share
     whole = {key: materialize(stack.slot.lazy, read_whole) for key, stack in layer.stacks.items()}
     rows = torch.randn(6, 64)
     counts = [0, 3, 0, 0, 1, 0, 2, 0]
     out = share.run(layer.module, rows, counts)
-    cache.next_of(len(units.experts) - 1)
     cache._readers.finish()
     chosen = {e for e, count in enumerate(counts) if count}
     held = {e for e, slot in enumerate(share.slots.tolist()) if slot >= 0}
@@ -310,7 +311,7 @@ def test_a_model_that_fits_reads_nothing(
 def test_close_gives_the_memory_back(moe: Callable[[str], Path]) -> None:
     llm = offloaded(moe("qwen3_moe"))
     llm.generate([[5, 6, 7]] * 4, GREEDY)
-    memory = [weakref.ref(t) for t in cache_of(llm)._layers[0].pool._memory.values()]
+    memory = [weakref.ref(t) for t in cache_of(llm).layers[0].pool._memory.values()]
     llm.close()
     gc.collect()
     assert all(ref() is None for ref in memory)
@@ -357,8 +358,8 @@ def test_other_parameters_of_an_experts_module_are_lent_with_their_layer(
     _, units = opened(moe("qwen3_moe"))
     layer = units.experts[0]
     layer.module.post_expert_norm = torch.nn.RMSNorm(64)
-    cache = ExpertCache(units.experts, 1, 0, Trace())
-    held: Any = cache._layers[0].held
+    cache = ExpertCache(units.experts, 1, 0, Trace(), OpenFiles())
+    held: Any = cache.layers[0].held
     assert held.post_expert_norm.weight is layer.module.post_expert_norm.weight  # type: ignore
     cache.close()
 

@@ -26,11 +26,11 @@ from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.quantized import PACKINGS, KVDtype
 from verbatim.kv.store import KVStore, LayerShape
 from verbatim.placement.offload.kv import TieredKVStore, assign_tiers
-from verbatim.placement.offload.kv_disk import PrefetchSchedule
 from verbatim.placement.offload.prefetch import Job, Prefetcher
 from verbatim.placement.offload.schedule import HiddenStates, Part
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.sparse import top_k_attention
+from verbatim.placement.offload.stream import Ring
 from verbatim.placement.offload.trace import Trace
 from verbatim.weights.files import PAGE
 
@@ -170,8 +170,8 @@ def test_ctrl_c_within_forwards_changes_no_word(
     expected, chance = resident(folders("gpt2"), dtype="float32"), random.Random(3)
     settings: dict[str, Any] = dict(kv=(0, 0, 100), activations=(0, 0, 100))
     with offloaded(folders("gpt2"), **settings) as llm, monkeypatch.context() as patch:
-        calls = ("begin", "take", "finish", "end", "drop", "_issue")
-        press_ctrl_c(patch, chance, 0.004, PrefetchSchedule, *calls)
+        calls = ("follow", "take", "give_back", "finish", "drop", "_fill")
+        press_ctrl_c(patch, chance, 0.004, Ring, *calls)
         press_ctrl_c(patch, chance, 0.004, HiddenStates, "send", "bring")
         results, raised = finish_despite_ctrl_c(llm, *mixed_requests(12))
     assert [facts(result) for result in results] == expected

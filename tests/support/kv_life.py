@@ -28,7 +28,7 @@ OPTIONS = [
     AttentionOptions(scale=0.2, alibi=torch.tensor([0.1, 0.2, 0.3, 0.4])),
 ] * 2
 GROUPS = [[0], [1, 2], [3], [4], [5], [6, 7]]
-_OURS = ("kv", "kv_disk", "prefetch", "scratch")
+_OURS = ("kv", "kv_disk", "prefetch", "scratch", "stream")
 
 
 class BrokenOff(Exception):

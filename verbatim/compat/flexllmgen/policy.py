@@ -7,16 +7,27 @@ import os
 import warnings
 import weakref
 from dataclasses import dataclass, field
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from verbatim.checks import integer, switch
+from verbatim.checks import integer, number, switch
 from verbatim.errors import InvalidRequest, NotSupported, TierFailed
 from verbatim.model.quantization import GROUP_SIZES, Quantization
 from verbatim.placement.offload.choice import Offload, percents
 
-_CACHE_GROUPS = {8: 64, 4: 32}  # elements of a group of K and V, by bits
+# Dimensions of groups and, by bits, their sizes; and why there are no other dimensions.
+_BUILT: dict[str, tuple[tuple[int, ...], dict[int, tuple[int, ...]], str]] = {
+    "comp_weight_config": (
+        (0, 1),
+        dict.fromkeys((4, 8), GROUP_SIZES),
+        "a weight is [out, in]; must be 0 or 1",
+    ),
+    "comp_cache_config": (
+        (2,),
+        {8: (64, 128), 4: (32, 64)},  # the second is run in two halves
+        "a group lies within one token's vector of one head; must be 2",
+    ),
+}
 _ROWS = 512  # prompt tokens of each sequence of a block that share one reading of the weights
 
 
@@ -193,11 +204,25 @@ class Policy:
                 switch(each.name, value)
             if each.type == "CompressionConfig" and not isinstance(value, CompressionConfig):
                 raise InvalidRequest(f"{each.name}={value!r}: must be a CompressionConfig")
-        _check_sparsity(self.attn_sparsity)
-        if self.compress_weight and self.comp_weight_config.enabled:
-            _check_weights(self.comp_weight_config)
-        if self.compress_cache and self.comp_cache_config.enabled:
-            _check_cache(self.comp_cache_config)
+        if number("attn_sparsity", self.attn_sparsity, 0, 1, above=True) < 1:
+            raise NotSupported(
+                f"attn_sparsity={self.attn_sparsity!r}: there a prompt attends to all keys and a completion "
+                "to a share of the padded batch's, so tokens would depend on the rest of the batch. A fixed "
+                "number of keys is done, with OptLM(LLM(model, placement=Offload(attention_top_k=...))). "
+                "Leave it at 1.0"
+            )
+        for name, config in self.compressions().items():
+            _check_compression(name, config)
+
+    def compressions(self) -> dict[str, CompressionConfig]:
+        """Return the configs that are used, by their names."""
+        weights, cache = self.comp_weight_config, self.comp_cache_config
+        found = {}
+        if self.compress_weight and weights.enabled:
+            found["comp_weight_config"] = weights
+        if self.compress_cache and cache.enabled:
+            found["comp_cache_config"] = cache
+        return found
 
     @property
     def w_disk_percent(self) -> float:
@@ -251,61 +276,19 @@ def options_of(policy: Policy | None) -> dict[str, Any]:
         # Prompts of a block share one reading of each layer.
         "max_batch_tokens": max(2048, block * _ROWS),
     }
-    if policy.compress_weight and policy.comp_weight_config.enabled:
-        config = policy.comp_weight_config
+    used = policy.compressions()
+    if (config := used.get("comp_weight_config")) is not None:
         options["quantization"] = Quantization(bits=config.num_bits, group_size=config.group_size)
-    if policy.compress_cache and policy.comp_cache_config.enabled:
-        options["kv_dtype"] = f"int{policy.comp_cache_config.num_bits}"
+    if (config := used.get("comp_cache_config")) is not None:
+        options["kv_dtype"] = f"int{config.num_bits}"
     return options
 
 
-def _check_sparsity(share: Any) -> None:
-    if not isinstance(share, Real) or isinstance(share, bool) or not 0 < float(share) <= 1:
-        raise InvalidRequest(f"attn_sparsity={share!r}: must be above 0 and at most 1")
-    if share < 1:
-        raise NotSupported(
-            f"attn_sparsity={share!r}: there a prompt attends to all keys and a completion to a share of the "
-            "padded batch's, so tokens would depend on the rest of the batch. A fixed number of keys is "
-            "done, with OptLM(LLM(model, placement=Offload(attention_top_k=...))). Leave it at 1.0"
-        )
-
-
-def _check_weights(config: CompressionConfig) -> None:
-    name = "comp_weight_config"
-    if config.group_dim > 1:
-        raise InvalidRequest(
-            f"{name}.group_dim={config.group_dim}: a weight is [out, in]; must be 0 or 1"
-        )
-    _check_values(name, config, dict.fromkeys((4, 8), GROUP_SIZES))
-    if config.group_dim == 0:
-        warnings.warn(
-            f"{name}.group_dim=0 is read as 1: groups run along the inputs of a weight [out, in]",
-            stacklevel=4,
-        )
-
-
-def _check_cache(config: CompressionConfig) -> None:
-    name = "comp_cache_config"
-    if config.group_dim != 2:
-        raise NotSupported(
-            f"{name}.group_dim={config.group_dim}: a group lies within one token's vector of one head; "
-            "must be 2"
-        )
-    _check_values(name, config, {bits: (size, 2 * size) for bits, size in _CACHE_GROUPS.items()})
-    if config.group_size != (group := _CACHE_GROUPS[config.num_bits]):
-        warnings.warn(
-            f"{name}.group_size={config.group_size} is run in groups of {group}: no element errs more, "
-            "and a group's two ends are kept twice as often",
-            stacklevel=4,
-        )
-
-
-def _check_values(name: str, config: CompressionConfig, sizes: dict[int, tuple[int, ...]]) -> None:
-    """Refuse bits, groups and ranges that are not built.
-
-    Args:
-        sizes: of groups, by bits.
-    """
+def _check_compression(name: str, config: CompressionConfig) -> None:
+    """Refuse a compression that is used and not built; warn of one that is run in another way."""
+    dims, sizes, why = _BUILT[name]
+    if config.group_dim not in dims:
+        raise NotSupported(f"{name}.group_dim={config.group_dim}: {why}")
     if config.num_bits not in sizes:
         raise NotSupported(f"{name}.num_bits={config.num_bits}: must be 4 or 8")
     if config.symmetric:
@@ -317,3 +300,13 @@ def _check_values(name: str, config: CompressionConfig, sizes: dict[int, tuple[i
             f"{name}.group_size={config.group_size}: must be {' or '.join(map(str, allowed))} for "
             f"{config.num_bits} bits"
         )
+    warning = None
+    if config.group_dim == 0:
+        warning = "group_dim=0 is read as 1: groups run along the inputs of a weight [out, in]"
+    elif config.group_dim == 2 and config.group_size != allowed[0]:
+        warning = (
+            f"group_size={config.group_size} is run in groups of {allowed[0]}: no element errs more, and a "
+            "group's two ends are kept twice as often"
+        )
+    if warning is not None:
+        warnings.warn(f"{name}.{warning}", stacklevel=4)

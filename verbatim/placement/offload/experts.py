@@ -47,10 +47,11 @@ class ExpertCache:
         nbytes: of memory for experts. One of each shape is held in any case.
         num_readers: threads that read, ahead and while experts compute; 0 reads experts when they are needed.
         trace: records reads and waits.
-        files: of all experts, closed by their owner; None: opened and closed here.
+        files: of all experts, closed by their owner.
 
     Attributes:
         shares: `[layers, experts]`, the share of a layer's choices that fell on an expert of late.
+        layers: as they run.
         capacity: experts that are held at most.
         later_parts: micro-batches of this forward that run the same layer after the present one.
         buffer_bytes: memory through which experts are read.
@@ -65,28 +66,28 @@ class ExpertCache:
         nbytes: int,
         num_readers: int,
         trace: Trace,
-        files: OpenFiles | None = None,
+        files: OpenFiles,
     ) -> None:
         self.threaded = num_readers > 0
         self.later_parts = 0
         self.shield = Shield()  # Ctrl-C could leave a slot with another expert than is noted
         self.shares: Floats = np.zeros((len(layers), max(layer.count for layer in layers)))
         self._trace = trace
-        self._files, self._is_shared = files or OpenFiles(), files is not None
+        self._files = files
         self._readers = Prefetcher("verbatim-experts", num_readers)
         most = max(layer.buffer_bytes for layer in layers)
         self._buffers = [pages(min(most, CHUNK + PAGE)) for _ in range(max(1, num_readers))]
         self.buffer_bytes = sum(buffer.nbytes for buffer in self._buffers)
-        self._layers: list[CachedLayer] = []
+        self.layers: list[CachedLayer] = []
         try:
             for stored in {s for layer in layers for t in layer.slots for s in sources(t.lazy)}:
                 self._files.of(stored.path, stored.stamp)
-            self._layers = self._share_out(layers, nbytes)
+            self.layers = self._share_out(layers, nbytes)
         except BaseException:
             self.close()
             raise
-        self.capacity = sum(pool.count for pool in {layer.pool for layer in self._layers})
-        for layer in self._layers:
+        self.capacity = sum(pool.count for pool in {layer.pool for layer in self.layers})
+        for layer in self.layers:
             layer.where = f"read when chosen, {self.capacity} of {self.num_experts} held in memory"
         self._readers.start()
 
@@ -106,7 +107,7 @@ class ExpertCache:
     @property
     def nbytes(self) -> int:
         """Memory that holds experts."""
-        return sum(pool.nbytes for pool in {layer.pool for layer in self._layers})
+        return sum(pool.nbytes for pool in {layer.pool for layer in self.layers})
 
     @property
     def bytes_read(self) -> int:
@@ -116,11 +117,7 @@ class ExpertCache:
     @property
     def num_experts(self) -> int:
         """The number of experts of all layers."""
-        return sum(layer.layer.count for layer in self._layers)
-
-    def next_of(self, number: int) -> CachedLayer:
-        """Return the layer that comes behind layer `number`."""
-        return self._layers[(number + 1) % len(self._layers)]
+        return sum(layer.layer.count for layer in self.layers)
 
     def until_used(self, now: int, choices: int, layers: Ints, experts: Ints) -> Floats:
         """Estimate how many layers pass until experts are used, seen from layer `now`.
@@ -130,7 +127,7 @@ class ExpertCache:
             layers, experts: `[n]`.
         """
         used = 1 - (1 - self.shares[layers, experts]) ** choices
-        skipped, count = 1 / np.maximum(used, 1e-9) - 1, len(self._layers)
+        skipped, count = 1 / np.maximum(used, 1e-9) - 1, len(self.layers)
         until: Floats = (layers - now - 1) % count + 1 + count * skipped
         return np.where(layers == now, skipped, until) if self.later_parts else until
 
@@ -144,14 +141,7 @@ class ExpertCache:
         return job
 
     def _read(self, cached: CachedLayer, expert: int, slot: int) -> None:
-        buffer = self._buffers.pop()  # one for each thread
-        try:
-            self._read_through(buffer, cached, expert, slot)
-        finally:
-            self._buffers.append(buffer)
-
-    def _read_through(self, buffer: Tensor, cached: CachedLayer, expert: int, slot: int) -> None:
-        begin, nbytes = perf_counter(), 0
+        buffer, begin, nbytes = self._buffers.pop(), perf_counter(), 0  # one for each thread
 
         def read(out: npt.NDArray[np.uint8], stored: Stored) -> None:
             nonlocal nbytes
@@ -162,20 +152,21 @@ class ExpertCache:
             read(out.numpy(), stored)
             return out.view(stored.dtype).view(stored.shape)
 
-        for key, stack in cached.layer.stacks.items():
-            room, at = cached.pool.room(key, slot), 0
-            for piece in pieces_of(stack.lazy(expert)):
-                if isinstance(piece, Stored):
-                    end = at + piece.nbytes
-                    read(room[at:end], piece)
-                else:
-                    made = (
-                        materialize(piece, apart).contiguous().view(torch.uint8).flatten().numpy()
-                    )
-                    end = at + len(made)
-                    np.copyto(room[at:end], made)
-                at = end
-            assert at == len(room)
+        try:
+            for key, stack in cached.layer.stacks.items():
+                room, at = cached.pool.room(key, slot), 0
+                for piece in pieces_of(stack.lazy(expert)):
+                    if isinstance(piece, Stored):
+                        end = at + piece.nbytes
+                        read(room[at:end], piece)
+                    else:
+                        made = materialize(piece, apart).contiguous().view(torch.uint8).flatten()
+                        end = at + len(made)
+                        np.copyto(room[at:end], made.numpy())
+                    at = end
+                assert at == len(room)
+        finally:
+            self._buffers.append(buffer)
         name = f"{cached.layer.name}, expert {expert}"
         self._trace.add("read", "experts", name, begin, nbytes)
 
@@ -188,11 +179,9 @@ class ExpertCache:
     def close(self) -> None:
         """End the threads and free everything; a second call does nothing."""
         self._readers.stop()
-        for layer in self._layers:
+        for layer in self.layers:
             layer.close()
-        self._layers, self._buffers = [], []
-        if not self._is_shared:
-            self._files.close()
+        self.layers, self._buffers = [], []
 
 
 class CachedLayer(ExpertShare):
@@ -224,7 +213,7 @@ class CachedLayer(ExpertShare):
         out = rows.new_empty(choices, rows.shape[1])
         wanted = counts > 0
         self._note(counts, choices)
-        following = self.cache.next_of(self.number)
+        following = self.cache.layers[(self.number + 1) % len(self.cache.layers)]
         while len(left := np.flatnonzero(wanted)):
             self._fetch(left, choices)
             done = self._wait_for_some(left)
@@ -268,11 +257,11 @@ class CachedLayer(ExpertShare):
         pool = self.pool
         if (job := pool.jobs[slot]) is not None:
             self.cache.wait(self, job)  # until that read has ended
-        if (owner := pool.owners[slot]) is not None:
-            owner.slots[pool.experts[slot]] = -1
-        pool.owners[slot], pool.experts[slot] = None, -1
+        if pool.experts[slot] >= 0:
+            self.cache.layers[pool.layers[slot]].slots[pool.experts[slot]] = -1
+            pool.experts[slot] = -1
         pool.jobs[slot] = self.cache.read(self, expert, slot)
-        pool.owners[slot], pool.layers[slot], pool.experts[slot] = self, self.number, expert
+        pool.layers[slot], pool.experts[slot] = self.number, expert
         self.slots[expert] = slot  # last: what is noted here was read, or is being read
 
     def _wait_for_some(self, wanted: Ints) -> Ints:
@@ -320,12 +309,11 @@ class _Pool:
         count: experts that it holds.
 
     Attributes:
-        owners, layers, experts, jobs: of each slot, the expert in it (-1: none), and what reads it.
+        layers, experts, jobs: of each slot, the expert in it (-1: none), and what reads it.
     """
 
     def __init__(self, like: ExpertLayer, count: int) -> None:
         self.count = count
-        self.owners: list[CachedLayer | None] = [None] * count
         self.layers: Ints = np.zeros(count, dtype=np.int64)
         self.experts: Ints = np.full(count, -1)
         self.jobs: list[Job | None] = [None] * count
@@ -361,7 +349,6 @@ class _Pool:
     def close(self) -> None:
         """Free the memory."""
         self._memory.clear()
-        self.owners.clear()
 
     def module_like(self, layer: ExpertLayer) -> nn.Module:
         """Return a copy of a layer's experts module whose experts are the slots.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -13,16 +13,14 @@ import torch
 
 from verbatim.batch import Batch
 from verbatim.model.early_exit import EarlyExit
-from verbatim.model.hidden import head_of
 from verbatim.model.loader import LoadedModel
-from verbatim.model.mtp_source import Mtp, mtp_size
+from verbatim.model.mtp_source import Mtp
 from verbatim.model.patching import threads
-from verbatim.model.spec import inner_model
 from verbatim.placement.offload.choice import Offload
-from verbatim.placement.offload.cost import Load, Prediction, Step, predict_step, sample_s
+from verbatim.placement.offload.cost import Load, Prediction, predict_step, sample_s
 from verbatim.placement.offload.machine import NOMINAL, Machine, measure
 from verbatim.placement.offload.plan import Plan
-from verbatim.placement.offload.planner import make_plan, may_spill
+from verbatim.placement.offload.planner import Planner
 from verbatim.placement.offload.shape import ModelShape, shape_of
 from verbatim.placement.offload.units import Units
 from verbatim.placement.options import EngineOptions
@@ -37,15 +35,6 @@ class Forecast:
     machine: Machine
     plan: Plan
     prediction: Prediction
-
-    def step(self, sequences: int, rows: int, context: float, logit_rows: int) -> Step:
-        """Predict a forward of another size than the workload's.
-
-        Args:
-            context: positions that a row attends to, on average.
-        """
-        load = Load(sequences, rows, context, logit_rows)
-        return predict_step(self.shape, self.plan, self.machine, load)
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -68,41 +57,26 @@ def forecast(
 
     Args:
         limit: maximal tokens of a sequence; None: unlimited.
-        draft: layers of the model that draft. MTP layers stay in memory, with what they keep of a token.
+        draft: layers of the model that draft.
 
     Raises:
-        OutOfBlocks, InvalidRequest: as `make_plan`.
+        OutOfBlocks, InvalidRequest: as `Planner.best`.
         TierFailed: as `measure`.
     """
     dtype = next(
         (slot.parameter.dtype for slot in units.slots if slot.parameter.is_floating_point()),
         torch.float32,
     )
-    inner, lazy_weights = inner_model(loaded.module), loaded.lazy_weights or {}
-    shape = shape_of(units, inner, dtype, options.kv_dtype, loaded.layers)
-    head = head_of(inner)
-    if head is not None and lazy_weights.keys().isdisjoint(head.parameters()):
-        shape = replace(shape, vocab=1)  # it is not held here
-    if isinstance(draft, Mtp):
-        assert loaded.folder is not None
-        count, nbytes = mtp_size(inner, loaded.folder, draft.beside)
-        a_layer = shape.kv_bytes_per_token // shape.layers + shape.hidden * dtype.itemsize
-        shape = replace(
-            shape,
-            draft_bytes=nbytes,
-            kv_bytes_per_token=shape.kv_bytes_per_token + count * a_layer,
-            resident_bytes_per_token=shape.resident_bytes_per_token + count * a_layer,
-        )
-    machine = NOMINAL
+    shape = shape_of(loaded, units, dtype, options.kv_dtype, draft)
+    planner, machine = Planner(shape, offload, options, limit), NOMINAL
     if offload.policy is not None:
         folder = None
-        if may_spill(shape, offload, options):
+        if planner.may_spill():
             folder = Path(gettempdir()) if offload.disk is None else offload.disk
         tensors = [stored for slot in units.slots for stored in sources(slot.lazy)]
         with threads(options.num_threads):
             machine = measure(tensors, folder, dtype, offload.disk_limit)
-    plan, prediction = make_plan(shape, offload, options, machine, limit)
-    return Forecast(shape, machine, plan, prediction)
+    return Forecast(shape, machine, *planner.best(machine))
 
 
 @dataclass(slots=True)
@@ -161,9 +135,13 @@ class Measured:
             if not n:
                 continue
             mean = {of: value / n for of, value in kind.items()}
-            rows = max(1, round(mean["rows"]))
-            sizes = round(mean["sequences"]), rows, mean["context"], round(mean["logit_rows"])
-            step = forecast.step(*sizes)
+            load = Load(
+                sequences=round(mean["sequences"]),
+                rows=max(1, round(mean["rows"])),
+                context=mean["context"],
+                logit_rows=round(mean["logit_rows"]),
+            )
+            step = predict_step(forecast.shape, forecast.plan, forecast.machine, load)
             total += kind["seconds"]
             predicted_total += n * step.seconds
             note(f"{name}_weights_bytes", step.weight_bytes, mean["weight_bytes"])

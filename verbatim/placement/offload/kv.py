@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,19 +14,13 @@ from verbatim.kernels.options import AnyOptions, IndexOptions
 from verbatim.kv.quantized import KVDtype
 from verbatim.kv.store import KVStore, LayerShape, bytes_per_token
 from verbatim.placement.offload.choice import Percents
-from verbatim.placement.offload.kv_disk import (
-    NUM_BUFFERS,
-    PrefetchSchedule,
-    StagedLayer,
-    StagingBuffer,
-    View,
-    extents,
-    views_of,
-)
+from verbatim.placement.offload.kv_disk import NUM_STAGED, StagedLayer, View, extents, views_of
 from verbatim.placement.offload.prefetch import Prefetcher
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.sparse import top_k_attention
+from verbatim.placement.offload.stream import Ring, Use
 from verbatim.placement.offload.trace import Trace
+from verbatim.weights.files import bytes_of
 
 _POISONED = 256  # blocks that are written at once
 TIERS = ("gpu", "cpu", "disk")
@@ -46,12 +41,12 @@ def assign_tiers(sizes: Sequence[int], percents: Percents) -> list[str]:
 class TieredKVStore(KVStore):
     """A `KVStore` with each layer in one tier: in RAM ("gpu" and "cpu"), or on the disk.
 
-    Of a layer on the disk, the blocks that a micro-batch uses are read into a staging buffer, its rows are
+    Of a layer on the disk, the blocks that a micro-batch uses are read into a ring, its rows are
     written there, and changed blocks are written back. Results do not depend on the tier. The store is
     written and attended in only through what `stores_for` yields.
 
-    The staging buffers are as large as the blocks of the largest micro-batch in one layer. There are three
-    (one without `overlap`), beside what the tiers hold: `staging_bytes`.
+    The ring has room for three times the blocks of the largest micro-batch in one layer (once without
+    `overlap`), beside what the tiers hold: `staging_bytes`.
 
     Args:
         layers, num_blocks, block_size, device: as for `KVStore`.
@@ -64,7 +59,7 @@ class TieredKVStore(KVStore):
         overlap: read ahead and write back in a thread; False does both where they are waited for.
         cpu_cache_compute: attend to layers in the "cpu" tier where they are; False copies what a
             micro-batch sees to the device first. None is True on a CPU. For the disk it means nothing:
-            its staging buffers are the memory that attention reads.
+            the ring is the memory that attention reads.
         top_k: attend to so many keys at most (`sparse.py`); all blocks are read nevertheless.
 
     Attributes:
@@ -99,8 +94,8 @@ class TieredKVStore(KVStore):
         self.top_k = top_k
         self.value_sizes = [shape.value_dim for shape in layers]
         self.trace = trace
-        self._groups = groups
-        self._schedule: PrefetchSchedule | None = None
+        known = {layer for group in groups for layer in group}
+        self._groups = [*groups, [layer for layer in range(len(layers)) if layer not in known]]
         copied = ["cpu"] if cpu_cache_compute is False else []
         self.staged = {
             i: StagedLayer(
@@ -112,20 +107,19 @@ class TieredKVStore(KVStore):
             if tier in ("disk", *copied)
         }
         self._on_disk = {i: layer for i, layer in self.staged.items() if self.tiers[i] == "disk"}
-        self._buffers = [StagingBuffer() for _ in range(NUM_BUFFERS if overlap else 1)]
-        self.device_buffer = StagingBuffer()
-        self._worker = Prefetcher("verbatim-kv", int(overlap))
-        self._start()
+        self._num_staged = NUM_STAGED if overlap else 1
+        self.ring = Ring("K and V", Prefetcher("verbatim-kv", int(overlap)), trace)
+        self.copies = Ring("K and V", Prefetcher("verbatim-kv-copies", 0), trace)  # on the device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of K and V in all tiers, without staging buffers."""
+        """Bytes of K and V in all tiers, without the ring."""
         return sum(self.bytes_by_tier().values())
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of the staging buffers."""
-        return sum(buffer.nbytes for buffer in (*self._buffers, self.device_buffer))
+        """Bytes of the ring, and of copies on the device."""
+        return self.ring.nbytes + self.copies.nbytes
 
     def bytes_by_tier(self) -> dict[str, int]:
         """K and V in each tier. Those on the disk keep their room through `release`."""
@@ -150,31 +144,31 @@ class TieredKVStore(KVStore):
         Raises:
             TierFailed: something can't be read or written, at the latest when the block ends.
         """
-        self._cancel()
+        self.ring.drop()
         views = views_of(batches, self.block_size) if self.staged else []
-        order = (
-            (layer, part)
-            for group in self._groups
-            for part in range(len(views))
-            for layer in group
-            if layer in self._on_disk
-        )
-        schedule = PrefetchSchedule(
-            dict.fromkeys(order),  # a layer that several units share comes once
-            views,
-            self._on_disk,
-            self._buffers,
-            self._worker,
-            self.trace,
-        )
-        self._schedule = schedule
+        uses: dict[tuple[int, int], Use] = {}
+        for group in self._groups:
+            for part, view in enumerate(views):
+                for i in group:
+                    # A layer that several units share comes once.
+                    if i in self._on_disk and (i, part) not in uses:
+                        uses[i, part] = Use(
+                            f"K, V {i} #{part}",
+                            self.staged[i].staged_bytes(len(view.blocks)),
+                            [partial(self.staged[i].load, len(view.blocks), view.old)],
+                            [uses[i, earlier] for earlier in view.after],
+                        )
+        largest = self._num_staged * max((use.nbytes for use in uses.values()), default=0)
+        self.ring.reserve(largest, spare=largest // 8)  # contexts grow
         try:
-            schedule.begin()
+            if uses:
+                self.ring.follow(uses.values(), repeat=False)
             yield [
-                _MicroBatchStore(self, part, views[part] if views else None, schedule)
+                _MicroBatchStore(self, part, views[part] if views else None, uses)
                 for part in range(len(batches))
             ]
-            schedule.end()
+            if uses:
+                self.ring.finish()
         finally:
             self._cancel()
 
@@ -186,8 +180,9 @@ class TieredKVStore(KVStore):
         read = extents((i, a) for i, (a, _) in enumerate(copies))
         write = extents((i, b) for i, (_, b) in enumerate(copies))
         for layer in self._on_disk.values():  # what is copied may be overwritten by another copy
-            layer.load(self._buffers[0], len(copies), read)
-            layer.save(self._buffers[0], len(copies), write)
+            memory = bytes_of(self._memory(layer, len(copies)))
+            layer.load(len(copies), read, memory)
+            layer.save(len(copies), write, memory)
 
     def read_blocks(self, blocks: list[int]) -> list[Tensor]:
         self._cancel()
@@ -196,9 +191,10 @@ class TieredKVStore(KVStore):
             if i not in self._on_disk:
                 found += in_memory[2 * self.place[i] : 2 * self.place[i] + 2]
                 continue
-            layer, buffer = self._on_disk[i], self._buffers[0]
-            layer.load(buffer, len(blocks), extents(enumerate(blocks)))
-            found += [x.clone() for x in layer.attach(buffer, len(blocks)).layers[0]]
+            layer = self._on_disk[i]
+            memory = self._memory(layer, len(blocks))
+            layer.load(len(blocks), extents(enumerate(blocks)), bytes_of(memory))
+            found += [x.clone() for x in layer.attach(memory, len(blocks)).layers[0]]
             layer.detach()
         return found
 
@@ -207,31 +203,29 @@ class TieredKVStore(KVStore):
         places = sorted(self.place, key=self.place.__getitem__)
         self.memory.write_blocks(blocks, [contents[2 * i + j] for i in places for j in (0, 1)])
         for i, layer in self._on_disk.items():
-            buffer = self._buffers[0]
-            staged = layer.attach(buffer, len(blocks)).layers[0]
+            memory = self._memory(layer, len(blocks))
+            staged = layer.attach(memory, len(blocks)).layers[0]
             for own, content in zip(staged, contents[2 * i : 2 * i + 2], strict=True):
                 own.copy_(content)
             layer.detach()
-            layer.save(buffer, len(blocks), extents(enumerate(blocks)))
+            layer.save(len(blocks), extents(enumerate(blocks)), bytes_of(memory))
 
     def poison(self, blocks: list[int]) -> None:
         self._cancel()
         self.memory.poison(blocks)
-        for buffer in (*self._buffers, self.device_buffer):
-            buffer.poison()
+        for ring in (self.ring, self.copies):
+            ring.reserve(0).fill_(0xFF)
         for layer in self._on_disk.values():
             for first in range(0, len(blocks), _POISONED):
                 some = blocks[first : first + _POISONED]
-                self._buffers[0].room(layer.buffer_bytes(len(some)))
-                self._buffers[0].poison()
-                layer.save(self._buffers[0], len(some), extents(enumerate(some)))
+                memory = self._memory(layer, len(some)).fill_(0xFF)
+                layer.save(len(some), extents(enumerate(some)), bytes_of(memory))
 
     def release(self) -> None:
         """Give the memory back and end the threads; the room on the disk stays reserved."""
         self._cancel()
-        self._worker.stop()
-        for buffer in (*self._buffers, self.device_buffer):
-            buffer.release()
+        self.ring.close()
+        self.copies.close()
         self.memory.release()
         if self.states is not None:
             self.states.release()
@@ -240,17 +234,16 @@ class TieredKVStore(KVStore):
         self.memory.allocate()
         if self.states is not None:
             self.states.allocate()
-        self._start()
 
-    def _start(self) -> None:
-        if self._on_disk:
-            self._worker.start()
+    def _memory(self, layer: StagedLayer, blocks: int) -> Tensor:
+        """Return memory for blocks of a layer, between two forwards."""
+        return self.ring.reserve(layer.staged_bytes(blocks))
 
     def _cancel(self) -> None:
         """Cancel what is left of an earlier forward, which may have been interrupted."""
-        if self._schedule is not None:
-            self._schedule.drop()
-            self._schedule = None
+        self.ring.drop()
+        for layer in self.staged.values():
+            layer.detach()
 
 
 class _MicroBatchStore(KVStore):
@@ -259,17 +252,21 @@ class _MicroBatchStore(KVStore):
     Args:
         part: number of the micro-batch.
         view: of it; None where no layer needs one.
+        uses: of layers on the disk, by layer and micro-batch.
     """
 
     def __init__(
-        self, whole: TieredKVStore, part: int, view: View | None, schedule: PrefetchSchedule
+        self,
+        whole: TieredKVStore,
+        part: int,
+        view: View | None,
+        uses: dict[tuple[int, int], Use],
     ) -> None:
         self.block_size, self.num_blocks = whole.block_size, whole.num_blocks
         self.dtype_name = whole.dtype_name
         self.layers = whole.layers
         self.states = whole.states
-        self._whole, self._part, self._view, self._schedule = whole, part, view, schedule
-        self._taken: KVStore | None = None
+        self._whole, self._part, self._view, self._uses = whole, part, view, uses
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         whole = self._whole
@@ -277,26 +274,31 @@ class _MicroBatchStore(KVStore):
             whole.memory.write(whole.place[layer], k, v, slots)
             return
         assert self._view is not None
-        self._taken = self._schedule.take(layer, self._part)
-        self._taken.write(0, k, v, self._view.slots)
+        memory = whole.ring.take(self._uses[layer, self._part])
+        store = whole.staged[layer].attach(memory, len(self._view.blocks))
+        store.write(0, k, v, self._view.slots)
 
     def attend(self, layer: int, q: Tensor, batch: AttentionBatch, options: AnyOptions) -> Tensor:
         whole, view = self._whole, self._view
         if whole.tiers[layer] == "disk":
-            assert self._taken is not None and view is not None
-            store, self._taken = self._taken, None
-            out = self._attend(store, 0, layer, q, view.batch.attention, options)
-            self._schedule.finish()
+            assert view is not None
+            staged = whole.staged[layer]
+            out = self._attend(staged.store, 0, layer, q, view.batch.attention, options)
+            staged.detach()
+            whole.ring.give_back(partial(staged.save, len(view.blocks), view.new))
             return out
         place = whole.place[layer]
         if layer not in whole.staged:
             return self._attend(whole.memory, place, layer, q, batch, options)
         assert view is not None
-        staged = whole.staged[layer].attach(whole.device_buffer, len(view.blocks))
-        for own, held in zip(staged.layers[0], whole.memory.layers[place], strict=True):
+        staged, blocks = whole.staged[layer], len(view.blocks)
+        nbytes = staged.staged_bytes(blocks)
+        memory = whole.copies.reserve(nbytes, spare=nbytes // 8)
+        store = staged.attach(memory, blocks)
+        for own, held in zip(store.layers[0], whole.memory.layers[place], strict=True):
             torch.index_select(held, 0, view.blocks, out=own)
-        out = self._attend(staged, 0, layer, q, view.batch.attention, options)
-        whole.staged[layer].detach()
+        out = self._attend(store, 0, layer, q, view.batch.attention, options)
+        staged.detach()
         return out
 
     def _attend(

@@ -15,10 +15,11 @@ import torch
 
 from verbatim.errors import TierFailed
 from verbatim.model.products import linear
+from verbatim.placement.offload.prefetch import READERS, Prefetcher
 from verbatim.placement.offload.scratch import Scratch
-from verbatim.placement.offload.stream import Stream, lay_out
+from verbatim.placement.offload.stream import Ring, lay_out
 from verbatim.placement.offload.trace import Trace
-from verbatim.weights.files import CHUNK
+from verbatim.weights.files import CHUNK, OpenFiles
 from verbatim.weights.lazy import Stored
 
 ROWS = (1, 8, 64, 512)  # for which products are measured
@@ -120,7 +121,7 @@ def _once(key: tuple[Any, ...], find: Callable[[], Any]) -> Any:
 def _reading(tensors: Sequence[Stored]) -> tuple[float, float]:
     """Return bytes/s of the prefetcher's reads, and their processor time per byte."""
     chunks: list[Stored] = []
-    for run in lay_out("checkpoint", list(tensors)).runs:
+    for run in lay_out(tensors).runs:
         for at in range(0, run.needed, CHUNK):
             nbytes = min(CHUNK, run.needed - at)
             chunks.append(
@@ -135,20 +136,23 @@ def _reading(tensors: Sequence[Stored]) -> tuple[float, float]:
 
 def _read_ahead(chunks: list[Stored]) -> tuple[float, float]:
     """Return bytes/s of a stream of these chunks, and processor time per byte."""
-    layouts = [lay_out(chunk.name, [chunk]) for chunk in chunks]
-    # Room for many more of a small file's chunks would take long to fill.
-    stream = Stream(layouts, _RING * max(layout.nbytes for layout in layouts), 2, Trace())
+    files, ring = OpenFiles(), Ring("weights", Prefetcher("verbatim-reader", READERS), Trace())
     try:
+        uses = [lay_out([chunk]).use(chunk.name, files) for chunk in chunks]
+        # Room for many more of a small file's chunks would take long to fill.
+        ring.reserve(_RING * max(use.nbytes for use in uses))
         start, cpu = perf_counter(), process_time()
-        for index in range(len(layouts)):
-            stream.take(index)
-            stream.give_back()
+        ring.follow(uses, repeat=False)
+        for use in uses:
+            ring.take(use)
+            ring.give_back()
             if perf_counter() - start > _READ_S / _PARTS:
                 break
         seconds = perf_counter() - start
-        return stream.bytes_read / seconds, (process_time() - cpu) / max(1, stream.bytes_read)
+        return ring.bytes_read / seconds, (process_time() - cpu) / max(1, ring.bytes_read)
     finally:
-        stream.close()
+        ring.close()
+        files.close()
 
 
 def _writing(folder: Path) -> float | None:

@@ -8,7 +8,7 @@ from math import ceil
 from typing import Any
 
 from verbatim.placement.offload.choice import Percents
-from verbatim.placement.offload.kv_disk import NUM_BUFFERS
+from verbatim.placement.offload.kv_disk import NUM_STAGED
 from verbatim.placement.offload.prefetch import READERS
 from verbatim.placement.offload.shape import ModelShape
 
@@ -147,7 +147,7 @@ def buffer_bytes(
     """
     away = bool(shape.held_experts(tiers))
     staged = int(
-        NUM_BUFFERS * _ROOM_TO_GROW * plan.batch_size * context * ceil(shape.layer_kv_bytes)
+        NUM_STAGED * _ROOM_TO_GROW * plan.batch_size * context * ceil(shape.layer_kv_bytes)
     )
     buffers = READERS * max(unit.expert_buffer for unit in shape.units)
     return {

@@ -6,7 +6,8 @@ import os
 import tempfile
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import replace
 from itertools import accumulate, product
 from typing import NoReturn
 
@@ -36,9 +37,6 @@ _MICRO_TOKENS = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
 _MAX_ROWS = 8192  # of a forward
 # Of the fastest plan: of these, K and V in memory and then the least work per token wins.
 _AS_FAST = 0.99
-_GOLDEN = (
-    0.618  # of the units: any number of them that are numbered in steps of it is spread evenly
-)
 
 # What memory may hold: a slot, by its number, or one of these.
 Item = int | str
@@ -47,109 +45,13 @@ _SECOND = "a second unit in the ring"
 _WAITING = "waiting activations"
 
 
-@dataclass(frozen=True, slots=True)
-class PlannerInputs:
-    """A model, a machine, the user's choices and the limits.
-
-    Attributes:
-        disk: capacity of the disk tier in bytes, beside the checkpoint.
-        budget: bytes of gpu and cpu together; None: unlimited.
-        workload: (prompt, new) tokens, within the model's limit.
-        limit: maximal tokens of a sequence; None: unlimited.
-        max_kv_bytes: maximal bytes of K and V where there is no budget.
-    """
-
-    shape: ModelShape
-    offload: Offload
-    options: EngineOptions
-    disk: int
-    budget: int | None
-    workload: tuple[int, int]
-    limit: int | None
-    max_kv_bytes: int = UNLIMITED
-
-    @property
-    def two_budgets(self) -> bool:
-        """Return whether gpu and cpu have a budget each, rather than one budget for all memory."""
-        return self.offload.gpu is not None and self.offload.cpu is not None
-
-    def kv_bytes(self, sequences: int) -> int:
-        """Return the bytes of whole blocks for `sequences` of the workload, and the scratch block.
-
-        Since the workload is only typical, there is room for one sequence of the maximal length, in at most
-        a quarter of the budget.
-        """
-        if self.options.kv_bytes is not None:
-            return self.options.kv_bytes - self.state_bytes(sequences)
-        block = self.options.block_size
-        block_bytes = block * self.shape.kv_bytes_per_token
-        blocks = sequences * -(-sum(self.workload) // block) + 1
-        if self.limit is not None and self.budget is not None:
-            longest = -(-self.limit // block) + 1
-            blocks = max(blocks, min(longest, self.budget // 4 // max(1, block_bytes)))
-        return min(blocks, max(2, self.max_kv_bytes // max(1, block_bytes))) * block_bytes
-
-    def state_bytes(self, sequences: int) -> int:
-        """Return the bytes of recurrent states: two of each sequence, one of a cached prefix, and zeros."""
-        one = self.shape.state_bytes
-        if one and self.options.kv_bytes is not None:
-            return self.options.num_states(one) * one
-        return (1 + 3 * sequences) * one
-
-    def within(self, budget: int) -> PlannerInputs:
-        """Return a copy with another budget, in the same proportion of gpu and cpu."""
-        if not self.two_budgets:
-            return replace(self, budget=budget)
-        gpu, cpu = self.offload.gpu or 0, self.offload.cpu or 0
-        gpu = budget * gpu // max(1, gpu + cpu)
-        return replace(self, budget=budget, offload=self.offload.replace(gpu=gpu, cpu=budget - gpu))
-
-
-def resolve_inputs(
-    shape: ModelShape, offload: Offload, options: EngineOptions, limit: int | None
-) -> PlannerInputs:
-    """Resolve budgets, disk space and workload.
-
-    Args:
-        limit: maximal tokens of a sequence; None: unlimited.
-    """
-    budget = None
-    if offload.gpu is not None or offload.cpu is not None:
-        budget = (offload.gpu or 0) + (offload.cpu or 0)
-    elif offload.weights is None:
-        budget = int(available_memory() * BUDGET_SHARE)
-    disk = UNLIMITED if offload.disk_limit is None else offload.disk_limit
-    try:
-        stat = os.statvfs(offload.disk or tempfile.gettempdir())
-        disk = min(disk, int(stat.f_bavail * stat.f_frsize * 0.9))
-    except OSError:
-        pass  # opening the folder raises the error
-    prompt, new = offload.workload
-    if limit is not None:
-        prompt = min(prompt, max(1, limit - 1))
-        new = min(new, max(1, limit - prompt))
-    most = int(available_memory() * DEFAULT_KV_SHARE) if budget is None else UNLIMITED
-    return PlannerInputs(shape, offload, options, disk, budget, (prompt, new), limit, most)
-
-
-def may_spill(shape: ModelShape, offload: Offload, options: EngineOptions) -> bool:
-    """Return whether K and V or activations may go to the disk."""
-    if (offload.kv or IN_MEMORY)[2] or (offload.activations or IN_MEMORY)[2]:
-        return True
-    inputs = resolve_inputs(shape, offload, options, None)
-    if offload.kv is not None or inputs.budget is None:
-        return False
-    return inputs.kv_bytes(options.max_sequences) + shape.nbytes > inputs.budget
-
-
 class _Room:
     """The free bytes of each tier. A single budget covers all memory, whichever tier it is given for."""
 
-    def __init__(self, inputs: PlannerInputs) -> None:
-        given, budget = inputs.offload, UNLIMITED if inputs.budget is None else inputs.budget
-        self.pooled = not inputs.two_budgets
+    def __init__(self, given: Offload, budget: int, disk: int) -> None:
+        self.pooled = given.gpu is None or given.cpu is None
         self.first = "cpu" if given.gpu is None and given.cpu is not None else "gpu"
-        self.left = {"disk": inputs.disk, self.first: budget}
+        self.left = {"disk": disk, self.first: budget}
         if not self.pooled:
             self.left |= {"gpu": given.gpu or 0, "cpu": given.cpu or 0}
 
@@ -167,137 +69,348 @@ class _Room:
         return min(self.left.values()) >= 0
 
 
-def make_plan(
-    shape: ModelShape,
-    offload: Offload,
-    options: EngineOptions,
-    machine: Machine,
-    limit: int | None,
-) -> tuple[Plan, Prediction]:
-    """Return the plan with the most predicted tokens/s within the budgets and the user's choices.
-
-    Blocks of 1, 2, 4, ... sequences are tried. For each of them, memory is filled with what saves reading
-    (`_orders`), as far as it goes, and `cost.py` predicts the time.
+class Planner:
+    """A model, the user's choices and the limits, and the plans that keep to them.
 
     Args:
         limit: maximal tokens of a sequence; None: unlimited.
 
-    Raises:
-        OutOfBlocks: the budgets are too small for any plan; the message names a sufficient number.
-        InvalidRequest: they are too small for the user's choices.
-        TierFailed: the disk tier is too small.
+    Attributes:
+        disk: capacity of the disk tier in bytes, beside the checkpoint.
+        budget: bytes of gpu and cpu together; None: unlimited.
+        workload: (prompt, new) tokens, within the model's limit.
+        max_kv_bytes: maximal bytes of K and V where there is no budget.
     """
-    block = (offload.batch_size or 1) * (offload.micro_batches or 1)
-    if block > options.max_sequences:
-        raise InvalidRequest(
-            f"batch_size={offload.batch_size} and micro_batches={offload.micro_batches} make {block} "
-            f"sequences at once, and max_sequences is {options.max_sequences}"
-        )
-    inputs = resolve_inputs(shape, offload, options, limit)
-    plans = _plans(inputs, machine, tight=False) or _plans(inputs, machine, tight=True)
-    if not plans:
-        _refuse(inputs)
-    found = [(plan, room, predict(shape, plan, machine, inputs.workload)) for plan, room in plans]
-    fastest = max(prediction.tokens_per_s for *_, prediction in found)
-    plan, room, prediction = min(
-        (entry for entry in found if entry[2].tokens_per_s >= _AS_FAST * fastest),
-        # The model leaves out what each visit to K and V on the disk costs beside its bytes.
-        key=lambda entry: (
-            entry[0].kv[2] > 0,
-            (entry[2].decode.io_s + entry[2].decode.compute_s) / entry[2].sequences,
-        ),
-    )
-    plan = _with_more_kv(inputs, plan, room, reads=prediction.decode.weight_bytes > 0)
-    if inputs.budget is None and plan.memory_bytes > available_memory():
-        raise OutOfBlocks(
-            f"placement=Offload: {plan.memory_bytes} bytes are needed ({_kinds(plan)}), and "
-            f"{available_memory()} are available"
-        )
-    prediction = predict(shape, plan, machine, inputs.workload)
-    reasons = sentences(shape, plan, prediction, offload, inputs.workload)
-    return replace(plan, reasons=reasons), prediction
 
+    def __init__(
+        self, shape: ModelShape, offload: Offload, options: EngineOptions, limit: int | None
+    ) -> None:
+        self.shape, self.given, self.options, self.limit = shape, offload, options, limit
+        self.budget: int | None = None
+        if offload.gpu is not None or offload.cpu is not None:
+            self.budget = (offload.gpu or 0) + (offload.cpu or 0)
+        elif offload.weights is None:
+            self.budget = int(available_memory() * BUDGET_SHARE)
+        self.max_kv_bytes = UNLIMITED
+        if self.budget is None:
+            self.max_kv_bytes = int(available_memory() * DEFAULT_KV_SHARE)
+        self.disk = UNLIMITED if offload.disk_limit is None else offload.disk_limit
+        try:
+            stat = os.statvfs(offload.disk or tempfile.gettempdir())
+            self.disk = min(self.disk, int(stat.f_bavail * stat.f_frsize * 0.9))
+        except OSError:
+            pass  # opening the folder raises the error
+        prompt, new = offload.workload
+        if limit is not None:
+            prompt = min(prompt, max(1, limit - 1))
+            new = min(new, max(1, limit - prompt))
+        self.workload = prompt, new
 
-def _plans(inputs: PlannerInputs, machine: Machine, *, tight: bool) -> list[tuple[Plan, _Room]]:
-    """Return the plans that fit, and the bytes that they leave.
+    def may_spill(self) -> bool:
+        """Return whether K and V or activations may go to the disk."""
+        given = self.given
+        if (given.kv or IN_MEMORY)[2] or (given.activations or IN_MEMORY)[2]:
+            return True
+        if given.kv is not None or self.budget is None:
+            return False
+        return self._kv_bytes(self.options.max_sequences) + self.shape.nbytes > self.budget
 
-    Args:
-        tight: in as little memory as possible, with K and V of fewer tokens than the workload has.
-    """
-    found = []
-    for base in _sizes(inputs, machine, tight=tight):
-        plans = (_fill(inputs, base, order) for order in _orders(inputs, base))
-        found += [plan for plan in plans if plan is not None]
-    return found
+    def best(self, machine: Machine) -> tuple[Plan, Prediction]:
+        """Return the plan with the most predicted tokens/s within the budgets and the user's choices.
 
+        Blocks of 1, 2, 4, ... sequences are tried. For each of them, memory is filled with what saves
+        reading (`_orders`), as far as it goes, and `cost.py` predicts the time.
 
-def _sizes(inputs: PlannerInputs, machine: Machine, *, tight: bool) -> Iterator[Plan]:
-    """Yield the batch sizes to try, as plans that hold nothing yet; `tight` as for `_plans`.
-
-    The last one takes the least memory, if it is tight.
-    """
-    shape, given, options = inputs.shape, inputs.offload, inputs.options
-    room = UNLIMITED if inputs.budget is None else inputs.budget
-    step, most = (given.batch_size or 1) * (given.micro_batches or 1), options.max_sequences
-    blocks, heights, most_rows = [step], list(_MICRO_TOKENS[4:]), 0
-    if not tight:
-        if not (given.batch_size and given.micro_batches):
-            doubled = (step << n for n in range(most.bit_length()))
-            blocks = sorted({*(n for n in doubled if n < most), most // step * step})
-        fitting = [n for n in _MICRO_TOKENS if working_bytes(shape, n) <= room // 8]
-        heights = fitting[:3:2]
-        # With so many rows a prompt computes for twice as long as all weights are read.
-        chosen = shape.experts_per_token / max(1, shape.experts)
-        elements = sum(s.elements * (chosen if s.of_experts else 1) for s in shape.slots)
-        row_s = max(1, elements) * machine.product(ROWS[-1]) / ROWS[-1]
-        wanted = max(256, int(2 * shape.nbytes / machine.read_rate / row_s))
-        most_rows = min(wanted, _MAX_ROWS, room // 12 // waiting_bytes(shape, 1))
-        most_rows = 1 << most_rows.bit_length() >> 1
-    for block in blocks:
-        sizes = {given.batch_size or block // (given.micro_batches or 1)}
-        if not (given.batch_size or given.micro_batches) and (given.kv is None or given.kv[2]):
-            sizes.add(max(1, block // 8))  # smaller ones take smaller buffers
-        kv_bytes, rows = inputs.kv_bytes(block), options.max_batch_tokens
-        if tight and options.kv_bytes is None:
-            kv_bytes = min(kv_bytes, 2 * options.block_size * shape.kv_bytes_per_token)
-        if options.default_batch_tokens:
-            rows = block if tight else max(block, min(block * inputs.workload[0], most_rows))
-        for batch_size, micro_tokens in product(sizes, heights):
-            yield Plan(
-                weights=given.weights or ON_DISK,
-                kv=given.kv or ON_DISK,
-                activations=given.activations or ON_DISK,
-                ring_bytes=0,
-                kv_bytes=kv_bytes,
-                kv_block=options.block_size,
-                batch_size=batch_size,
-                micro_batches=block // batch_size,
-                micro_tokens=micro_tokens,
-                max_batch_tokens=rows,
-                prompt_rows=prompt_rows(shape, inputs.budget),
-                overlap=given.overlap,
-                budget=inputs.budget,
+        Raises:
+            OutOfBlocks: the budgets are too small for any plan; the message names a sufficient number.
+            InvalidRequest: they are too small for the user's choices.
+            TierFailed: the disk tier is too small.
+        """
+        given, shape = self.given, self.shape
+        block = (given.batch_size or 1) * (given.micro_batches or 1)
+        if block > self.options.max_sequences:
+            raise InvalidRequest(
+                f"batch_size={given.batch_size} and micro_batches={given.micro_batches} make {block} "
+                f"sequences at once, and max_sequences is {self.options.max_sequences}"
             )
+        plans = self._plans(machine, tight=False) or self._plans(machine, tight=True)
+        if not plans:
+            self._refuse()
+        found = [(plan, room, predict(shape, plan, machine, self.workload)) for plan, room in plans]
+        fastest = max(prediction.tokens_per_s for *_, prediction in found)
+        plan, room, prediction = min(
+            (entry for entry in found if entry[2].tokens_per_s >= _AS_FAST * fastest),
+            # The model leaves out what each visit to K and V on the disk costs beside its bytes.
+            key=lambda entry: (
+                entry[0].kv[2] > 0,
+                (entry[2].decode.io_s + entry[2].decode.compute_s) / entry[2].sequences,
+            ),
+        )
+        plan = self._with_more_kv(plan, room, reads=prediction.decode.weight_bytes > 0)
+        if self.budget is None and plan.memory_bytes > available_memory():
+            raise OutOfBlocks(
+                f"placement=Offload: {plan.memory_bytes} bytes are needed ({_kinds(plan)}), and "
+                f"{available_memory()} are available"
+            )
+        prediction = predict(shape, plan, machine, self.workload)
+        reasons = sentences(shape, plan, prediction, given, self.workload)
+        return replace(plan, reasons=reasons), prediction
 
+    def _kv_bytes(self, sequences: int) -> int:
+        """Return the bytes of whole blocks for `sequences` of the workload, and the scratch block.
 
-def _orders(inputs: PlannerInputs, base: Plan) -> list[list[list[Item]]]:
-    """Return orders in which memory is filled, each in groups of items of one kind.
+        Since the workload is only typical, there is room for one sequence of the maximal length, in at most
+        a quarter of the budget.
+        """
+        if self.options.kv_bytes is not None:
+            return self.options.kv_bytes - self._state_bytes(sequences)
+        block = self.options.block_size
+        block_bytes = block * self.shape.kv_bytes_per_token
+        blocks = sequences * -(-sum(self.workload) // block) + 1
+        if self.limit is not None and self.budget is not None:
+            longest = -(-self.limit // block) + 1
+            blocks = max(blocks, min(longest, self.budget // 4 // max(1, block_bytes)))
+        return min(blocks, max(2, self.max_kv_bytes // max(1, block_bytes))) * block_bytes
 
-    All bytes of one kind save about the same time of the disk, so the kind that saves more goes first: K and
-    V, or weights. Where memory is short, K and V are worth more than what lets reading overlap, too.
-    """
-    shape, given = inputs.shape, inputs.offload
-    lacking = -(-(base.kv_bytes - inputs.disk) * shape.layers // max(1, base.kv_bytes))
-    first: list[Item] = [_KV] * max(0, lacking)  # on the disk there is no room for them
-    kv: list[Item] = [] if given.kv else [_KV] * (shape.layers - len(first))
-    waiting: list[Item] = [] if given.activations else [_WAITING]
-    start = [[] if given.kv else first, waiting]
-    large, needed, experts, gathered = _weights(shape) if given.weights is None else [[]] * 4
-    return [
-        [*start, kv, large, [_SECOND], needed, experts, gathered],
-        [*start, large, [_SECOND], needed, experts, kv, gathered],
-        [*start, large, needed, experts, kv, gathered],
-    ]
+    def _state_bytes(self, sequences: int) -> int:
+        """Return the bytes of recurrent states: two of each sequence, one of a cached prefix, and zeros."""
+        one = self.shape.state_bytes
+        if one and self.options.kv_bytes is not None:
+            return self.options.num_states(one) * one
+        return (1 + 3 * sequences) * one
+
+    def _plans(self, machine: Machine, *, tight: bool) -> list[tuple[Plan, _Room]]:
+        """Return the plans that fit, and the bytes that they leave.
+
+        Args:
+            tight: in as little memory as possible, with K and V of fewer tokens than the workload has.
+        """
+        bases = list(self._sizes(machine, tight=tight))
+        plans = (self._fill(base, order) for base in bases for order in self._orders(base))
+        return [plan for plan in plans if plan is not None]
+
+    def _sizes(self, machine: Machine, *, tight: bool) -> Iterator[Plan]:
+        """Yield the batch sizes to try, as plans that hold nothing yet; `tight` as for `_plans`.
+
+        The last one takes the least memory, if it is tight.
+        """
+        shape, given, options = self.shape, self.given, self.options
+        room = UNLIMITED if self.budget is None else self.budget
+        step, most = (given.batch_size or 1) * (given.micro_batches or 1), options.max_sequences
+        blocks, heights, most_rows = [step], list(_MICRO_TOKENS[4:]), 0
+        if not tight:
+            if not (given.batch_size and given.micro_batches):
+                doubled = (step << n for n in range(most.bit_length()))
+                blocks = sorted({*(n for n in doubled if n < most), most // step * step})
+            fitting = [n for n in _MICRO_TOKENS if working_bytes(shape, n) <= room // 8]
+            heights = fitting[:3:2]
+            # With so many rows a prompt computes for twice as long as all weights are read.
+            chosen = shape.experts_per_token / max(1, shape.experts)
+            elements = sum(s.elements * (chosen if s.of_experts else 1) for s in shape.slots)
+            row_s = max(1, elements) * machine.product(ROWS[-1]) / ROWS[-1]
+            wanted = max(256, int(2 * shape.nbytes / machine.read_rate / row_s))
+            most_rows = min(wanted, _MAX_ROWS, room // 12 // waiting_bytes(shape, 1))
+            most_rows = 1 << most_rows.bit_length() >> 1
+        for block in blocks:
+            sizes = {given.batch_size or block // (given.micro_batches or 1)}
+            if not (given.batch_size or given.micro_batches) and (given.kv is None or given.kv[2]):
+                sizes.add(max(1, block // 8))  # smaller ones take smaller buffers
+            kv_bytes, rows = self._kv_bytes(block), options.max_batch_tokens
+            if tight and options.kv_bytes is None:
+                kv_bytes = min(kv_bytes, 2 * options.block_size * shape.kv_bytes_per_token)
+            if options.default_batch_tokens:
+                rows = block if tight else max(block, min(block * self.workload[0], most_rows))
+            for batch_size, micro_tokens in product(sizes, heights):
+                yield Plan(
+                    weights=given.weights or ON_DISK,
+                    kv=given.kv or ON_DISK,
+                    activations=given.activations or ON_DISK,
+                    ring_bytes=0,
+                    kv_bytes=kv_bytes,
+                    kv_block=options.block_size,
+                    batch_size=batch_size,
+                    micro_batches=block // batch_size,
+                    micro_tokens=micro_tokens,
+                    max_batch_tokens=rows,
+                    prompt_rows=prompt_rows(shape, self.budget),
+                    overlap=given.overlap,
+                    budget=self.budget,
+                )
+
+    def _orders(self, base: Plan) -> list[list[list[Item]]]:
+        """Return orders in which memory is filled, each in groups of items of one kind.
+
+        All bytes of one kind save about the same time of the disk, so the kind that saves more goes first:
+        K and V, or weights. Where memory is short, K and V are worth more than what lets reading overlap.
+        """
+        shape, given = self.shape, self.given
+        lacking = -(-(base.kv_bytes - self.disk) * shape.layers // max(1, base.kv_bytes))
+        first: list[Item] = [_KV] * max(0, lacking)  # on the disk there is no room for them
+        kv: list[Item] = [] if given.kv else [_KV] * (shape.layers - len(first))
+        waiting: list[Item] = [] if given.activations else [_WAITING]
+        start = [[] if given.kv else first, waiting]
+        large, needed, experts, gathered = _weights(shape) if given.weights is None else [[]] * 4
+        return [
+            [*start, kv, large, [_SECOND], needed, experts, gathered],
+            [*start, large, [_SECOND], needed, experts, kv, gathered],
+            [*start, large, needed, experts, kv, gathered],
+        ]
+
+    def _fill(self, base: Plan, order: list[list[Item]]) -> tuple[Plan, _Room] | None:
+        """Return the plan that holds as many items of each group as fit, the first group first.
+
+        None if not even none fits. The last item of a group may free a buffer, so whole groups are tried
+        first.
+        """
+        groups = [group for group in order if group]
+        beginnings = [*accumulate([[], *groups])]
+
+        def fits(held: Sequence[Item]) -> bool:
+            return self._assign(base, held)[1].suffices
+
+        whole = next((n for n in reversed(range(len(beginnings))) if fits(beginnings[n])), None)
+        if whole is None:
+            return None
+        held = beginnings[whole]
+        for group in groups[whole:]:
+            counts = range(1, len(group) + 1)
+            held = (
+                held + group[: bisect_left(counts, True, key=lambda n: not fits(held + group[:n]))]
+            )
+        return self._assign(base, held)
+
+    def _assign(self, base: Plan, held: Sequence[Item]) -> tuple[Plan, _Room]:
+        """Return a plan that holds these items, whether they fit or not, and the bytes that it leaves.
+
+        What is given as percents is taken from its tiers; everything else fills the gpu tier first.
+
+        Args:
+            base: has the batch sizes.
+        """
+        shape, given = self.shape, self.given
+        room = _Room(given, UNLIMITED if self.budget is None else self.budget, self.disk)
+        sizes, layers = [slot.nbytes for slot in shape.slots], [1] * shape.layers
+        slots = dict.fromkeys([*shape.held, *(item for item in held if isinstance(item, int))])
+        tiers = assign_tiers(sizes, given.weights) if given.weights else ["disk"] * len(sizes)
+        for i in slots:
+            tiers[i] = "gpu"
+        kv_tiers, kv_layers = assign_tiers(layers, given.kv or ON_DISK), held.count(_KV)
+        kv = given.kv or (ON_DISK if kv_layers < shape.layers else IN_MEMORY)
+        resident = (
+            base.kv_bytes * shape.resident_bytes_per_token // max(1, shape.kv_bytes_per_token)
+        )
+        a_layer = -(-(base.kv_bytes - resident) // shape.layers)
+        waiting = waiting_bytes(shape, base.max_batch_tokens)
+        fixed = buffer_bytes(
+            shape, replace(base, kv=kv), tuple(tiers), sum(self.workload), roomy=_SECOND in held
+        )
+        fixed["recurrent states"] = self._state_bytes(base.block_size)
+        for i, tier in enumerate(tiers):
+            room.take(tier, 0 if i in slots or tier == "disk" else sizes[i])
+        for tier in kv_tiers if given.kv else ():
+            room.take(tier, a_layer)
+        for tier, share in zip(TIERS, given.activations or (), strict=False):
+            room.take(tier, int(waiting * share / 100))
+        buffers = resident + sum(fixed.values())  # of gpu as far as it goes
+        near = buffers if room.pooled else max(0, min(buffers, room.left["gpu"]))
+        room.take("gpu", near)
+        room.take("cpu", buffers - near)
+        for i in slots:
+            tiers[i] = room.place(sizes[i])
+        if not given.kv:
+            kv_tiers = [room.place(a_layer) for _ in range(kv_layers)]
+            kv_tiers += [room.take("disk", a_layer) for _ in range(shape.layers - kv_layers)]
+        activations = given.activations
+        if activations is None:
+            tier = room.place(waiting) if _WAITING in held else room.take("disk", waiting)
+            activations = _shares([1], [tier])
+        memory = {
+            "weights": 0,
+            "K and V": resident + a_layer * (shape.layers - kv_tiers.count("disk")),
+            "activations": int(waiting * (100 - activations[2]) / 100),
+            **fixed,
+            **weight_bytes(shape, tuple(tiers)),
+        }
+        plan = replace(
+            base,
+            weights=given.weights or _shares(sizes, tiers),
+            kv=given.kv or _shares(layers, kv_tiers),
+            activations=activations,
+            tiers=tuple(tiers),
+            ring_bytes=fixed["ring"],
+            memory={kind: nbytes for kind, nbytes in memory.items() if nbytes},
+        )
+        return plan, room
+
+    def _with_more_kv(self, plan: Plan, room: _Room, *, reads: bool) -> Plan:
+        """Use the free memory for K and V: for the block's sequences or, where no weights are read, for
+        longer sequences and cached prefixes.
+        """
+        options, shape = self.options, self.shape
+        if options.kv_bytes is not None or plan.kv[2]:
+            return plan
+        useful = self._kv_bytes(plan.block_size)
+        if not reads:
+            longest = -(-(self.limit or UNLIMITED) // options.block_size)
+            blocks = options.max_sequences * longest + 1
+            useful = blocks * options.block_size * shape.kv_bytes_per_token
+        shares = {room.first: 100.0} if room.pooled else dict(zip(TIERS, plan.kv, strict=True))
+        free = min(int(room.left[tier] * 100 / share) for tier, share in shares.items() if share)
+        grown = plan.kv_bytes + free
+        if self.budget is None:
+            grown = min(grown, self.max_kv_bytes)
+        kv_bytes = max(plan.kv_bytes, min(grown, useful))
+        return replace(plan, kv_bytes=kv_bytes, memory={**plan.memory, "K and V": kv_bytes})
+
+    def _refuse(self) -> NoReturn:
+        """Raise an error that names the chosen values, the limits and a sufficient budget."""
+        given, options = self.given, self.options
+        assert self.budget is not None
+        chosen = {
+            "weights": given.weights,
+            "kv": given.kv,
+            "activations": given.activations,
+            "kv_memory": options.kv_bytes,
+            "batch_size": given.batch_size,
+            "micro_batches": given.micro_batches,
+            "max_batch_tokens": None if options.default_batch_tokens else options.max_batch_tokens,
+        }
+        choices = ", ".join(f"{name}={v}" for name, v in chosen.items() if v is not None)
+        choices = f"with {choices}, " if choices else ""
+        if self._least(self.budget)[1].suffices:
+            raise TierFailed(
+                f"placement=Offload: {choices}the disk tier is too small: "
+                f"{given.disk or 'the temporary folder'} has room for {self.disk} bytes "
+                f"(disk_limit={given.disk_limit})"
+            )
+        budgets = f"gpu={given.gpu} and cpu={given.cpu} allow for {self.budget}"
+        tried = [int(max(1 << 16, self.budget) * 1.01**n) for n in range(3000)]
+        enough = bisect_left(tried, True, key=lambda budget: self._least(budget)[1].suffices)
+        if enough == len(tried):
+            raise InvalidRequest(f"placement=Offload: {choices}no plan holds all; {budgets}")
+        needs = f"{tried[enough]} bytes are needed ({_kinds(self._least(tried[enough])[0])})"
+        if given.gpu is not None and given.cpu is not None:
+            needs += ", in the proportion of gpu and cpu"
+        if choices:
+            raise InvalidRequest(f"placement=Offload: {choices}at least {needs}; {budgets}")
+        raise OutOfBlocks(f"placement=Offload: at least {needs}; {budgets}")
+
+    def _least(self, budget: int) -> tuple[Plan, _Room]:
+        """Return a plan in as little memory as possible, whether it fits into another budget or not.
+
+        Args:
+            budget: in the same proportion of gpu and cpu, beside an unlimited disk.
+        """
+        other = copy(self)
+        other.budget, other.disk = budget, UNLIMITED
+        gpu, cpu = self.given.gpu, self.given.cpu
+        if gpu is not None and cpu is not None:
+            gpu = budget * gpu // max(1, gpu + cpu)
+            other.given = self.given.replace(gpu=gpu, cpu=budget - gpu)
+        *_, base = other._sizes(NOMINAL, tight=True)
+        starts = [held for order in other._orders(base) for held in accumulate([[], *order])]
+        found = [other._assign(base, held) for held in starts]
+        return min(found, key=lambda entry: entry[0].memory_bytes)
 
 
 def _weights(shape: ModelShape) -> list[list[Item]]:
@@ -310,11 +423,9 @@ def _weights(shape: ModelShape) -> list[list[Item]]:
     everywhere = ("disk",) * len(shape.slots)
     sizes = sorted((shape.streamed(unit, everywhere), i) for i, unit in enumerate(shape.units))
     is_large = len(sizes) > 2 and sizes[-1][0] >= 2 * sizes[-2][0]
-    large = shape.units[sizes[-1][1]].slots if is_large else ()
-    needed = [unit.slots for unit in shape.units if not unit.gathers]
     groups = [
-        list(large),
-        _by_turns(shape, needed),
+        list(shape.units[sizes[-1][1]].slots if is_large else ()),
+        _by_turns(shape, [unit.slots for unit in shape.units if not unit.gathers]),
         _by_turns(shape, [unit.experts for unit in shape.units]),
         list(range(len(shape.slots))),
     ]
@@ -339,89 +450,6 @@ def _by_turns(shape: ModelShape, units: list[tuple[int, ...]]) -> list[int]:
     return list(dict.fromkeys(slot for *_, slot in sorted(ranked)))
 
 
-def _fill(inputs: PlannerInputs, base: Plan, order: list[list[Item]]) -> tuple[Plan, _Room] | None:
-    """Return the plan that holds as many items of each group as fit, the first group first.
-
-    None if not even none fits. The last item of a group may free a buffer, so whole groups are tried first.
-    """
-    groups = [group for group in order if group]
-    beginnings = [*accumulate([[], *groups])]
-
-    def fits(held: Sequence[Item]) -> bool:
-        return _assign(inputs, base, held)[1].suffices
-
-    whole = next((n for n in reversed(range(len(beginnings))) if fits(beginnings[n])), None)
-    if whole is None:
-        return None
-    held = beginnings[whole]
-    for group in groups[whole:]:
-        counts = range(1, len(group) + 1)
-        held = held + group[: bisect_left(counts, True, key=lambda n: not fits(held + group[:n]))]
-    return _assign(inputs, base, held)
-
-
-def _assign(inputs: PlannerInputs, base: Plan, held: Sequence[Item]) -> tuple[Plan, _Room]:
-    """Return a plan that holds these items, whether they fit or not, and the bytes that it leaves.
-
-    What is given as percents is taken from its tiers; everything else fills the gpu tier first.
-
-    Args:
-        base: has the batch sizes.
-    """
-    shape, given, room = inputs.shape, inputs.offload, _Room(inputs)
-    sizes, layers = [slot.nbytes for slot in shape.slots], [1] * shape.layers
-    slots = dict.fromkeys([*shape.held, *(item for item in held if isinstance(item, int))])
-    tiers = assign_tiers(sizes, given.weights) if given.weights else ["disk"] * len(sizes)
-    for i in slots:
-        tiers[i] = "gpu"
-    kv_tiers, kv_layers = assign_tiers(layers, given.kv or ON_DISK), held.count(_KV)
-    kv = given.kv or (ON_DISK if kv_layers < shape.layers else IN_MEMORY)
-    resident = base.kv_bytes * shape.resident_bytes_per_token // max(1, shape.kv_bytes_per_token)
-    a_layer = -(-(base.kv_bytes - resident) // shape.layers)
-    waiting = waiting_bytes(shape, base.max_batch_tokens)
-    fixed = buffer_bytes(
-        shape, replace(base, kv=kv), tuple(tiers), sum(inputs.workload), roomy=_SECOND in held
-    )
-    fixed["recurrent states"] = inputs.state_bytes(base.block_size)
-    for i, tier in enumerate(tiers):
-        room.take(tier, 0 if i in slots or tier == "disk" else sizes[i])
-    for tier in kv_tiers if given.kv else ():
-        room.take(tier, a_layer)
-    for tier, share in zip(TIERS, given.activations or (), strict=False):
-        room.take(tier, int(waiting * share / 100))
-    buffers = resident + sum(fixed.values())  # of gpu as far as it goes
-    near = buffers if room.pooled else max(0, min(buffers, room.left["gpu"]))
-    room.take("gpu", near)
-    room.take("cpu", buffers - near)
-    for i in slots:
-        tiers[i] = room.place(sizes[i])
-    if not given.kv:
-        kv_tiers = [room.place(a_layer) for _ in range(kv_layers)]
-        kv_tiers += [room.take("disk", a_layer) for _ in range(shape.layers - kv_layers)]
-    activations = given.activations
-    if activations is None:
-        tier = room.place(waiting) if _WAITING in held else room.take("disk", waiting)
-        activations = _shares([1], [tier])
-    assigned = tuple(tiers)
-    memory = {
-        "weights": 0,
-        "K and V": resident + a_layer * (shape.layers - kv_tiers.count("disk")),
-        "activations": int(waiting * (100 - activations[2]) / 100),
-        **fixed,
-        **weight_bytes(shape, assigned),
-    }
-    plan = replace(
-        base,
-        weights=given.weights or _shares(sizes, tiers),
-        kv=given.kv or _shares(layers, kv_tiers),
-        activations=activations,
-        tiers=assigned,
-        ring_bytes=fixed["ring"],
-        memory={kind: nbytes for kind, nbytes in memory.items() if nbytes},
-    )
-    return plan, room
-
-
 def _shares(sizes: list[int], tiers: list[str]) -> Percents:
     """Return the percents of the sizes in each tier."""
     held = dict.fromkeys(TIERS, 0)
@@ -429,81 +457,6 @@ def _shares(sizes: list[int], tiers: list[str]) -> Percents:
         held[tier] += size
     gpu, cpu, disk = (100 * nbytes / max(1, sum(sizes)) for nbytes in held.values())
     return gpu, cpu, disk
-
-
-def _with_more_kv(inputs: PlannerInputs, plan: Plan, room: _Room, *, reads: bool) -> Plan:
-    """Use the free memory for K and V: for the block's sequences or, where no weights are read, for longer
-    sequences and cached prefixes.
-    """
-    options, shape = inputs.options, inputs.shape
-    if options.kv_bytes is not None or plan.kv[2]:
-        return plan
-    useful = inputs.kv_bytes(plan.block_size)
-    if not reads:
-        longest = -(-(inputs.limit or UNLIMITED) // options.block_size)
-        blocks = options.max_sequences * longest + 1
-        useful = blocks * options.block_size * shape.kv_bytes_per_token
-    shares = {room.first: 100.0} if room.pooled else dict(zip(TIERS, plan.kv, strict=True))
-    free = min(int(room.left[tier] * 100 / share) for tier, share in shares.items() if share)
-    grown = plan.kv_bytes + free
-    if inputs.budget is None:
-        grown = min(grown, inputs.max_kv_bytes)
-    kv_bytes = max(plan.kv_bytes, min(grown, useful))
-    return replace(plan, kv_bytes=kv_bytes, memory={**plan.memory, "K and V": kv_bytes})
-
-
-def _refuse(inputs: PlannerInputs) -> NoReturn:
-    """Raise an error that names the chosen values, the limits and a sufficient budget."""
-    given, options = inputs.offload, inputs.options
-    assert inputs.budget is not None
-    chosen = {
-        "weights": given.weights,
-        "kv": given.kv,
-        "activations": given.activations,
-        "kv_memory": options.kv_bytes,
-        "batch_size": given.batch_size,
-        "micro_batches": given.micro_batches,
-        "max_batch_tokens": None if options.default_batch_tokens else options.max_batch_tokens,
-    }
-    choices = ", ".join(f"{name}={value}" for name, value in chosen.items() if value is not None)
-    choices = f"with {choices}, " if choices else ""
-    unlimited_disk = replace(inputs, disk=UNLIMITED)
-    if _least(unlimited_disk)[1].suffices:
-        raise TierFailed(
-            f"placement=Offload: {choices}the disk tier is too small: {given.disk or 'the temporary folder'} "
-            f"has room for {inputs.disk} bytes (disk_limit={given.disk_limit})"
-        )
-    budgets = f"gpu={given.gpu} and cpu={given.cpu} allow for {inputs.budget}"
-    enough = _enough(unlimited_disk)
-    if enough is None:
-        raise InvalidRequest(f"placement=Offload: {choices}no plan holds all; {budgets}")
-    needs = f"{enough.budget} bytes are needed ({_kinds(enough)})"
-    if inputs.two_budgets:
-        needs += ", in the proportion of gpu and cpu"
-    if choices:
-        raise InvalidRequest(f"placement=Offload: {choices}at least {needs}; {budgets}")
-    raise OutOfBlocks(f"placement=Offload: at least {needs}; {budgets}")
-
-
-def _least(inputs: PlannerInputs) -> tuple[Plan, _Room]:
-    """Return a plan in as little memory as possible, whether it fits or not."""
-    *_, base = _sizes(inputs, NOMINAL, tight=True)
-    starts = [held for order in _orders(inputs, base) for held in accumulate([[], *order])]
-    found = [_assign(inputs, base, held) for held in starts]
-    return min(found, key=lambda entry: entry[0].memory_bytes)
-
-
-def _enough(inputs: PlannerInputs) -> Plan | None:
-    """Return a plan for about the smallest sufficient budget; None: no budget is sufficient."""
-    while inputs.budget is not None and inputs.budget <= UNLIMITED:
-        plan, room = _least(inputs)
-        if room.suffices:
-            return plan
-        needed = plan.memory_bytes + plan.memory_bytes // 100
-        if needed <= inputs.budget:  # gpu or cpu alone is too small: both grow
-            needed = inputs.budget + inputs.budget // 16 + 1
-        inputs = inputs.within(needed)
-    return None
 
 
 def _kinds(plan: Plan) -> str:

@@ -120,7 +120,7 @@ class Offloaded(Resident):
             "weights": in_place,
             "experts": 0 if experts is None else experts.nbytes,
             "expert buffers": 0 if experts is None else experts.buffer_bytes,
-            "ring": self.weights.stream.capacity,
+            "ring": self.weights.ring.nbytes,
             "K and V": kv["gpu"] + kv["cpu"],
             "K and V buffers": self.store.staging_bytes,
         }
@@ -139,11 +139,11 @@ class Offloaded(Resident):
         if self.weights.is_asleep:
             raise VerbatimError("the weights are asleep; call wake() before they are updated")
         assert self.original is not None
-        return TierWriter(self.weights, self.original, self.scratch)
+        return TierWriter(self.weights, self.original)
 
     def sleep(self, weights: bool) -> None:
         if weights:
-            self.weights.release(self.scratch)
+            self.weights.release()
             self.decoder.weights_moved()
         super().sleep(False)
 

@@ -28,16 +28,20 @@ class Scratch(DirectFile):
     Args:
         folder: on the disk to use; None: the system's folder for temporary files.
         limit: bytes that may be reserved; None: as many as the disk has.
+        beside: another file in this folder, within the same limit.
 
     Raises:
         TierFailed: the folder can't be written to.
     """
 
-    def __init__(self, folder: Path | None, limit: int | None) -> None:
+    def __init__(
+        self, folder: Path | None, limit: int | None, beside: Scratch | None = None
+    ) -> None:
         self.folder = Path(tempfile.gettempdir()) if folder is None else folder
         self.limit = limit
         self.nbytes = 0  # reserved
-        self.reserved_elsewhere = 0  # bytes in other files that count toward the limit
+        # Of all files that share the limit.
+        self._total: list[int] = [0] if beside is None else beside._total
         self._unflushed = 0
         try:
             fd = _unnamed(self.folder)
@@ -54,7 +58,7 @@ class Scratch(DirectFile):
             TierFailed: the disk is full, or they are more than the limit.
         """
         at, nbytes = self.nbytes, up(nbytes)
-        needed = self.reserved_elsewhere + at + nbytes
+        needed = self._total[0] + nbytes
         if self.limit is not None and needed > self.limit:
             raise TierFailed(
                 f"disk tier: {needed} bytes are needed in {self.folder}, and disk_limit is "
@@ -67,7 +71,22 @@ class Scratch(DirectFile):
                 f"disk tier: no room for {nbytes} bytes in {self.folder}: {error.strerror}"
             ) from error
         self.nbytes = at + nbytes
+        self._total[0] = needed
         return at
+
+    def another(self) -> Scratch:
+        """Open another file in this folder, within the same limit.
+
+        Raises:
+            TierFailed: it can't be opened.
+        """
+        return Scratch(self.folder, self.limit, self)
+
+    def close(self) -> None:
+        """Give the room back. May be called again."""
+        self._total[0] -= self.nbytes
+        self.nbytes = 0
+        super().close()
 
     def write(self, data: Tensor, offset: int) -> None:
         """Write a contiguous tensor at `offset`.

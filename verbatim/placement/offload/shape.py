@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,12 @@ from verbatim import kernels
 from verbatim.kv.quantized import KVDtype
 from verbatim.kv.store import LayerShape, bytes_per_token
 from verbatim.model.adapters import index_width
+from verbatim.model.early_exit import EarlyExit
+from verbatim.model.hidden import head_of
+from verbatim.model.loader import LoadedModel
+from verbatim.model.mtp_source import Mtp, mtp_size
 from verbatim.model.recurrent_layers import state_bytes
+from verbatim.model.spec import inner_model
 from verbatim.placement.offload.units import Slot, Units
 from verbatim.weights.files import PAGE, up
 from verbatim.weights.lazy import Computed, LazyWeight, Stored, sources
@@ -55,7 +59,6 @@ class UnitShape:
         attends: it has K and V.
     """
 
-    name: str
     slots: tuple[int, ...]
     gathers: bool = False
     attends: bool = False
@@ -176,11 +179,11 @@ class ModelShape:
 
 
 def shape_of(
+    loaded: LoadedModel,
     units: Units,
-    model: Any,
     dtype: torch.dtype,
     kv_dtype: KVDtype | None,
-    here: Sequence[int] | None = None,
+    draft: Mtp | EarlyExit | None = None,
 ) -> ModelShape:
     """Return the sizes of a model without weights in memory.
 
@@ -188,11 +191,11 @@ def shape_of(
     heads as heads if it has no other number.
 
     Args:
-        model: transformers' model.
-        dtype: it computes in.
+        dtype: the model computes in.
         kv_dtype: None: the same.
-        here: the layers of the model that are here; None: all.
+        draft: MTP layers stay in memory, with what they keep of a token.
     """
+    model = inner_model(loaded.module)
     text = model.config.get_text_config(decoder=True)
     slots, number = units.slots, {id(slot): i for i, slot in enumerate(units.slots)}
     own = {unit: [layer for layer in units.experts if layer.unit is unit] for unit in units.order}
@@ -205,7 +208,7 @@ def shape_of(
         (slot.parameter.shape[-1] for slot in slots), default=1
     )
     stored, queries = _attention(text, hidden)
-    here = range(_first(text, "num_hidden_layers") or 1) if here is None else here
+    here = range(_first(text, "num_hidden_layers") or 1) if loaded.layers is None else loaded.layers
     layers, kinds = len(here), getattr(text, "layer_types", None) or ()
     kinds = [kinds[i] for i in here if i < len(kinds)]
     states = state_bytes(model)
@@ -213,14 +216,21 @@ def shape_of(
     if states and not kinds:  # recurrent models that list no kinds have one kind only
         attending = 0
     indexed = [LayerShape(1, width, 0) for m in model.modules() if (width := index_width(m))]
+    kv_bytes = bytes_per_token([stored] * attending + indexed, kv_dtype or dtype)
+    resident, draft_bytes = 2 * top_k * layers * bool(experts), 0  # records of routing
+    if isinstance(draft, Mtp):
+        assert loaded.folder is not None
+        count, draft_bytes = mtp_size(model, loaded.folder, draft.beside)
+        a_layer = (kv_bytes + resident) // max(1, attending) + hidden * dtype.itemsize
+        resident += count * a_layer
     inner = _first(text, "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size") or 4 * hidden
     routed = _first(text, "moe_intermediate_size") or inner
-    routing = 2 * top_k * layers * bool(experts)
+    head, lazy_weights = head_of(model), loaded.lazy_weights or {}
+    is_elsewhere = head is not None and lazy_weights.keys().isdisjoint(head.parameters())
     return ModelShape(
         slots=tuple(_slot(slot, experts) for slot in slots),
         units=tuple(
             UnitShape(
-                unit.name,
                 tuple(number[id(slot)] for slot in unit.slots),
                 unit.gathers,
                 attends=not isinstance(unit.module, nn.Embedding | nn.Linear),
@@ -232,17 +242,17 @@ def shape_of(
         ),
         held=tuple(number[id(slot)] for slot in units.held),
         itemsize=dtype.itemsize,
-        kv_bytes_per_token=bytes_per_token([stored] * attending + indexed, kv_dtype or dtype)
-        + routing,
+        kv_bytes_per_token=kv_bytes + resident,
         layers=max(1, attending),
         hidden=hidden,
         intermediate=max(inner, routed * top_k),
         attention=queries + stored.elements,
-        vocab=_first(text, "vocab_size") or 1,
+        vocab=1 if is_elsewhere else _first(text, "vocab_size") or 1,
         experts=experts,
         experts_per_token=top_k if experts else 0,
         state_bytes=states,
-        resident_bytes_per_token=routing,
+        resident_bytes_per_token=resident,
+        draft_bytes=draft_bytes,
     )
 
 
@@ -289,8 +299,8 @@ def _slot(slot: Slot, experts: int) -> SlotShape:
     of_experts = bool(experts) and len(shape) > 2 and shape[0] == experts
     elements = slot.parameter.numel() if len(shape) > 1 else 0
     if slot.packing is not None:
-        held, away = slot.tier_bytes, up(slot.stored_bytes)
-        return SlotShape(held, away, slot.unpacked_bytes, elements, of_experts, made_always=True)
+        held, made = slot.tier_bytes, slot.unpacked_bytes
+        return SlotShape(held, up(held), made, elements, of_experts, made_always=True)
     return SlotShape(slot.nbytes, disk, _made_bytes(slot.lazy, slot.nbytes), elements, of_experts)
 
 

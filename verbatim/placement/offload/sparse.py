@@ -7,11 +7,11 @@ from torch import Tensor
 
 from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
+from verbatim.kv.indexing import index_scores
 from verbatim.kv.quantized import Packing, unpack
 from verbatim.kv.recurrence import tree_sum
 from verbatim.kv.store import KVStore
 
-_TILE = 64  # keys that are scored at once
 _MAX_PRODUCTS = 1 << 22  # elements of the largest temporary
 
 
@@ -70,7 +70,7 @@ def top_k_attention(
             _in_one_piece(x[held], width, packing)
             for x, width in zip(store.layers[layer], (q.shape[2], value_size), strict=True)
         )
-        largest = max(_TILE * q.shape[2], top_k * value_size, keys.shape[1])
+        largest = max(top_k * value_size, keys.shape[1])
         at_once = max(1, _MAX_PRODUCTS // (heads * largest))
         for first in range(begin, end, at_once):
             last = min(first + at_once, end)
@@ -96,19 +96,15 @@ def _rows(
     q: Tensor, keys: Tensor, values: Tensor, position: int, options: AttentionOptions, top_k: int
 ) -> Tensor:
     """Attend with rows of one sequence that see more than `top_k` keys, the first at `position`."""
-    rows, heads, key_size = q.shape
-    kv_heads = keys.shape[0]
+    (rows, heads, _), kv_heads = q.shape, keys.shape[0]
     grouped = (kv_heads, heads // kv_heads)
-    queries = q.float().reshape(rows, *grouped, 1, key_size)
     positions = torch.arange(position, position + rows).reshape(rows, 1, 1, 1)
     lowest = options.lowest_key(positions)
-    oldest = int(lowest[0]) // _TILE * _TILE
-    scored = []
-    for first in range(oldest, position + rows, _TILE):
-        tile = keys[:, first : first + _TILE].unsqueeze(1)  # [Hkv, 1, tile, Dk]
-        scored.append(tree_sum(queries * tile, -1))
-    places = torch.arange(oldest, oldest + sum(tile.shape[-1] for tile in scored))
-    scores = torch.cat(scored, -1) * options.scale
+    oldest = int(lowest[0])
+    places = torch.arange(oldest, position + rows)
+    pairs = zip(q.float().chunk(kv_heads, 1), keys[:, oldest : position + rows], strict=True)
+    scores = torch.stack([index_scores(queries, None, k) for queries, k in pairs], 1)
+    scores = scores * options.scale  # [R, Hkv, G, L]
     if options.softcap:
         scores = options.softcap * torch.tanh(scores / options.softcap)
     if options.alibi is not None:

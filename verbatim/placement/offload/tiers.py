@@ -19,7 +19,7 @@ from verbatim.model.packing import PackingReport, choose_packings, holdable_of
 from verbatim.model.spec import ModelSpec, inner_model
 from verbatim.model.whole import ModelPart
 from verbatim.placement.offload.choice import Offload
-from verbatim.placement.offload.compress import Compression, choose
+from verbatim.placement.offload.compress import choose, pack
 from verbatim.placement.offload.forecast import forecast
 from verbatim.placement.offload.head import split_head
 from verbatim.placement.offload.prefetch import READERS
@@ -59,7 +59,7 @@ class Tiers:
         draft: Mtp | EarlyExit | None,
     ) -> None:
         self.offload, self._loaded, self._limit = offload, loaded, limit
-        units, compression = units_of(loaded, offload, options)
+        units = units_of(loaded, offload, options)
         self.trace = Trace(offload.trace)
         with ExitStack() as undo:
             self.scratch = scratch = Scratch(offload.disk, offload.disk_limit)
@@ -79,18 +79,22 @@ class Tiers:
             self.original = loaded.module.state_dict(keep_vars=True)
             packed: Scratch | None = None
             self.report: PackingReport | None = None
-            if compression is not None:
-                packed = Scratch(offload.disk, offload.disk_limit)
+            if any(slot.packing or slot.rounding for slot in units.slots):
+                packed = scratch.another()
                 undo.callback(packed.close)
-                compression.pack(units, loaded.module, packed)
-                self.report = compression.report()
+                self.report = pack(units, loaded.module, options.quantization, packed)
                 heap.tidy()
-            readers = READERS if offload.overlap else 0
             self.weights = Weights(
-                units, plan.ring_bytes, readers, self.trace, packed, heap.tidy, held_experts
+                units,
+                plan.ring_bytes,
+                READERS if offload.overlap else 0,
+                self.trace,
+                scratch,
+                packed,
+                heap.tidy,
+                held_experts,
             )
             undo.callback(self.weights.close)
-            scratch.reserved_elsewhere = self.weights.disk_bytes
             away = HiddenStates(loaded.module, plan.activations, scratch, self.trace)
             moved = away if plan.activations[2] else None
             self.schedule = BlockSchedule(plan, self.weights, moved, self.trace)
@@ -146,10 +150,8 @@ class Tiers:
         self._undo.close()
 
 
-def units_of(
-    loaded: LoadedModel, offload: Offload, options: EngineOptions
-) -> tuple[Units, Compression | None]:
-    """Return the units that are installed in one piece, and their quantization.
+def units_of(loaded: LoadedModel, offload: Offload, options: EngineOptions) -> Units:
+    """Return the units that are installed in one piece, and how their weights are quantized.
 
     Raises:
         NotSupported: nothing can be quantized, or activations can't.
@@ -165,7 +167,8 @@ def units_of(
     units.split_experts()
     if offload.weights is None or offload.weights[2]:
         split_head(units, head_of(inner_model(loaded.module)), packings)
-    return units, choose(units, loaded.module, kind, packings) if packings else None
+    choose(units, loaded.module, packings)
+    return units
 
 
 def groups_of(units: Units, slots: Mapping[tuple[int, int], int]) -> list[list[int]]:

@@ -33,7 +33,6 @@ class Slot:
     Attributes:
         lazy: how it is computed from the data in its tier.
         nbytes: of the parameter.
-        stored_bytes: of the data in its tier.
         tier: "gpu", "cpu" or "disk".
         rows_only: only rows of it are read, from its file.
         packing: of the lazy weight's data, if it is quantized.
@@ -50,16 +49,12 @@ class Slot:
     lazy: LazyWeight
     tier: str = "disk"
     rows_only: bool = False
-    stored_bytes: int = 0
     packing: WeightPacking | None = None
     holders: list[tuple[nn.Module, str]] = field(default_factory=list)
     is_unpacked: bool = False
     rounding: WeightPacking | None = None
     rows: LazyWeight | None = None
     cut: tuple[nn.Parameter, int, int] | None = None
-
-    def __post_init__(self) -> None:
-        self.stored_bytes = sum(stored.nbytes for stored in sources(self.lazy))
 
     @property
     def nbytes(self) -> int:

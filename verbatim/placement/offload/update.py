@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from verbatim.model.integers import pack_as_held
+from verbatim.model.quantize import pack_and_measure
 from verbatim.placement.offload.compress import rounded_rows
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.units import Slot
@@ -22,14 +22,13 @@ class TierWriter(WeightWriter):
     Args:
         weights: those of a model or of a part of one.
         targets: the state dict of its module before it was quantized.
-        scratch: K and V on the disk, which count toward the same limit.
 
     Attributes:
         packed: names of the weights that are held quantized or on the disk.
     """
 
-    def __init__(self, weights: Weights, targets: Mapping[str, Tensor], scratch: Scratch) -> None:
-        self._weights, self._scratch = weights, scratch
+    def __init__(self, weights: Weights, targets: Mapping[str, Tensor]) -> None:
+        self._weights = weights
         self._shield = Shield()  # Ctrl-C waits until all weights are written
         self._overlay: Scratch | None = None
         self._copies: list[tuple[Tensor, Tensor]] = []
@@ -64,21 +63,22 @@ class TierWriter(WeightWriter):
         if any(slot in self._lazies for slot, _ in slots):  # of an update that was broken off
             self.drop()
         if self._overlay is None:
-            self._overlay = self._weights.overlay(self._scratch)
+            self._overlay = self._weights.scratch.another()
         try:
             for slot, tensor in slots:
-                self._prepare(slot, tensor, self._overlay)
+                self._prepare(slot, tensor)
         except BaseException:
             self.drop()
             raise
 
-    def _prepare(self, slot: Slot, tensor: Tensor, overlay: Scratch) -> None:
+    def _prepare(self, slot: Slot, tensor: Tensor) -> None:
         values = held = slot.values(tensor)
         if slot.packing is not None:
-            held, self.squares[slot.name] = pack_as_held(values, slot.packing, slot.name)
+            held, self.squares[slot.name] = pack_and_measure(values, slot.packing, slot.name)
         if slot.tier == "disk":
-            rows = None if slot.rows is None else overlay.keep(slot.name, values)
-            self._lazies[slot] = overlay.keep(slot.name, held), rows
+            assert self._overlay is not None
+            rows = None if slot.rows is None else self._overlay.keep(slot.name, values)
+            self._lazies[slot] = self._overlay.keep(slot.name, held), rows
         elif slot.packing is not None:
             assert isinstance(slot.lazy, Held)
             self._copies.append((slot.lazy.tensor, held))
@@ -89,16 +89,14 @@ class TierWriter(WeightWriter):
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Write all that stays in memory unquantized, and put all that was prepared in its place."""
-        overlay, weights = self._overlay, self._weights
         for name in self.exact:
             if name in tensors and name in self._targets:
                 self._copies.append((self._targets[name], tensors[name]))
             elif name in tensors:
                 for slot in self._slots[name]:
-                    self._prepare(slot, tensors[name], self._scratch)
+                    self._prepare(slot, tensors[name])
         with self._shield.up():
-            weights.replace(self._copies, self._lazies, overlay)
-            self._scratch.reserved_elsewhere = weights.disk_bytes
+            self._weights.replace(self._copies, self._lazies, self._overlay)
             self._overlay, self._copies, self._lazies = None, [], {}
 
     def drop(self) -> None:

@@ -16,8 +16,9 @@ from verbatim import kernels
 from verbatim.model.quantize import unpack_rows
 from verbatim.placement.offload.compress import rounded_rows
 from verbatim.placement.offload.experts import ExpertCache
+from verbatim.placement.offload.prefetch import Prefetcher
 from verbatim.placement.offload.scratch import Scratch
-from verbatim.placement.offload.stream import Layout, Stream, lay_out
+from verbatim.placement.offload.stream import Layout, Ring, Use, lay_out
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import Slot, Unit, Units
 from verbatim.weights.files import OpenFiles, read_whole
@@ -35,7 +36,8 @@ class Weights:
         ring_bytes: memory in which the others are read ahead.
         num_readers: threads that do so; 0 reads a unit when it is installed.
         trace: records reads and waits.
-        scratch: holds weights that were written for the disk tier, if any were; closed with this.
+        scratch: has K and V; further files are opened beside it.
+        packed: holds weights that were written for the disk tier, if any were; closed with this.
         tidy: called after each unit.
         expert_bytes: memory for experts that are read one by one.
 
@@ -52,7 +54,8 @@ class Weights:
         ring_bytes: int,
         num_readers: int,
         trace: Trace,
-        scratch: Scratch | None = None,
+        scratch: Scratch,
+        packed: Scratch | None = None,
         tidy: Callable[[], object] | None = None,
         expert_bytes: int = 0,
     ) -> None:
@@ -62,16 +65,17 @@ class Weights:
         self._tidy = tidy
         self._ring_bytes, self._num_readers = ring_bytes, num_readers
         self._expert_bytes = expert_bytes
-        self._scratch = scratch  # weights of the disk tier that are in no file of the user's
+        self.ring = Ring("weights", Prefetcher("verbatim-reader", num_readers), trace)
+        self.scratch = scratch
+        self._packed = packed  # weights of the disk tier that are in no file of the user's
         self._asleep: Scratch | None = None
         self._slept: dict[Slot, Stored] = {}  # weights that are in no file otherwise
         self._files = OpenFiles()
-        self._order: list[int] = []  # of layouts, as a forward uses them
-        self._seen: list[int] | None = None  # layouts used so far, while their order is recorded
+        self._order: list[Unit] = []  # as a forward uses them
+        self._seen: list[Unit] | None = None  # those used so far, while their order is recorded
         self._region: tuple[Layout, Tensor] | None = None
         self._trace = trace
-        self._layout_of: dict[Unit, int] = {}
-        self.stream = Stream([], 0, 0, trace)
+        self._streamed: dict[Unit, tuple[Layout, Use]] = {}
         self.allocate()
 
     def allocate(self) -> None:
@@ -98,36 +102,37 @@ class Weights:
             self._asleep = None
 
     def _open_files(self) -> None:
-        layouts: list[Layout] = []
+        self._files = OpenFiles(self._packed)
         for unit in self.units.order:
             away = [slot for slot in unit.slots if self.is_streamed(unit, slot)]
-            tensors = [s for slot in away for s in sources(slot.lazy)]
-            if tensors:
-                self._layout_of[unit] = len(layouts)
-                layouts.append(lay_out(unit.name, tensors))
-        readers = self._num_readers
-        self._files = OpenFiles(self._scratch)
+            if tensors := [s for slot in away for s in sources(slot.lazy)]:
+                layout = lay_out(tensors)
+                self._streamed[unit] = layout, layout.use(unit.name, self._files)
         if self._expert_bytes:
             self.experts = ExpertCache(
-                self.units.experts, self._expert_bytes, readers, self._trace, self._files
+                self.units.experts,
+                self._expert_bytes,
+                self._num_readers,
+                self._trace,
+                self._files,
             )
-        readers = readers if layouts else 0
-        self.stream = Stream(layouts, self._ring_bytes, readers, self._trace, self._files)
-        if self._order:
-            self.stream.follow(self._order)
+        self.ring.reserve(self._ring_bytes)
+        self._follow(self._order or list(self._streamed))
 
-    def release(self, beside: Scratch) -> None:
+    def _follow(self, order: list[Unit]) -> None:
+        """Read units ahead in this order of uses, forward after forward."""
+        if order:
+            self.ring.follow([self._streamed[unit][1] for unit in order], repeat=True)
+
+    def release(self) -> None:
         """Free all memory until `allocate`; weights in memory that are in no file as they are go to one.
-
-        Args:
-            beside: as for `overlay`.
 
         Raises:
             TierFailed: they can't be written; nothing is freed then.
         """
         if self.is_asleep:
             return
-        asleep, held = self.overlay(beside), dict[Slot, Stored]()
+        asleep, held = self.scratch.another(), dict[Slot, Stored]()
         try:
             for slot in self.units.slots:
                 if isinstance(slot.lazy, Held):
@@ -143,46 +148,31 @@ class Weights:
         """True between `release` and `allocate`."""
         return self._asleep is not None
 
-    def overlay(self, beside: Scratch) -> Scratch:
-        """Open a file for weights that differ from the checkpoint's.
-
-        Args:
-            beside: has K and V, in the same folder and within the same limit.
-        """
-        overlay = Scratch(beside.folder, beside.limit)
-        overlay.reserved_elsewhere = beside.nbytes + self.disk_bytes
-        return overlay
-
     def replace(
         self,
         copies: list[tuple[Tensor, Tensor]],
         lazies: Mapping[Slot, tuple[LazyWeight, LazyWeight | None]],
-        scratch: Scratch | None,
+        packed: Scratch | None,
     ) -> None:
         """Put new weights in place.
 
         Args:
             copies: (target, new) in memory.
             lazies: what `lazy` and `rows` of slots become.
-            scratch: the file of the disk tier from now on; None: the present one.
+            packed: the file of the disk tier from now on; None: the present one.
         """
         self.is_mixed = True
-        if scratch is not None:
+        if packed is not None:
             self._close_files()
         overwrite(copies)
         for slot, (lazy, rows) in lazies.items():
             slot.lazy, slot.rows = lazy, rows
-        if scratch is not None:
-            if self._scratch is not None:
-                self._scratch.close()
-            self._scratch = scratch
+        if packed is not None:
+            if self._packed is not None:
+                self._packed.close()
+            self._packed = packed
             self._open_files()
         self.is_mixed = False
-
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes of weights in the disk tier's folder."""
-        return 0 if self._scratch is None else self._scratch.nbytes
 
     @staticmethod
     def is_streamed(unit: Unit, slot: Slot) -> bool:
@@ -197,7 +187,7 @@ class Weights:
     @property
     def bytes_per_forward(self) -> int:
         """Read for each forward; rows of an embedding and experts come on top."""
-        return sum(layout.nbytes for layout in self.stream.layouts)
+        return sum(layout.nbytes for layout, _ in self._streamed.values())
 
     @contextmanager
     def learning(self) -> Iterator[None]:
@@ -207,7 +197,7 @@ class Weights:
             yield
             if self._seen:
                 self._order = self._seen
-                self.stream.follow(self._order)
+                self._follow(self._order)
         finally:
             self._seen = None
 
@@ -227,7 +217,7 @@ class Weights:
 
     @contextmanager
     def _lent(self, unit: Unit) -> Iterator[None]:
-        index = self._layout_of.get(unit)
+        layout, use = self._streamed.get(unit, (None, None))
         # Rows of quantized embeddings are unpacked when they are looked up.
         away = [s for s in unit.slots if s.tier == "disk" or (unit.gathers and s.packing)]
         if not away:
@@ -237,11 +227,10 @@ class Weights:
             with _Lookup({slot.parameter: slot for slot in away}, self._rows):
                 yield
             return
-        if index is not None:
+        if layout is not None and use is not None:
             if self._seen is not None:
-                self._seen.append(index)
-            region = self.stream.take(index)
-            self._region = self.stream.layouts[index], region
+                self._seen.append(unit)
+            self._region = layout, self.ring.take(use)
         try:
             begin = perf_counter()
             for slot in away:
@@ -252,8 +241,8 @@ class Weights:
             for slot in away:
                 slot.install(None)
             self._region = None
-            if index is not None:
-                self.stream.give_back()
+            if use is not None:
+                self.ring.give_back()
 
     def _read(self, stored: Stored) -> Tensor:
         """Return a tensor of the region in use."""
@@ -296,16 +285,16 @@ class Weights:
     def close(self) -> None:
         """End the readers and free everything; a second call does nothing."""
         self._drop()
-        for scratch in (self._scratch, self._asleep):
+        for scratch in (self._packed, self._asleep):
             if scratch is not None:
                 scratch.close()
 
     def _close_files(self) -> None:
-        self.stream.close()
+        self.ring.close()
         if self.experts is not None:
             self.experts.close()
         self._files.close()
-        self._layout_of = {}
+        self._streamed = {}
 
     def _drop(self) -> None:
         self._close_files()
