@@ -265,6 +265,8 @@ def inspect_forward(
     masks.register()
     patch_functions(module)
     configs, device = configs_of(module), next(module.parameters()).device
+    if device.type == "meta":
+        device = torch.device("cpu")
     inputs: dict[str, Any] = {"input_ids": torch.tensor(_IDS, device=device)}
     if positions:
         inputs["position_ids"] = torch.tensor(_POSITIONS, device=device)

@@ -110,6 +110,10 @@ class Part:
         with ExitStack() as undo:
             undo.callback(self.close)
             if place is not None:
+                for index in set(range(len(layers))) - set(
+                    kept
+                ):  # a plan needs the shapes of its own
+                    layers[index].__dict__["forward"] = self._pass
                 self.tiers = place(self.own)
                 self.own.packed = self.tiers.report
             else:
