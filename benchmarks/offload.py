@@ -324,7 +324,7 @@ def main() -> None:
     if args.quick:
         args.gb, args.cap, args.new, args.rounds, args.sequences = 0.3, "150MB", 4, 1, 8
 
-    from verbatim.options import memory_bytes
+    from verbatim.checks import memory_bytes
 
     cap = memory_bytes(args.cap, 1 << 62)
     args.limit, made = int(cap * 1.15), args.folder is None

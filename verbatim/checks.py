@@ -1,13 +1,21 @@
-"""Validation of numbers and switches that callers pass."""
+"""Validation of numbers, switches and amounts of memory that callers pass; documentation of settings."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 import operator
+import re
+from collections import defaultdict
 from typing import Any
 
 from verbatim.errors import InvalidRequest
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_ANY_SIZE = 1 << 62  # a budget may be larger than this machine, for a plan of another one
+_AMOUNT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*$")
 
 
 def as_index(value: Any) -> int | None:
@@ -91,3 +99,54 @@ def switch(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise InvalidRequest(f"{name}={value!r}: must be True or False")
     return value
+
+
+def memory_bytes(value: int | str, total: int) -> int:
+    """Return the bytes of 5000000, "512MB", "2GiB" or "40%" (of `total`).
+
+    Raises:
+        InvalidRequest: anything else, nothing, or more than `total`.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        amount = value
+    else:
+        match = _AMOUNT.match(value) if isinstance(value, str) else None
+        unit = match[2].upper() if match else "?"
+        if match is None or (unit != "%" and unit not in _UNITS):
+            raise InvalidRequest(
+                f"kv_memory={value!r}: must be bytes, an amount such as '512MB', or a share such as '40%'"
+            )
+        number = float(match[1])
+        if unit == "%" and number > 100:
+            raise InvalidRequest(f"kv_memory={value!r}: a share is at most 100%")
+        amount = int(number * total / 100) if unit == "%" else int(number * _UNITS[unit])
+    if not 0 < amount <= total:
+        raise InvalidRequest(
+            f"kv_memory={value!r} is {amount} bytes; must be between 1 and {total}, this machine's memory"
+        )
+    return amount
+
+
+def budget(name: str, value: Any) -> int:
+    """Return the bytes of 0, 5000000 or "16GB", which may be more than this machine has."""
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        value = int(value)
+        if value == 0:
+            return 0
+    try:
+        if isinstance(value, str) and "%" in value:
+            raise InvalidRequest("")
+        return memory_bytes(value, _ANY_SIZE)
+    except InvalidRequest:
+        raise InvalidRequest(
+            f"{name}={value!r}: must be bytes, 0 or more, or an amount such as '16GB'"
+        ) from None
+
+
+def field_docs(settings: type) -> dict[str, str]:
+    """Return the text of each field of a class in its docstring; "" for others, as under `python -OO`."""
+    doc = inspect.cleandoc(settings.__doc__ or "")
+    listed = re.split(r"^(?:Args|Attributes):\n", doc, maxsplit=1, flags=re.MULTILINE)[-1]
+    entries = re.split(r"^    (?=\w)", listed.partition("\n\n")[0], flags=re.MULTILINE)[1:]
+    pairs = (" ".join(entry.split()).partition(": ") for entry in entries)
+    return defaultdict(str, {name: text for name, _, text in pairs})

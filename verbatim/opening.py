@@ -25,7 +25,7 @@ from verbatim.kv.blocks import BlockPool
 from verbatim.kv.prefix_folder import PrefixFolder
 from verbatim.kv.states import StateSlots
 from verbatim.model.decoder import Decoder
-from verbatim.model.early_exit import EarlyExit, open_draft_layers
+from verbatim.model.early_exit import EarlyExit
 from verbatim.model.limits import eos_ids_of, max_length_of, placeholders_of
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.mtp_source import Mtp
@@ -155,8 +155,7 @@ def _open_here(model: ToOpen, weak: bool) -> Placed:
             unseen=not loaded.live,
             batch_invariant=device.batch_invariant,
         )
-    drafting = open_draft_layers(draft, decoder, loaded)
-    return Placed(open_resident(decoder, loaded, options, limit, drafting), options)
+    return Placed(open_resident(decoder, loaded, options, limit, draft), options)
 
 
 def _identify(loaded: LoadedModel, options: EngineOptions, source: ModelSource | None) -> str:

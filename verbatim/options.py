@@ -1,10 +1,8 @@
-"""Validation of the options of `LLM`: numbers, switches and amounts of memory."""
+"""Threads, memory, dtypes and ranks: what options of `LLM` mean on this machine."""
 
 from __future__ import annotations
 
-import numbers
 import os
-import re
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,11 +12,6 @@ import torch.distributed as dist
 from verbatim.checks import integer
 from verbatim.errors import InvalidRequest
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_ANY_SIZE = 1 << 62  # a budget may be larger than this machine, for a plan of another one
-_AMOUNT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*$")
-
 
 def thread_count(value: Any) -> int | None:
     """Return `num_threads`: None, or 1 to four times the processors (64 at least)."""
@@ -26,48 +19,6 @@ def thread_count(value: Any) -> int | None:
     if value is not None and integer("num_threads", value) > most:
         raise InvalidRequest(f"num_threads={value}: at most {most} on this machine")
     return None if value is None else int(value)
-
-
-def memory_bytes(value: int | str, total: int) -> int:
-    """Return the bytes of 5000000, "512MB", "2GiB" or "40%" (of `total`).
-
-    Raises:
-        InvalidRequest: anything else, nothing, or more than `total`.
-    """
-    if isinstance(value, int) and not isinstance(value, bool):
-        amount = value
-    else:
-        match = _AMOUNT.match(value) if isinstance(value, str) else None
-        unit = match[2].upper() if match else "?"
-        if match is None or (unit != "%" and unit not in _UNITS):
-            raise InvalidRequest(
-                f"kv_memory={value!r}: must be bytes, an amount such as '512MB', or a share such as '40%'"
-            )
-        number = float(match[1])
-        if unit == "%" and number > 100:
-            raise InvalidRequest(f"kv_memory={value!r}: a share is at most 100%")
-        amount = int(number * total / 100) if unit == "%" else int(number * _UNITS[unit])
-    if not 0 < amount <= total:
-        raise InvalidRequest(
-            f"kv_memory={value!r} is {amount} bytes; must be between 1 and {total}, this machine's memory"
-        )
-    return amount
-
-
-def budget(name: str, value: Any) -> int:
-    """Return the bytes of 0, 5000000 or "16GB", which may be more than this machine has."""
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        value = int(value)
-        if value == 0:
-            return 0
-    try:
-        if isinstance(value, str) and "%" in value:
-            raise InvalidRequest("")
-        return memory_bytes(value, _ANY_SIZE)
-    except InvalidRequest:
-        raise InvalidRequest(
-            f"{name}={value!r}: must be bytes, 0 or more, or an amount such as '16GB'"
-        ) from None
 
 
 def total_memory() -> int:

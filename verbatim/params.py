@@ -190,7 +190,7 @@ class SamplingParams:
         return {name: value for name, value, default in pairs if not _same(value, default)}
 
     def _check_numbers(self) -> None:
-        for name, (check, *limits) in _NUMBERS.items():
+        for name, (check, *limits) in NUMBERS.items():
             object.__setattr__(self, name, check(name, getattr(self, name), *limits))
         for name in _SWITCHES:
             switch(name, getattr(self, name))
@@ -247,9 +247,10 @@ class SamplingParams:
         if self.adapter is not None and not _is_text(self.adapter):
             raise InvalidRequest(f"adapter={self.adapter!r}: must be Unicode text or None")
         for name in given:
-            value = getattr(self, name)
-            size = sum(map(len, value)) if isinstance(value, tuple) else len(value)
-            _check_count(name, size, MAX_STRUCTURE_CHARS, "characters")
+            text = "".join(getattr(self, name))  # of a string or of choices
+            _check_count(name, len(text), MAX_STRUCTURE_CHARS, "characters")
+            if not _is_text(text):
+                raise InvalidRequest(f"{name}: not Unicode text: it has half a surrogate pair")
 
     def _check_beams(self) -> None:
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
@@ -443,7 +444,8 @@ def _biases(value: Any) -> dict[int, float]:
         raise InvalidRequest(f"logit_bias={value!r}: must map token ids to numbers")
     biases: dict[int, float] = {}
     for key, bias in value.items():
-        token_id = _id("logit_bias", int(key) if isinstance(key, str) and key.isdecimal() else key)
+        is_text = isinstance(key, str) and key.isascii() and key.isdigit()  # as of JSON
+        token_id = _id("logit_bias", int(key[:20]) if is_text else key)
         real = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
         if not real or not abs(bias) <= _FLOAT32_MAX:
             raise InvalidRequest(
@@ -453,14 +455,14 @@ def _biases(value: Any) -> dict[int, float]:
     return biases
 
 
-_above = partial(number, above=True)
-_NUMBERS: dict[str, tuple[Any, ...]] = {
+above = partial(number, above=True)
+NUMBERS: dict[str, tuple[Any, ...]] = {
     "n": (integer, 1, MAX_N),
     "temperature": (number, 0.0),
     "top_k": (integer, 0),
-    "top_p": (_above, 0.0, 1.0),
+    "top_p": (above, 0.0, 1.0),
     "min_p": (number, 0.0, 1.0),
-    "typical_p": (_above, 0.0, 1.0),
+    "typical_p": (above, 0.0, 1.0),
     "repetition_penalty": (number, 1e-30, 1e30),  # what float32 can divide and multiply by
     "presence_penalty": (number, -2.0, 2.0),
     "frequency_penalty": (number, -2.0, 2.0),

@@ -174,7 +174,7 @@ class DraftRunner(Runner, Protocol):
         """Run draft layer `k`, and draw by `plan` from its logits; without a plan nothing is drawn.
 
         Args:
-            lengths: number of tokens to draft from each row of logits.
+            lengths: number of tokens to draft from each row of logits; empty: one.
 
         Returns:
             For each row of logits one token, or all of `lengths` if they are drawn in one call; -1 where none

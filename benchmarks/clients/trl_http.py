@@ -95,7 +95,7 @@ def check_scores(client: Any, llm: Any) -> None:
 
 
 def check_weights(client: Any, llm: Any, url: str, key: str | None) -> None:
-    """New weights by a process group and as a file, and while a request runs."""
+    """New weights over a connection and as a file, and while a request runs."""
     plain = {name: tensor.clone() for name, tensor in llm.engine.runner.module.state_dict().items()}
     other = {name: tensor * 1.25 for name, tensor in plain.items()}
     generate = {"max_tokens": 24, "generation_kwargs": {"seed": 5}}
@@ -136,7 +136,7 @@ def check_weights(client: Any, llm: Any, url: str, key: str | None) -> None:
     counts = {version: versions.count(version) for version in sorted(set(versions))}
     assert len(versions) == 1000 and versions == sorted(versions)
     print(
-        f"weights: {len(file) / 1e6:.1f} MB by gloo in {seconds * 1e3:.0f} ms; tokens by version {counts}"
+        f"weights: {len(file) / 1e6:.1f} MB in {seconds * 1e3:.0f} ms; tokens by version {counts}"
     )
 
 

@@ -292,16 +292,17 @@ def test_an_engine_that_fails_ends_the_run_and_loses_no_line(llm, monkeypatch, t
     write(tmp_path / "in.jsonl", some(6))
     with records_in(tmp_path) as records:
         run = BatchRun(llm, records, in_flight=2)
-        plain = run.service.results
+        plain = llm.engine.arun
 
         async def lost(requests):
             if requests[0].seed == 3:
                 raise StageFailed("stage 1 was lost")
             return await plain(requests)
 
-        monkeypatch.setattr(run.service, "results", lost)
-        with pytest.raises(StageFailed, match="stage 1 was lost"):
-            asyncio.run(run.run())
+        with monkeypatch.context() as patched:
+            patched.setattr(llm.engine, "arun", lost)
+            with pytest.raises(StageFailed, match="stage 1 was lost"):
+                asyncio.run(run.run())
     assert "r3" not in texts_of(read(tmp_path / "out.jsonl"))
     with records_in(tmp_path) as records:
         asyncio.run(BatchRun(llm, records).run())

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 from verbatim.cli import cluster as commands
 from verbatim.cli.commands import app
-from verbatim.cli.offload import OFFLOAD
-from verbatim.cli.placing import CLUSTER, placement_of
+from verbatim.cli.placing import CLUSTER, OFFLOAD, placement_of
 from verbatim.cli.terminal import WrongUsage
 from verbatim.placement.distributed import contact
 from verbatim.placement.distributed.choice import Cluster

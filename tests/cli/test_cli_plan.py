@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
 
 import pytest
 from typer.testing import CliRunner
 
 from support import toy_tokenizers
-from support.programs import VERBATIM
 from support.scripted_llm import ScriptedLLM
 from support.scripted_llm import run as run_scripted
 from support.toys import make_toy
 from verbatim import LLM, Offload, SamplingParams
 from verbatim.cli.commands import app
-from verbatim.cli.offload import OFFLOAD
+from verbatim.cli.placing import OFFLOAD
 
 ROOMY = ("--policy", "none", "--max-length", "128")
 
@@ -161,11 +158,3 @@ def test_an_offloaded_model_says_what_the_resident_one_says(run, folder):
     assert notes[0].startswith("offload: weights ")
     assert any(line.startswith("decode step ") for line in notes)
     assert any(line.startswith("tokens/s ") for line in notes)
-
-
-@pytest.mark.slow
-def test_the_module_runs_as_a_command(folder):
-    args = [*VERBATIM, "plan", folder, "--gpu", "100KB"]
-    done = subprocess.run(args, capture_output=True, text=True, check=False, env={**os.environ})
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr and done.stderr.startswith("verbatim: placement=Offload")

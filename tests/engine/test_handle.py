@@ -717,12 +717,6 @@ def test_steps_by_hand(llm: LLM) -> None:
     assert llm.stats()["blocks_used"] == 0
 
 
-def test_a_driven_request_needs_no_steps_by_hand(llm: LLM) -> None:
-    request, ended = llm.engine.admission.admit(PROMPT, SHORT), threading.Event()
-    llm.engine.submit(request, lambda delta: None, ended.set, driven=True)
-    assert ended.wait(10) and request.result is not None
-
-
 def test_what_a_callback_raises_ends_its_request_alone(llm: LLM) -> None:
     mine, other = (llm.engine.admission.admit(PROMPT, SHORT) for _ in range(2))
 

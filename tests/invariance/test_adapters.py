@@ -106,9 +106,9 @@ def test_a_mixed_batch_has_the_bits_of_each_request_alone(
     calls: list[bool] = []
     run = WholeModel.run
 
-    def counted(self: WholeModel, walk: Any, **kwargs: Any) -> Any:
+    def counted(self: WholeModel, walk: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(bool(walk.adapted))
-        return run(self, walk, **kwargs)
+        return run(self, walk, *args, **kwargs)
 
     monkeypatch.setattr(WholeModel, "run", counted)
     assert toy.run(llm) == expected

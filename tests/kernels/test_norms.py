@@ -91,8 +91,6 @@ def test_activations_are_right_and_know_no_neighbours(activation: Activation, dt
     torch.testing.assert_close(ours.double(), exact, rtol=digits, atol=2e-6)
     pieces = [elementwise.activate(piece, activation) for piece in x.split(7)]
     assert bit_equal(torch.cat(pieces), ours)
-    up = noise(len(x), dtype=x.dtype, seed=2)
-    assert bit_equal(elementwise.activate(x, activation, up), ours * up)
 
 
 @pytest.mark.parametrize("activation", Activation, ids=lambda a: a.name.lower())

@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from support.programs import resident_bytes
 from verbatim import SamplingParams, VerbatimError
@@ -151,24 +149,6 @@ def test_hidden_states_arrive_as_they_were(rows: int) -> None:
         data = raw[PREFIX.size :]
         assert sizes(raw[: PREFIX.size]) == (0, len(data), mark)
         assert data == bytes_of(hidden.contiguous())
-
-
-@settings(max_examples=200)
-@given(raw=st.binary(max_size=200), arrays=st.binary(max_size=64))
-def test_garbage_is_called_garbage(raw: bytes, arrays: bytes) -> None:
-    for header in (
-        raw,
-        b'{"\\u0000array":' + raw + b"}",
-        b'{"a":{"\\u0000array":["float32",[' + raw,
-    ):
-        try:
-            decode(header, bytearray(arrays))
-        except Garbage:
-            pass
-    try:
-        sizes(raw[: PREFIX.size].ljust(PREFIX.size, b"x"))
-    except Garbage:
-        pass
 
 
 @pytest.mark.parametrize(
@@ -321,7 +301,7 @@ def test_a_connection_carries_hidden_states(near: bool, monkeypatch: pytest.Monk
 
 
 def some_rows(step: int, rows: int) -> list[Any]:
-    return encode_rows(Mark(3, step, 5), torch.randn(rows, 48).bfloat16())
+    return list(encode_rows(Mark(3, step, 5), torch.randn(rows, 48).bfloat16()))
 
 
 def heard(link: Link) -> tuple[Mark, bytes]:

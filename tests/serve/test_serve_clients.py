@@ -1,11 +1,12 @@
-"""Programs against a server: an evaluation harness, a fuzzer of its document, and many clients at once."""
+"""Programs against a server: a fuzzer of its document, and many clients at once.
+
+`benchmarks/clients` runs the packages of clients, and lm-evaluation-harness.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
-import os
 import random
 import subprocess
 import sys
@@ -15,12 +16,11 @@ from pathlib import Path
 import pytest
 
 from support.serving import Served, serving
-from verbatim import LLM, SamplingParams, storyteller
+from verbatim import LLM, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 pytestmark = pytest.mark.slow
-TASKS = Path(__file__).with_name("lm_eval_tasks")
 POSTS = [
     "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/generate", "/v1/logprobs",
     "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize",
@@ -31,51 +31,6 @@ POSTS = [
 def served() -> Iterator[Served]:
     with LLM() as llm, serving(llm) as server:
         yield server
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("lm_eval"), reason="needs lm-eval[api]")
-@pytest.mark.timeout(600)
-def test_lm_evaluation_harness_finds_what_is_found_in_process(served, tmp_path):
-    for file in TASKS.iterdir():
-        (tmp_path / file.name).write_text(file.read_text().replace("DATA", str(tmp_path)))
-    given = f"model=storyteller,base_url={served.url}/v1/completions,tokenizer={storyteller.path()}"
-    subprocess.run(
-        [
-            sys.executable, "-m", "lm_eval", "run", "--model", "local-completions",
-            "--model_args", f"{given},tokenizer_backend=huggingface,num_concurrent=4,max_length=1024",
-            "--tasks", "verbatim_choice,verbatim_free", "--include_path", str(tmp_path),
-            "--batch_size", "2", "--output_path", str(tmp_path / "out"), "--log_samples",
-        ],
-        check=True, timeout=500, capture_output=True, text=True,
-        env=os.environ | {
-            "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"),
-            "OPENAI_API_KEY": "none",
-        },
-    )  # fmt: skip
-    (report,) = (tmp_path / "out").rglob("results_*.json")
-    results = json.loads(report.read_text())["results"]
-
-    def samples(task: str) -> list[dict[str, object]]:
-        (file,) = (tmp_path / "out").rglob(f"samples_{task}_*.jsonl")
-        found = [json.loads(line) for line in file.read_text().splitlines()]
-        return sorted(found, key=lambda sample: sample["doc_id"])
-
-    llm, encode = served.llm, served.llm.tokenizer.encode
-    right = []
-    for sample in samples("verbatim_choice"):
-        doc, scores = sample["doc"], []
-        for choice, told in zip(doc["choices"], sample["filtered_resps"], strict=True):
-            ids = encode(f"{doc['story']} {choice}")
-            scores.append(sum(llm.score([ids])[0][len(encode(doc["story"])) :]))
-            assert float(told[0]) == scores[-1]
-        right.append(scores.index(max(scores)) == doc["answer"])
-    assert results["verbatim_choice"]["acc,none"] == sum(right) / len(right)
-    assert 0 < sum(right) < len(right)
-    params = SamplingParams(temperature=0.0, max_tokens=24, stop=["."])
-    for sample in samples("verbatim_free"):
-        (result,) = llm.generate([sample["doc"]["story"]], params)
-        assert sample["resps"][0][0] == result.outputs[0].text
-    assert served.idle()
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("schemathesis"), reason="needs schemathesis")

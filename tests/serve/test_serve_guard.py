@@ -25,6 +25,7 @@ from verbatim.sampling.grammar import GrammarCompiler
 from verbatim.serve.app import make_app
 from verbatim.serve.errors import to_bytes
 from verbatim.serve.guard import Guard
+from verbatim.serve.metrics import ServerMetrics
 from verbatim.serve.server import listen
 from verbatim.serve.settings import LOCAL_HOSTS, ServeSettings, is_local
 
@@ -414,8 +415,10 @@ def test_a_local_server_answers_under_its_own_names_alone(host, status):
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await Response("here")(scope, receive, send)
 
+    guard = Guard(app, ServeSettings(hosts=LOCAL_HOSTS), ServerMetrics(), lambda: None)
+
     async def ask() -> list[int]:
-        transport = httpx.ASGITransport(Guard(app, ServeSettings(hosts=LOCAL_HOSTS), lambda: None))
+        transport = httpx.ASGITransport(guard)
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
             return [
                 (await client.send(request_to(client, path))).status_code

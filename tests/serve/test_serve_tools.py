@@ -26,9 +26,10 @@ from support.tool_templates import (
 )
 from verbatim.errors import VerbatimError
 from verbatim.serve.fields import Function
+from verbatim.serve.formats import ParsedCall
 from verbatim.serve.marks import Dropped
 from verbatim.serve.reader import ChannelReader, Reader, Reasoning, split_parts
-from verbatim.serve.tools import ParsedCall, ToolUse
+from verbatim.serve.tools import ToolUse
 
 KINDS: dict[str, dict[str, Any]] = {
     "text": dict(template=HERMES, added=False),

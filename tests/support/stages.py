@@ -45,7 +45,7 @@ class ThreadHost:
         def poisoned_allocate(**sizes: Any) -> Any:
             answer = allocate(**sizes)
             held = layers.running.store
-            for store in (held, *layers._drafts.stores):
+            for store in (held, *layers.running.draft_layers.stores):
                 if held.nbytes < 64 * 2**20:
                     store.poison(list(range(min(held.num_blocks, _MOST_BLOCKS))))
             return answer

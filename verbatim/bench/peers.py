@@ -7,7 +7,6 @@ import importlib.util
 import inspect
 import itertools
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +15,7 @@ import torch
 
 from verbatim.bench.machine import WARM, seconds, step_times
 from verbatim.core import Request
-from verbatim.errors import InvalidRequest, ModelError, NotSupported
+from verbatim.errors import InvalidRequest, ModelError
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
 from verbatim.protocols import Forward
@@ -56,13 +55,7 @@ class Ours:
 
     def prefill(self, prompt: list[int]) -> float:
         """Return the seconds for a prompt, to its next token."""
-
-        def answer() -> None:
-            request = self.add([prompt], max_tokens=1)[0]
-            while not request.finished:
-                self._handle.step()
-
-        return seconds(answer)
+        return seconds(lambda: self._handle.run(self._admit([prompt], 1)))
 
     def decode(self, prompts: list[list[int]], steps: int, most_s: float = math.inf) -> list[float]:
         """Return the seconds of each decode step after these prompts; `most_s` as in `step_times`.
@@ -90,11 +83,12 @@ class Ours:
 
     def mixed(self, requests: list[tuple[list[int], int]]) -> tuple[int, float]:
         """Run all (prompt, number of new tokens) at once; return the number of new tokens and the seconds."""
-        start = time.perf_counter()
-        added = [self.add([ids], max_tokens=count)[0] for ids, count in requests]
-        while not all(request.finished for request in added):
-            self._handle.step()
-        return sum(count for _, count in requests), time.perf_counter() - start
+        spent = seconds(
+            lambda: self._handle.run(
+                [request for ids, count in requests for request in self._admit([ids], count)]
+            )
+        )
+        return sum(count for _, count in requests), spent
 
     def _skip_prefill(self, requests: list[Request]) -> None:
         """Process the prompts without forwards, as the cost of decoding does not depend on K and V.
@@ -116,11 +110,14 @@ class Ours:
 
     def add(self, prompts: list[list[int]], *, max_tokens: int) -> list[Request]:
         """Submit greedy requests, without a step."""
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        requests = [self._handle.admission.admit(prompt, params) for prompt in prompts]
+        requests = self._admit(prompts, max_tokens)
         for request in requests:
             self._handle.submit(request)
         return requests
+
+    def _admit(self, prompts: list[list[int]], max_tokens: int) -> list[Request]:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        return [self._handle.admission.admit(prompt, params) for prompt in prompts]
 
 
 class Transformers:
@@ -322,16 +319,3 @@ class OpenVINO:
 def installed(package: str) -> bool:
     """Return whether a package can be imported."""
     return importlib.util.find_spec(package) is not None
-
-
-def need(package: str, option: str, value: str) -> None:
-    """Refuse an option if its package or path is missing.
-
-    Raises:
-        NotSupported: the package is not installed.
-        InvalidRequest: the path does not exist.
-    """
-    if not installed(package):
-        raise NotSupported(f"{option} {value}: the package {package} is not installed")
-    if not Path(value).exists():
-        raise InvalidRequest(f"{option} {value}: there is no such file or folder")

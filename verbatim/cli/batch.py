@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verbatim.cli.interrupts import EXIT_INTERRUPTED
-from verbatim.cli.offload import OFFLOAD
 from verbatim.cli.options import MODEL, take_model, takes
-from verbatim.cli.placing import CLUSTER, opened, placement_of
-from verbatim.cli.terminal import EXIT_ERROR, WrongUsage, note
+from verbatim.cli.placing import CLUSTER, OFFLOAD, opened, placement_of
+from verbatim.cli.terminal import EXIT_ERROR, WrongUsage, need_packages, note
 from verbatim.errors import VerbatimError
 
 if TYPE_CHECKING:
@@ -54,12 +53,7 @@ def batch(
     if len(arguments) < 2:
         raise WrongUsage("missing argument OUT.jsonl")
     source, target = take_model(arguments, 2, values)
-    try:
-        import prometheus_client  # noqa: F401
-        import pydantic  # noqa: F401
-        import starlette  # noqa: F401
-    except ImportError as error:
-        raise WrongUsage(f"batch needs {error.name}: pip install '.[serve]'") from None
+    need_packages("batch", "prometheus_client", "pydantic", "starlette")
     from verbatim.serve.records import Records
 
     placement = placement_of(values)
@@ -130,17 +124,13 @@ def _shown(run: BatchRun) -> Iterator[Callable[[], object]]:
 
         yield update
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn
-    from rich.table import Column
-    from rich.text import Text
+    from tqdm import tqdm
 
-    class Figures(ProgressColumn):
-        def render(self, task: Task) -> Text:
-            return Text(_progress(run))
+    form = "{bar:20} {percentage:3.0f}% {desc}"
+    with tqdm(total=run.num_bytes, file=sys.stderr, leave=False, bar_format=form) as bar:
 
-    figures = Figures(table_column=Column(no_wrap=True))
-    columns = (BarColumn(bar_width=20), TaskProgressColumn(), figures)
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=run.num_bytes)
-        yield lambda: bar.update(task, completed=run.bytes_done)
+        def advance() -> None:
+            bar.set_description_str(_progress(run), refresh=False)
+            bar.update(run.bytes_done - bar.n)
+
+        yield advance

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verbatim.bench.plan import BenchPlan
-from verbatim.cli.offload import OFFLOAD
-from verbatim.cli.options import MODEL, Option, fields_of, given, helps, numbers, takes
-from verbatim.cli.placing import CLUSTER, opened, placement_of
+from verbatim.cli.options import MODEL, Option, fields_of, given, numbers, takes
+from verbatim.cli.placing import CLUSTER, OFFLOAD, opened, placement_of
 from verbatim.cli.terminal import WrongUsage, note
+from verbatim.errors import InvalidRequest, ModelError
 
 if TYPE_CHECKING:
     from verbatim.bench.peers import Peer
@@ -22,21 +22,19 @@ if TYPE_CHECKING:
 _WORK, _PEERS = "Workload", "Other systems"
 
 
-_PLAN = BenchPlan()
 WORKLOAD = (
     *(
-        Option(
-            name,
-            str,
-            _WORK,
-            helps(BenchPlan)[name],
-            "N,N,...",
-            numbers(name, "integers of 1 or more, such as 1,8,32"),
-            ",".join(map(str, getattr(_PLAN, name))),
-        )
+        option
         for name in ("rows", "contexts", "prefills")
+        for option in fields_of(
+            BenchPlan(),
+            _WORK,
+            name,
+            "N,N,...",
+            read=numbers(name, "integers of 1 or more, such as 1,8,32"),
+        )
     ),
-    *fields_of(_PLAN, _WORK, int, "mixed rounds steps"),
+    *fields_of(BenchPlan(), _WORK, "mixed rounds steps"),
 )
 OTHERS = (
     Option("peers", bool, _PEERS, "Measure transformers on the same model.", default=True),
@@ -64,7 +62,10 @@ def bench(
     Compare ratios rather than speeds: other work on the machine slows all systems alike. The limit is the
     time to read weights and KV cache once, or to compute the matrix products, measured in the same turns.
     """
-    plan = BenchPlan(**given(values, WORKLOAD))
+    try:
+        plan = BenchPlan(**given(values, WORKLOAD))
+    except InvalidRequest as error:
+        raise WrongUsage(f"--{error}") from None
     _check(plan, plot, values["gguf"], values["openvino"])
     placement = placement_of(values)
     if values["max_sequences"] is None:
@@ -81,7 +82,7 @@ def bench(
 
 def _check(plan: BenchPlan, plot: str | None, gguf: str | None, openvino: str | None) -> None:
     """Check up front what would otherwise fail after minutes."""
-    from verbatim.bench.peers import installed, need
+    from verbatim.bench.peers import installed
 
     if not (plan.prefills or (plan.rows and plan.contexts) or plan.mixed):
         raise WrongUsage(
@@ -92,10 +93,14 @@ def _check(plan: BenchPlan, plot: str | None, gguf: str | None, openvino: str | 
             raise WrongUsage(f"--plot {plot}: must end in .png, .svg or .pdf")
         if not installed("matplotlib"):
             raise WrongUsage("--plot needs matplotlib: pip install '.[bench]'")
-    if gguf is not None:
-        need("llama_cpp", "--gguf", gguf)
-    if openvino is not None:
-        need("openvino", "--openvino", openvino)
+    for package, option, path in (
+        ("llama_cpp", "--gguf", gguf),
+        ("openvino", "--openvino", openvino),
+    ):
+        if path is not None and not installed(package):
+            raise WrongUsage(f"{option} {path}: the package {package} is not installed")
+        if path is not None and not Path(path).exists():
+            raise WrongUsage(f"{option} {path}: there is no such file or folder")
 
 
 def _measure(
@@ -127,7 +132,6 @@ def _peers(
     import torch
 
     from verbatim.bench.peers import LlamaCpp, OpenVINO, Transformers, installed
-    from verbatim.errors import ModelError
 
     peers: list[Peer] = []
     remarks: list[str] = []
@@ -157,8 +161,7 @@ def _peers(
 
 
 def _draw(report: BenchReport, path: str) -> None:
-    from verbatim.bench.plot import plot
-    from verbatim.errors import InvalidRequest
+    from verbatim.bench.run import plot
 
     try:
         plot(report, Path(path))

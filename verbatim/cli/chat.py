@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verbatim.cli.offload import OFFLOAD
 from verbatim.cli.options import (
     DEFAULT_MAX_TOKENS,
     MODEL,
@@ -18,7 +16,7 @@ from verbatim.cli.options import (
     seeded,
     takes,
 )
-from verbatim.cli.placing import CLUSTER, opened, placement_of
+from verbatim.cli.placing import CLUSTER, OFFLOAD, opened, placement_of
 from verbatim.cli.terminal import (
     WrongUsage,
     end_line,
@@ -65,18 +63,9 @@ def _params(llm: LLM, fields: dict[str, Any]) -> SamplingParams:
 
 def _described(params: SamplingParams) -> str:
     """Describe the sampling in effect: every field that is not at its default."""
-    plain = SamplingParams()
-    always = ("temperature", "max_tokens")
-    shown = [
-        f"{field.name}={_short(repr(getattr(params, field.name)))}"
-        for field in dataclasses.fields(params)
-        if field.name in always or getattr(params, field.name) != getattr(plain, field.name)
-    ]
+    always = {name: getattr(params, name) for name in ("temperature", "max_tokens")}
+    shown = (f"{name}={value!r:.60}" for name, value in (always | params.changed()).items())
     return "sampling (the model's defaults and your options): " + ", ".join(shown)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 class Transcript:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verbatim.cli.interrupts import EXIT_INTERRUPTED
-from verbatim.cli.offload import OFFLOAD
 from verbatim.cli.options import (
     ADAPTERS,
     DEFAULT_MAX_TOKENS,
@@ -22,7 +21,7 @@ from verbatim.cli.options import (
     take_model,
     takes,
 )
-from verbatim.cli.placing import CLUSTER, opened, placement_of
+from verbatim.cli.placing import CLUSTER, OFFLOAD, opened, placement_of
 from verbatim.cli.terminal import (
     WrongUsage,
     end_line,

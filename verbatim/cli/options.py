@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from verbatim.checks import field_docs
 from verbatim.cli.deferred import deferred_imports
 from verbatim.cli.interrupts import opened
 from verbatim.cli.terminal import WrongUsage
@@ -56,10 +57,13 @@ class Option:
 
     def parameter(self, show_default: bool) -> inspect.Parameter:
         """Return the keyword parameter that typer reads."""
-        show_default &= not isinstance(self.default, bool | None)
+        default = (
+            ",".join(map(str, self.default)) if isinstance(self.default, tuple) else self.default
+        )
+        show_default &= not isinstance(default, bool | None)
         info = typer.Option(
             self.flags,
-            help=f"{self.help} Default: {self.default}." if show_default else self.help,
+            help=f"{self.help} Default: {default}." if show_default else self.help,
             rich_help_panel=self.panel,
             metavar=self.metavar,
             show_default=False,
@@ -78,17 +82,13 @@ def helps(kind: type) -> dict[str, str]:
 
     Names of fields in it are written as options.
     """
-    _, _, fields = inspect.cleandoc(kind.__doc__ or "").partition("\nAttributes:\n")
-    entries = re.split(r"^    (?=\w)", fields.partition("\n\n")[0], flags=re.MULTILINE)[1:]
-    names = {entry.partition(":")[0] for entry in entries}
+    docs = field_docs(kind)
 
     def option(found: re.Match[str]) -> str:
-        name = found[1]
-        return "--" + name.replace("_", "-") if name in names else found[0]
+        return "--" + found[1].replace("_", "-") if found[1] in docs else found[0]
 
-    texts = defaultdict[str, str](str)  # empty under `python -OO`
-    for entry in entries:
-        name, _, text = " ".join(entry.split()).partition(": ")
+    texts = defaultdict[str, str](str)
+    for name, text in docs.items():
         text = text.replace("; None: ", ". Default: ").replace("None: ", "Default: ")
         text = re.sub(r"`(\w+)`", option, text)
         texts[name] = text[:1].upper() + text[1:]
@@ -96,12 +96,31 @@ def helps(kind: type) -> dict[str, str]:
 
 
 def fields_of(
-    settings: object, panel: str, kind: Any, names: str, metavar: str | None = None
+    settings: Any,
+    panel: str,
+    names: str,
+    metavar: str | None = None,
+    kind: Any = None,
+    read: Callable[[Any], Any] | None = None,
 ) -> tuple[Option, ...]:
-    """Return options for fields of a dataclass, with its documentation and the defaults of `settings`."""
+    """Return options for fields of a dataclass, with its types, its documentation and `settings`' values.
+
+    Args:
+        kind: in place of the fields' type.
+    """
     texts = helps(type(settings))
+    types = {field.name: str(field.type) for field in dataclasses.fields(settings)}
+    plain = {"int": int, "float": float, "bool": bool}
     return tuple(
-        Option(name, kind, panel, texts[name], metavar, default=getattr(settings, name))
+        Option(
+            name,
+            kind or plain.get(types[name].removesuffix(" | None"), str),
+            panel,
+            texts[name],
+            metavar,
+            read,
+            getattr(settings, name),
+        )
         for name in names.split()
     )
 
@@ -150,16 +169,12 @@ _DRAWING, _PENALTIES, _STOPPING, _REPORT = "Sampling", "Penalties and bans", "St
 _STRUCTURE, _BEAMS = "Structured output (one of these)", "Beam search"
 _JSON = "Output with --json"
 
-_HELP = helps(SamplingParams)
-_plain = partial(fields_of, SamplingParams())
+_field = partial(fields_of, SamplingParams())
 
 SAMPLING = (
-    *_plain(_DRAWING, float, "temperature"),
-    *_plain(_DRAWING, int, "top_k"),
-    *_plain(_DRAWING, float, "top_p min_p typical_p"),
-    *_plain(_DRAWING, int, "seed"),
-    *_plain(_PENALTIES, float, "repetition_penalty presence_penalty frequency_penalty"),
-    Option("logit_bias", list[str], _PENALTIES, _HELP["logit_bias"], "ID=VALUE", _biases),
+    *_field(_DRAWING, "temperature top_k top_p min_p typical_p seed"),
+    *_field(_PENALTIES, "repetition_penalty presence_penalty frequency_penalty"),
+    *_field(_PENALTIES, "logit_bias", "ID=VALUE", list[str], _biases),
     Option("bad_words", list[str], _PENALTIES, "String that is never generated.", "TEXT"),
     Option(
         "allowed_token_ids", list[int], _PENALTIES, "Token id to allow; others are banned.", "ID"
@@ -167,11 +182,11 @@ SAMPLING = (
     Option(
         "max_tokens", int, _STOPPING, "Maximum number of new tokens.", default=DEFAULT_MAX_TOKENS
     ),
-    *_plain(_STOPPING, int, "min_tokens"),
+    *_field(_STOPPING, "min_tokens"),
     Option("stop", list[str], _STOPPING, "String that ends the completion.", "TEXT"),
     Option("stop_token_ids", list[int], _STOPPING, "Token id that ends the completion.", "ID"),
-    *_plain(_STOPPING, bool, "include_stop_str_in_output ignore_eos"),
-    *_plain(_STOPPING, float, "timeout_s", "SECONDS"),
+    *_field(_STOPPING, "include_stop_str_in_output ignore_eos"),
+    *_field(_STOPPING, "timeout_s", "SECONDS"),
     Option(
         "json_schema",
         str,
@@ -180,18 +195,17 @@ SAMPLING = (
         "JSON|@FILE",
         _text_or_file,
     ),
-    *_plain(_STRUCTURE, bool, "any_whitespace"),
-    *_plain(_STRUCTURE, str, "regex", "PATTERN"),
-    Option("grammar", str, _STRUCTURE, _HELP["grammar"], "GRAMMAR|@FILE", _text_or_file),
+    *_field(_STRUCTURE, "any_whitespace"),
+    *_field(_STRUCTURE, "regex", "PATTERN"),
+    *_field(_STRUCTURE, "grammar", "GRAMMAR|@FILE", read=_text_or_file),
     Option("choice", list[str], _STRUCTURE, "Generate one of these texts.", "TEXT"),
-    *_plain(_REPORT, bool, "skip_special_tokens"),
+    *_field(_REPORT, "skip_special_tokens"),
 )
 
 # The options of `verbatim generate` only; a chat streams one answer.
 GENERATE_ONLY = (
-    *_plain(_DRAWING, int, "n"),
-    *_plain(_BEAMS, int, "num_beams"),
-    *_plain(_BEAMS, float, "length_penalty"),
+    *_field(_DRAWING, "n"),
+    *_field(_BEAMS, "num_beams length_penalty"),
     Option(
         "early_stopping",
         str,
@@ -201,8 +215,7 @@ GENERATE_ONLY = (
         "true|false|never",
         _early_stopping,
     ),
-    *_plain(_JSON, int, "logprobs prompt_logprobs"),
-    *_plain(_JSON, bool, "record_routing record_indices support"),
+    *_field(_JSON, "logprobs prompt_logprobs record_routing record_indices support"),
 )
 
 _MODEL, _ENGINE = "Model", "Engine"

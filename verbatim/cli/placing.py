@@ -1,54 +1,91 @@
-"""The placement of a command's model: in memory, offloaded, or in stages of a cluster."""
+"""The options of offloading and clusters, opening a placed model, and the lines printed about it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from verbatim.cli.offload import offload_of, report_stats
-from verbatim.cli.options import Option, given, numbers, open_llm
+from verbatim.cli.options import Option, fields_of, given, helps, numbers, open_llm
 from verbatim.cli.terminal import WrongUsage, note
+from verbatim.placement.distributed.choice import Cluster
+from verbatim.placement.offload.choice import Offload
 
 if TYPE_CHECKING:
     from verbatim.llm import LLM
-    from verbatim.placement.distributed.choice import Cluster
-    from verbatim.placement.offload.choice import Offload
 
-_PANEL = "Cluster: a model in stages"
+_OFFLOAD, _CLUSTER = "Offload: a model larger than its memory", "Cluster: a model in stages"
+_PAIR = "prompt tokens and new tokens, such as 512,128"
 
 
 def _amount(text: str) -> int | str:
     return int(text) if text.strip().isdigit() else text
 
 
-CLUSTER = (
-    Option("stages", int, _PANEL, "Number of stages: processes with some of the layers each."),
-    Option(
-        "cluster",
-        str,
-        _PANEL,
-        "Address of the cluster, as `verbatim cluster start` prints it. Default: this machine alone.",
-        "HOST:PORT",
+def _policy(text: str) -> str | None:
+    return None if text.lower() == "none" else text
+
+
+_field, _stage_field = partial(fields_of, Offload()), partial(fields_of, Cluster())
+
+# The options that describe the machine and the workload: all that `verbatim plan` accepts.
+PLACING = (
+    *_field(_OFFLOAD, "gpu cpu", "AMOUNT", str, _amount),
+    *_field(_OFFLOAD, "disk", "PATH"),
+    *_field(_OFFLOAD, "disk_limit", "AMOUNT", str, _amount),
+    *(
+        option
+        for name in ("weights", "kv", "activations")
+        for option in _field(
+            _OFFLOAD, name, "G,C,D", str, numbers(name, "percents, such as 20,50,30", float)
+        )
     ),
+    *_field(_OFFLOAD, "batch_size micro_batches"),
+    Option("no_overlap", bool, _OFFLOAD, "Read and compute one after the other."),
     Option(
-        "layers",
+        "policy",
         str,
-        _PANEL,
-        "Layers per stage. Default: assigned.",
-        "N,N,...",
-        numbers("layers", "the number of layers of each stage, such as 8,8,12"),
+        _OFFLOAD,
+        "auto: measure this machine; none: use round numbers.",
+        "auto|none",
+        _policy,
+        "auto",
     ),
-    Option(
-        "keep",
-        str,
-        _PANEL,
-        "Budget per stage for activations kept for recovery.",
-        "AMOUNT",
-        _amount,
-    ),
-    Option("spares", int, _PANEL, "Idle processes that replace lost stages."),
+    *_field(_OFFLOAD, "workload", "N,N", str, numbers("workload", _PAIR)),
 )
+
+OFFLOAD = (
+    *PLACING,
+    *_field(_OFFLOAD, "trace", "PATH"),
+    Option("stats", bool, _OFFLOAD, "Print predicted beside actual figures at the end."),
+)
+
+CLUSTER = (
+    *_stage_field(_CLUSTER, "stages"),
+    Option("cluster", str, _CLUSTER, helps(Cluster)["address"], "HOST:PORT"),
+    *_stage_field(
+        _CLUSTER,
+        "layers",
+        "N,N,...",
+        read=numbers("layers", "the number of layers of each stage, such as 8,8,12"),
+    ),
+    *_stage_field(_CLUSTER, "keep", "AMOUNT", read=_amount),
+    *_stage_field(_CLUSTER, "spares"),
+)
+
+
+def offload_of(values: Mapping[str, Any]) -> Offload | None:
+    """Return the placement that the options of offloading describe; None if none of them was given."""
+    settings = given(values, [option for option in OFFLOAD if option.name in values])
+    stats = settings.pop("stats", False)
+    if not settings:
+        if stats:
+            raise WrongUsage("--stats needs an option of offloading, such as --gpu")
+        return None
+    if settings.pop("no_overlap", False):
+        settings["overlap"] = False
+    return Offload(**settings)
 
 
 def placement_of(values: Mapping[str, Any]) -> Offload | Cluster | None:
@@ -58,8 +95,6 @@ def placement_of(values: Mapping[str, Any]) -> Offload | Cluster | None:
         return offload_of(values)
     if values.get("stats"):
         raise WrongUsage("--stats is for offloading; `verbatim cluster status` shows stages")
-    from verbatim.placement.distributed.choice import Cluster
-
     offload = offload_of({**values, "stats": None})
     return Cluster(address=settings.pop("cluster", None), offload=offload, **settings)
 
@@ -73,7 +108,10 @@ def opened(values: Mapping[str, Any], placement: Offload | Cluster | None) -> It
         try:
             yield llm
         finally:
-            report_stats(llm, values)
+            if values.get("stats"):
+                from verbatim.placement.offload.report import compared
+
+                note(compared(llm.stats()["offload"]))
 
 
 def _described(info: Mapping[str, Any]) -> str:

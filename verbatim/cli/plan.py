@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verbatim.cli.offload import PLACING, offload_of
 from verbatim.cli.options import MODEL, given, takes
+from verbatim.cli.placing import PLACING, offload_of
+from verbatim.placement.offload.choice import Offload
 
 if TYPE_CHECKING:
-    from verbatim.placement.offload.choice import Offload
     from verbatim.placement.offload.forecast import Forecast
 
 # The options of `LLM` that affect a plan; the others are about drafts and the device.
@@ -46,7 +46,6 @@ def plan(
 def _forecast(model: str | None, offload: Offload | None, settings: dict[str, Any]) -> Forecast:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from verbatim.opening import plan_offload
-    from verbatim.placement.offload.choice import Offload
     from verbatim.placement.options import engine_options
 
     source = {name: settings.pop(name) for name in _SOURCE if name in settings}

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verbatim.cli.generate import parse_ids, read_input
-from verbatim.cli.offload import OFFLOAD
 from verbatim.cli.options import MODEL, takes
-from verbatim.cli.placing import CLUSTER, opened, placement_of
+from verbatim.cli.placing import CLUSTER, OFFLOAD, opened, placement_of
 from verbatim.cli.terminal import WrongUsage
 from verbatim.params import SamplingParams
 from verbatim.plain import to_json

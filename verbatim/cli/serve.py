@@ -7,10 +7,9 @@ import os
 from functools import partial
 from typing import Any
 
-from verbatim.cli.offload import OFFLOAD
 from verbatim.cli.options import ADAPTERS, MODEL, Option, fields_of, given, helps, takes
-from verbatim.cli.placing import CLUSTER, opened, placement_of
-from verbatim.cli.terminal import WrongUsage, note
+from verbatim.cli.placing import CLUSTER, OFFLOAD, opened, placement_of
+from verbatim.cli.terminal import WrongUsage, need_packages, note
 from verbatim.files import read_file
 from verbatim.serve.settings import LOCAL_HOSTS, ServeSettings, is_local
 
@@ -24,7 +23,7 @@ _field = partial(fields_of, ServeSettings())
 SERVER = (
     Option("host", str, _SERVER, "Address to listen on. Default: 127.0.0.1."),
     Option("port", int, _SERVER, "Port to listen on; 0 picks a free one. Default: 8000."),
-    *_field(_SERVER, str, "name"),
+    *_field(_SERVER, "name"),
     Option(
         "api_key_file",
         str,
@@ -40,16 +39,12 @@ SERVER = (
         "Origin of web pages that may call the API (CORS). Repeatable.",
         "URL",
     ),
-    *_field(_SERVER, str, "adapter_root", "FOLDER"),
-    *_field(_SERVER, bool, "playground docs chat_defaults"),
-    *_field(_SERVER, str, "logprobs_mode"),
-    *_field(_SERVER, bool, "training"),
+    *_field(_SERVER, "adapter_root", "FOLDER"),
+    *_field(_SERVER, "playground docs chat_defaults logprobs_mode training"),
     Option("log_level", str, _SERVER, f"Log level: {', '.join(LEVELS)}. Default: info."),
-    *_field(_LIMITS, int, "max_requests max_choices max_body_bytes max_response_bytes"),
-    *_field(_LIMITS, int, "max_connections max_connections_per_address"),
-    *_field(_LIMITS, bool, "negative_priorities"),
-    *_field(_LIMITS, int, "max_update_bytes"),
-    *_field(_LIMITS, float, "update_timeout_s"),
+    *_field(_LIMITS, "max_requests max_choices max_body_bytes max_response_bytes max_connections"),
+    *_field(_LIMITS, "max_connections_per_address negative_priorities max_update_bytes"),
+    *_field(_LIMITS, "update_timeout_s"),
     Option("request_timeout_s", float, _LIMITS, helps(ServeSettings)["timeout_s"]),
     Option(
         "drain_timeout_s",
@@ -66,12 +61,7 @@ def serve(**values: Any) -> None:
 
     SIGTERM or Ctrl-C lets requests in progress finish; a second one ends them.
     """
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise WrongUsage(f"serve needs {error.name}: pip install '.[serve]'") from None
+    need_packages("serve", "fastapi", "prometheus_client", "uvicorn")
     fields = given(values, SERVER)
     host, port = fields.pop("host", "127.0.0.1"), fields.pop("port", 8000)
     if not 0 <= port <= 65535:

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from importlib.util import find_spec
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -21,6 +22,13 @@ EXIT_USAGE = 2
 
 class WrongUsage(VerbatimError):
     """An invalid command line; exit status 2."""
+
+
+def need_packages(command: str, *packages: str) -> None:
+    """Refuse a command if the extra of the server is not installed."""
+    for name in packages:
+        if find_spec(name) is None:
+            raise WrongUsage(f"{command} needs {name}: pip install '.[serve]'")
 
 
 def note(message: str) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-from verbatim.batch import SCRATCH_BLOCK, ZERO_STATE
 from verbatim.core import Sequence
 
 
@@ -43,6 +42,9 @@ class CacheEntry:
         return max((count for count in self.states if count <= last), default=0)
 
 
+Held = Callable[[CacheEntry], Iterable[int]]  # numbers of blocks, or of slots
+
+
 class DraftCache:
     """Allocates blocks 1 to `num_blocks - 1`, and slots of states, to the entries of sequences.
 
@@ -61,12 +63,12 @@ class DraftCache:
         """Drop all entries."""
         # In order of use: the least recently used first.
         self._entries: weakref.WeakKeyDictionary[Sequence, CacheEntry] = weakref.WeakKeyDictionary()
-        self._free: list[int] = []  # free blocks of the last scan
+        self._free_blocks: list[int] = []  # of the last scan
 
     @property
     def num_used(self) -> int:
         """Number of blocks of unfinished sequences."""
-        return len(self._used())
+        return len(self._used(lambda entry: entry.blocks))
 
     def entry(self, sequence: Sequence) -> CacheEntry:
         """Return the entry of a sequence, and mark it as the most recently used."""
@@ -89,11 +91,11 @@ class DraftCache:
         """
         size, blocks = self.block_size, entry.blocks
         missing = -(-wanted // size) - len(blocks)
-        if missing > len(self._free):
-            self._find_free(missing, using)
-        if (len(blocks) + len(self._free)) * size >= least:
-            for _ in range(min(missing, len(self._free))):
-                blocks.append(self._free.pop())
+        if missing > len(self._free_blocks):
+            self._free_blocks = self._free(lambda e: e.blocks, self.num_blocks, missing, using)
+        if (len(blocks) + len(self._free_blocks)) * size >= least:
+            for _ in range(min(missing, len(self._free_blocks))):
+                blocks.append(self._free_blocks.pop())
         return len(blocks) * size
 
     def reserve_states(
@@ -110,40 +112,27 @@ class DraftCache:
             return length
         kept = entry.start(num_tokens, True)
         entry.states = {count: slot for count, slot in entry.states.items() if count == kept}
-        free = self._free_states()
-        while len(free) < length:
-            idle = next((s for s in self._entries if s not in using), None)
-            if idle is None:
-                break
-            del self._entries[idle]
-            free = self._free_states()
+        free = self._free(lambda e: e.states.values(), self.num_states, length, using)
         entry.states.update(zip(range(num_tokens, num_tokens + length), free, strict=False))
         return min(length, len(free))
 
-    def _free_states(self) -> list[int]:
-        self._used()  # drops the entries of finished sequences
-        used = {slot for entry in self._entries.values() for slot in entry.states.values()}
-        return [slot for slot in range(ZERO_STATE + 1, self.num_states) if slot not in used]
-
-    def _find_free(self, count: int, using: Collection[Sequence]) -> None:
-        """Collect the free blocks, and evict entries while there are fewer than `count`."""
+    def _free(self, held: Held, end: int, count: int, using: Collection[Sequence]) -> list[int]:
+        """Return the numbers from 1 to `end`, exclusive, that no entry holds; evict entries while there are
+        fewer than `count`.
+        """
         while True:
-            used = self._used()
-            self._free = [b for b in range(self.num_blocks - 1, SCRATCH_BLOCK, -1) if b not in used]
+            used = self._used(held)
+            free = [number for number in range(end - 1, 0, -1) if number not in used]
             idle = next((s for s in self._entries if s not in using), None)
-            if len(self._free) >= count or idle is None:
-                return
+            if len(free) >= count or idle is None:
+                return free
             del self._entries[idle]
 
-    def _used(self) -> set[int]:
-        """Return the blocks of unfinished sequences, and drop the entries of finished ones."""
-        used: set[int] = set()
-        for sequence, entry in list(self._entries.items()):
-            if not sequence.finished:
-                used.update(entry.blocks)
-            else:
-                del self._entries[sequence]
-        return used
+    def _used(self, held: Held) -> set[int]:
+        """Return what entries of unfinished sequences hold, and drop those of finished ones."""
+        for sequence in [s for s in self._entries if s.finished]:
+            del self._entries[sequence]
+        return {number for entry in self._entries.values() for number in held(entry)}
 
     def _share_prompt(self, entry: CacheEntry, sequence: Sequence) -> None:
         """Start a new entry with the full prompt blocks of another sample of the request.

@@ -102,7 +102,9 @@ class Chain:
             states=(sources, lasts, targets),
         )
         wanted, drawn = [_row(draft) for draft in drafts], list[list[int]]()
-        lengths = [draft.length - len(draft.ids) for draft in drafts]
+        # Where the bans of a token depend on those before it, or a structure does, one is drawn at a time.
+        dependent = any(d.grammar is not None or d.sequence.request.bad_words for d in drafts)
+        lengths = [] if dependent else [draft.length - len(draft.ids) for draft in drafts]
         for part in cut(batch, len(drafts), self._max_rows):
             here = slice(len(drawn), len(drawn) + len(part.logit_rows))
             plan = SamplePlan(wanted[here]) if wanted[here] else None

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from verbatim.checks import integer
+from verbatim.checks import integer, memory_bytes
 from verbatim.draft.ngram import Ngram
 from verbatim.errors import InvalidRequest
 from verbatim.model.early_exit import EarlyExit
 from verbatim.model.mtp_source import Mtp
-from verbatim.options import memory_bytes, total_memory
+from verbatim.options import total_memory
 from verbatim.protocols import Proposer
 
 

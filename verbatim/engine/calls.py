@@ -89,9 +89,10 @@ class Call:
         deliver: called with their deltas in the thread that runs the steps; an exception ends the request.
             None: the deltas are not read, unless there is `max_unread`.
         max_unread: keep the deltas for `take`, at most so many; those of one step are always allowed.
-        driven: the handle's background thread runs the steps. False: the caller runs them.
 
     Attributes:
+        driven: a coroutine waits, so the handle's background thread runs the steps. False: the caller runs
+            them.
         num_open: requests that have not ended.
         is_read: the deltas are passed on or kept.
         unread: the kept deltas.
@@ -104,7 +105,6 @@ class Call:
         *,
         deliver: Callable[[Delta], None] | None = None,
         max_unread: float | None = None,
-        driven: bool = True,
     ) -> None:
         self.requests, self.waiter = requests, waiter
         self.is_read = deliver is not None or max_unread is not None
@@ -112,7 +112,7 @@ class Call:
         self.unread: deque[Delta] = deque()
         at_once = sum(max(r.params.n, r.params.num_beams) for r in requests)
         self._max_unread = max(max_unread or 0, at_once)
-        self.driven = driven
+        self.driven = isinstance(waiter, TaskWaiter)
         self.num_open = len(requests)
         self._tracebacks: dict[Request, TracebackType | None] = {}
 

@@ -216,7 +216,7 @@ class EngineHandle:
             deliver: called with their deltas in the thread that runs the step; an exception ends the request.
         """
         waiter = ThreadWaiter()
-        call = Call(requests, waiter, deliver=deliver, driven=False)
+        call = Call(requests, waiter, deliver=deliver)
         with self._submitted(call):
             self._wait(waiter, lambda: not call.num_open)
             return call.results()
@@ -239,7 +239,7 @@ class EngineHandle:
         """
         self.refuse_collective("a loop over steps")
         waiter = ThreadWaiter()
-        call = Call(requests, waiter, max_unread=max_unread, driven=False)
+        call = Call(requests, waiter, max_unread=max_unread)
         with self._submitted(call):
             ended = False
             while not ended:
@@ -283,23 +283,18 @@ class EngineHandle:
         request: Request,
         deliver: Callable[[Delta], None] | None = None,
         on_end: Callable[[], None] | None = None,
-        *,
-        driven: bool = False,
     ) -> None:
-        """Add a request before the next step, and return at once.
+        """Add a request before the next step, and return at once; the caller runs the steps.
 
         Args:
             deliver: called with its deltas in the thread that runs the step; an exception ends the request.
             on_end: called there at its end, when `request.result` or `request.error` is set.
-            driven: the background thread runs the steps. False: the caller calls `step`.
 
         Raises:
             QueueFull: the queue is at its limit.
         """
-        if driven:
-            self._refuse_async("a request that the background thread runs")
         request.on_end = on_end or request.on_end
-        self._submit(Call([request], deliver=deliver, driven=driven))
+        self._submit(Call([request], deliver=deliver))
 
     def step(self) -> bool:
         """Run a step for all requests; return False if there was nothing to do, or the engine is paused.

@@ -22,11 +22,10 @@ from verbatim.model.context import IMPLEMENTATION, ForwardContext, activate, fla
 from verbatim.model.experts import flat_experts, how_run
 from verbatim.model.flat import BLOCK_SIZE, FlatContext, logits_of, noise_store, span_batch
 from verbatim.model.fused import FusedLayers
-from verbatim.model.hidden import body_outputs, head_inputs, head_of, hidden_rows
+from verbatim.model.hidden import head_of, hidden_rows, recorded
 from verbatim.model.invariant import InvariantMode
 from verbatim.model.lora import Adapters
 from verbatim.model.patching import (
-    configs_of,
     exclusive,
     patched,
     plain_numbers,
@@ -145,15 +144,13 @@ class Decoder:
         self._tree = Tree(module)
         self._forwards = replaced_forwards(module, batch_invariant=self._batch_invariant)
         self._unfused = list(self._forwards)
-        self._configs = configs_of(module)
         self._layers = FusedLayers(
-            module, self.spec, self._forwards, self._configs, self._part, enabled=self._fuse
+            module, self.spec, self._forwards, self._part, enabled=self._fuse
         )
         self._forwards += self._layers.forwards
         self.fused = self._layers.report
         if self.adapters.numbers:
             self.adapters.attach(module, self._unfused, self._layers.layers)
-        self._body: nn.Module | None = None
         self._head_reads_body = False  # what the head is given is what the body returns
 
     def load_adapter(self, adapter: Adapter, *, partial: bool = False) -> list[str]:
@@ -241,7 +238,7 @@ class Decoder:
         """Drop the references to the module."""
         self._module = lambda: None
         self.adapters = Adapters(self.spec.dtype)
-        for name in ("_tree", "_body", "_forwards", "_unfused", "_configs", "_layers"):
+        for name in ("_tree", "_forwards", "_unfused", "_layers"):
             vars(self).pop(name, None)
 
     def forward(self, batch: Batch, store: KVStore) -> Tensor:
@@ -360,12 +357,6 @@ class Decoder:
                     f"kept: {type(error).__name__}: {first_line(error)}"
                 ) from error
 
-    def _body_of(self, module: nn.Module) -> nn.Module:
-        """Return the model without its head, cached, as the lookup is slow."""
-        if self._body is None:
-            self._body = inner_model(module).get_decoder()
-        return self._body
-
     def _forward(
         self,
         module: nn.Module,
@@ -404,10 +395,12 @@ class Decoder:
             if found is not None:
                 return found if wants_hidden else Forward(found.logits)
         with (
-            patched(self._tree, forwards_of_layers, self._configs, hooks=hooks),
+            patched(self._tree, forwards_of_layers, hooks=hooks),
             _mode(self._tree, spec, self._batch_invariant),
-            head_inputs(head_of(inner_model(module)) if wants_hidden else None, contexts) as seen,
-            body_outputs(None if body is None else self._body_of(module), contexts) as made,
+            recorded(head_of(inner_model(module)) if wants_hidden else None, contexts) as seen,
+            recorded(
+                None if body is None else inner_model(module).get_decoder(), contexts, outputs=True
+            ) as made,
         ):
             if self._order is None:
                 with activate(context):

@@ -198,13 +198,19 @@ def _check_prefix(short: ModelSpec, long: ModelSpec, num_layers: int, *, whole: 
 
 
 def open_draft_layers(
-    draft: Mtp | EarlyExit | None, decoder: Decoder, loaded: LoadedModel
+    draft: Mtp | EarlyExit | None,
+    decoder: Decoder,
+    loaded: LoadedModel,
+    module: nn.Module | None = None,
 ) -> DraftLayers:
     """Open the layers of a model in this process that draft for it, without KV stores.
+
+    Args:
+        module: as of `EarlyExitLayers`.
 
     Raises:
         InvalidRequest, NotSupported, ModelError: it has none, or unsupported ones.
     """
     if isinstance(draft, Mtp):
         return open_mtp(draft, decoder, loaded)
-    return DraftLayers() if draft is None else EarlyExitLayers(decoder, draft.layers)
+    return DraftLayers() if draft is None else EarlyExitLayers(decoder, draft.layers, module)

@@ -47,16 +47,10 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, kind: NormKind) -> Te
 
 
 @kernels.without_overrides
-def activate(gate: Tensor, activation: Activation, up: Tensor | None = None) -> Tensor:
-    """Compute the activation of `gate`, rounded to its dtype, times `up` of the same shape, if given.
-
-    `served(gate)` must hold.
-    """
-    assert up is None or up.shape == gate.shape
-    gate = gate.contiguous()
-    up = None if up is None else up.contiguous()
-    out = torch.empty_like(gate)
-    if gate.numel():
-        at, count = None if up is None else up.data_ptr(), gate.numel()
-        run("vb_activate", gate.dtype, out.data_ptr(), gate.data_ptr(), at, count, activation)
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """Compute the activation of `x`, rounded to its dtype. `served(x)` must hold."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if x.numel():
+        run("vb_activate", x.dtype, out.data_ptr(), x.data_ptr(), None, x.numel(), activation)
     return out

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,56 +28,39 @@ def head_of(inner: Any) -> nn.Module | None:
 Seen = list[list[Any]]  # what was recorded in each forward context
 
 
-def head_inputs(
-    head: nn.Module | None, contexts: Sequence[ForwardContext]
-) -> AbstractContextManager[Seen]:
-    """Record the inputs of `head` in each of these forward contexts, by a temporary hook.
-
-    As the last hook, it sees the result of the owner's hooks and wrappers. None records nothing.
-    """
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args[0] if args else next(iter(kwargs.values()), None)
-
-    register = None if head is None else partial(head.register_forward_pre_hook, with_kwargs=True)
-    return _recorded(register, hook, contexts)
-
-
-def body_outputs(
-    body: nn.Module | None, contexts: Sequence[ForwardContext]
-) -> AbstractContextManager[Seen]:
-    """Record the last hidden states of `body` (the model's `get_decoder()`) in each forward context.
-
-    It is a temporary hook, as in `head_inputs`, and sees all rows. None records nothing.
-    """
-
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return output[0] if isinstance(output, tuple) else output.last_hidden_state
-
-    return _recorded(None if body is None else body.register_forward_hook, hook, contexts)
-
-
 @contextmanager
-def _recorded(
-    register: Callable[..., Any] | None,
-    hook: Callable[..., Any],
-    contexts: Sequence[ForwardContext],
+def recorded(
+    module: nn.Module | None, contexts: Sequence[ForwardContext], *, outputs: bool = False
 ) -> Iterator[Seen]:
-    """Record what a hook returns in the list of the active context, if it is one of `contexts`."""
+    """Record the inputs of a head in each of these forward contexts, by a temporary hook.
 
-    def note(*args: Any) -> None:
-        active, value = active_context(), hook(*args)
+    As the last hook, it sees the result of the owner's hooks and wrappers.
+
+    Args:
+        module: None records nothing.
+        outputs: record what a model's body (its `get_decoder()`) returns, which are all rows, instead.
+    """
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *made: Any) -> None:
+        if made:
+            value = made[0][0] if isinstance(made[0], tuple) else made[0].last_hidden_state
+        else:
+            value = args[0] if args else next(iter(kwargs.values()), None)
+        active = active_context()
         for context, found in zip(contexts, seen, strict=True):
             if context is active:
                 found.append(value)
 
     seen: Seen = [[] for _ in contexts]
-    handle = None if register is None else register(note)
+    if module is None:
+        yield seen
+        return
+    register: Any = module.register_forward_hook if outputs else module.register_forward_pre_hook
+    handle = register(note, with_kwargs=True)
     try:
         yield seen
     finally:
-        if handle is not None:
-            handle.remove()
+        handle.remove()
 
 
 def why_no_hidden(head: nn.Module | None, seen: list[Any], num_rows: int) -> str | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -111,19 +112,20 @@ def load_mtp(inner: Any, folder: Path, beside: Path | None = None) -> Any:
     """
     from transformers.modeling_layers import MtpModel
 
-    with _described(inner, folder, beside) as (told, number), _files(inner, told) as files:
+    twin, number = _described(inner, folder, beside)
+    folder = beside or folder
+    with exclusive, building, _files(twin, folder) as files, quiet(progress=False):
         try:
-            with _findable(inner, files), quiet(progress=False):
-                mtp: Any = MtpModel.from_pretrained(inner).eval()
+            mtp: Any = MtpModel.from_pretrained(_findable(twin, files)).eval()
             mtp.tie_with_main_model(inner)
         except Exception as error:  # a damaged file leads to arbitrary exceptions
             raise ModelError(
-                f"draft='mtp': {told} holds no {number} complete MTP layers for "
+                f"draft='mtp': {folder} holds no {number} complete MTP layers for "
                 f"{type(inner).__name__}: {first_line(error)}"
             ) from error
     for parameter, value in mtp.named_parameters():
         if value.is_meta:
-            raise ModelError(f"draft='mtp': {told} lacks the weights of {parameter}")
+            raise ModelError(f"draft='mtp': {folder} lacks the weights of {parameter}")
     return mtp
 
 
@@ -135,22 +137,25 @@ def mtp_size(inner: Any, folder: Path, beside: Path | None = None) -> tuple[int,
     """
     from transformers.modeling_layers import MtpModel
 
-    with _described(inner, folder, beside) as (_, number), torch.device("meta"):
-        layers = MtpModel(inner, number).layers
+    twin, number = _described(inner, folder, beside)
+    with exclusive, building, torch.device("meta"):
+        layers = MtpModel(twin, number).layers
     itemsize: int = inner.dtype.itemsize
     return len(layers), sum(p.numel() for p in layers.parameters()) * itemsize
 
 
-@contextmanager
-def _described(inner: Any, folder: Path, beside: Path | None) -> Iterator[tuple[Path, int]]:
-    """Describe the MTP layers in the model's config temporarily; yield their folder and number.
-
-    The model must not run meanwhile.
-    """
-    name, config = type(inner).__name__, inner.config.get_text_config(decoder=True)
-    told = config
+def _described(inner: Any, folder: Path, beside: Path | None) -> tuple[Any, int]:
+    """Return a shallow copy of a model whose config describes its MTP layers, and their number."""
+    twin, name = copy.copy(inner), type(inner).__name__
+    twin.__dict__["config"], twin.__dict__["_modules"] = (
+        copy.deepcopy(inner.config),
+        {**inner._modules},
+    )
+    config = told = twin.config.get_text_config(decoder=True)
     if beside is not None:
-        told, folder = _config_beside(config, beside), beside
+        folder, told = beside, _config_beside(config, beside)
+        said = {n: v for n, v in told.__dict__.items() if n.startswith(("num_mtp_layers", "mtp_"))}
+        config.__dict__.update(said)
     number: Any = mtp_number(told)
     if type(number) is not int or number < 1:
         raise NotSupported(
@@ -158,17 +163,18 @@ def _described(inner: Any, folder: Path, beside: Path | None) -> Iterator[tuple[
             f"in the config of {folder}, and must be 1 or more; where they lie in another folder, name it: "
             "draft=Mtp(folder)"
         )
-    with exclusive, building, _as_told(config, told):
-        try:
-            inner.config.get_mtp_config()
-        except Exception as error:  # `layer_types` without `mtp_layer_types`, say
-            raise NotSupported(
-                f"draft='mtp': {folder} does not say what {name}'s MTP layers are: {first_line(error)}"
-            ) from error
-        yield folder, number
+    if QWENS_NUMBER in config.__dict__:
+        config.__dict__.setdefault("num_mtp_layers", number)
+        config.__dict__.setdefault("mtp_layer_types", ["full_attention"] * number)
+    try:
+        twin.config.get_mtp_config()
+    except Exception as error:  # `layer_types` without `mtp_layer_types`, say
+        raise NotSupported(
+            f"draft='mtp': {folder} does not say what {name}'s MTP layers are: {first_line(error)}"
+        ) from error
+    return twin, number
 
 
-_IGNORED = "_keys_to_ignore_on_load_unexpected"
 _ALIKE = ("model_type", "hidden_size", "vocab_size", "num_hidden_layers")
 
 
@@ -185,30 +191,6 @@ def _config_beside(config: Any, folder: Path) -> Any:
                 f"Mtp({str(folder)!r}): its {name} is {theirs!r}, and the model's {mine!r}"
             )
     return found
-
-
-def _as_told(config: Any, told: Any) -> AbstractContextManager[None]:
-    """Copy the MTP fields of another config temporarily."""
-    said = {n: v for n, v in told.__dict__.items() if n == "num_mtp_layers" or n.startswith("mtp_")}
-    if QWENS_NUMBER in said:
-        number = said.setdefault("num_mtp_layers", said[QWENS_NUMBER])
-        said.setdefault("mtp_layer_types", ["full_attention"] * number)
-    return _replaced((vars(config), said))
-
-
-@contextmanager
-def _replaced(*changes: tuple[dict[str, Any], dict[str, Any]]) -> Iterator[None]:
-    """Put new items into dictionaries temporarily."""
-    before = [{name: held[name] for name in new if name in held} for held, new in changes]
-    try:
-        for held, new in changes:
-            held.update(new)
-        yield
-    finally:
-        for (held, new), old in zip(changes, before, strict=True):
-            for name in new.keys() - old.keys():
-                held.pop(name, None)
-            held.update(old)
 
 
 @contextmanager
@@ -236,8 +218,8 @@ def _files(inner: Any, folder: Path) -> Iterator[Path]:
         yield Path(place)
 
 
-def _findable(inner: Any, folder: Path) -> AbstractContextManager[None]:
-    """Let transformers find the weights of MTP layers.
+def _findable(twin: Any, folder: Path) -> Any:
+    """Let transformers find the weights of the MTP layers of a copied model, and return it.
 
     It reads the folder named by the config, and takes the names that the model's class ignores; many
     classes ignore none. Older versions (5.17) also expect the weight conversions of a loaded model, which
@@ -246,10 +228,10 @@ def _findable(inner: Any, folder: Path) -> AbstractContextManager[None]:
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    known = getattr(inner, _IGNORED, None) or []
-    fields = {_IGNORED: [*known, *mtp_names(inner.config)]}
-    if not hasattr(inner, "_weight_conversions"):
-        fields["_weight_conversions"] = get_model_conversion_mapping(inner)
-    where = {"_name_or_path": str(folder), "dtype": inner.dtype}
-    head = {"lm_head": nn.Linear(1, 1, bias=False)}
-    return _replaced((vars(inner), fields), (vars(inner.config), where), (inner._modules, head))
+    fields, ignored = twin.__dict__, "_keys_to_ignore_on_load_unexpected"
+    fields[ignored] = [*(getattr(twin, ignored, None) or []), *mtp_names(twin.config)]
+    if not hasattr(twin, "_weight_conversions"):
+        fields["_weight_conversions"] = get_model_conversion_mapping(twin)
+    twin.config.__dict__.update(_name_or_path=str(folder), dtype=twin.dtype)
+    twin._modules["lm_head"] = nn.Linear(1, 1, bias=False)
+    return twin

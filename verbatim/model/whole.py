@@ -48,7 +48,7 @@ _NORM_NAMES = ("norm", "final_layernorm", "ln_f", "embedding_norm")
 class Entry(NamedTuple):
     """The modules before the first layer: an embedding, and what joins it with a hidden state, or None."""
 
-    embedding: nn.Module
+    embedding: nn.Embedding
     of_embedding: nn.Module | None = None  # norms
     of_hidden: nn.Module | None = None
     project: nn.Module | None = None
@@ -164,20 +164,16 @@ class WholeModel:
         self._num_states = [layer.parts.num_states for layer in layers]
         self._entry: Entry | None = None
         self._enter: Callable[[Tensor], Tensor] | None = None
-        if part is not None and not part.is_first:
+        if not embeds:
+            assert part is not None
             if isinstance(part.entry, Entry):
                 self._entry = part.entry
             else:
                 self._enter = part.entry
         else:
-            self._enter = forward_of(embedding)
-            table = embedding.weight
-            if (
-                type(embedding) is nn.Embedding
-                and table.dtype is self.dtype
-                and table.is_contiguous()
-            ):
-                self._entry = Entry(embedding)
+            self._enter, table = forward_of(embedding), embedding.weight
+            if type(embedding) is nn.Embedding and table.dtype is self.dtype:
+                self._entry = Entry(embedding) if table.is_contiguous() else None
         self._angles = None
         if turns and rotary is not None:
             self._angles = Angles(rotary, forward_of(rotary), self.dtype)
@@ -215,6 +211,8 @@ class WholeModel:
             return
         assert entry.of_embedding is not None and entry.of_hidden is not None
         norms = find_norm(entry.of_embedding), find_norm(entry.of_hidden)
+        if entry.embedding.num_embeddings < self._struct.head.cols:
+            raise NotFusable("its table of embeddings has fewer ids than its head")
         if None in norms:
             raise NotFusable("its embedding or its hidden state has no RMS norm of a known family")
         struct.of_embedding, struct.of_hidden = (
@@ -295,6 +293,8 @@ class WholeModel:
         if direct is None or direct.dtype is not self.dtype or direct.count > self._most_rows:
             return None
         if self._entry is None or any(self._num_states) or context.adapted:
+            return None
+        if self._entry.embedding.num_embeddings < self._struct.head.cols:
             return None
         specs = fast.specs_of_chain(rows, self._struct.head.cols)
         entering, most = batch.entering, max(lengths)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verbatim.checks import integer, optional_integer, switch
+from verbatim.checks import budget, integer, memory_bytes, optional_integer, switch
 from verbatim.device import CPU, Device
 from verbatim.errors import InvalidRequest, OutOfBlocks
 from verbatim.kv.quantized import KVDtype, resolve_kv_dtype
@@ -15,7 +15,7 @@ from verbatim.model.early_exit import EarlyExit
 from verbatim.model.loader import LoadedModel
 from verbatim.model.mtp_source import Mtp
 from verbatim.model.quantization import Quantization, resolve_quantization
-from verbatim.options import budget, memory_bytes, thread_count
+from verbatim.options import thread_count
 from verbatim.protocols import Runner
 
 _MAX_BATCH_TOKENS = 2048

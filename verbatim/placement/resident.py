@@ -18,7 +18,9 @@ from verbatim.kv.states import open_states
 from verbatim.kv.store import KVStore, bytes_per_token, cache_info
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
+from verbatim.model.early_exit import EarlyExit, open_draft_layers
 from verbatim.model.loader import Checkpoint, LoadedModel
+from verbatim.model.mtp_source import Mtp
 from verbatim.model.packing import PackingReport
 from verbatim.model.patching import threads
 from verbatim.model.routing import open_records
@@ -46,6 +48,7 @@ class Resident(DraftRunner):
 
     Attributes:
         records: what layers chose, by `params.CHOICES`, in the blocks of the store.
+        stores: all that is freed in sleep: K and V, also of draft layers. Records are small beside it.
     """
 
     checkpoint: Checkpoint | None = None  # lets the weights be dropped; None for a live module
@@ -70,6 +73,7 @@ class Resident(DraftRunner):
         self.store = store
         self.draft_layers = draft_layers or DraftLayers()
         self.draft_info = self.draft_layers.info()
+        self.stores: list[BlockStore] = [store, *self.draft_layers.stores]
         self.vocab_size = decoder.spec.vocab_size
         self.block_size = store.block_size
         self.num_blocks = store.num_blocks
@@ -102,7 +106,8 @@ class Resident(DraftRunner):
 
     def forward(self, batch: Batch) -> Forward:
         self.num_forwards += 1
-        self.draft_layers.copy_blocks(batch.block_copies)
+        for store in self.draft_layers.stores:
+            store.copy_blocks(batch.block_copies)
         with threads(self._num_threads), self._device.current():
             if self.graphs is not None and batch.adapters is None:
                 recorded = self.graphs.run(batch)
@@ -119,9 +124,10 @@ class Resident(DraftRunner):
     ) -> list[list[int]]:
         layers, store = self.draft_layers, self.store
         with threads(self._num_threads), self._device.current():
-            drawn = None if plan is None else layers.chain(k, batch, store, plan.rows, lengths)
-            if drawn is not None:
-                return drawn
+            if plan is not None and lengths:
+                drawn = layers.chain(k, batch, store, plan.rows, lengths)
+                if drawn is not None:
+                    return drawn
             logits = layers.run(k, batch, store)
             return [] if plan is None else [[draw.id] for draw in sample_rows(logits, plan)]
 
@@ -176,7 +182,7 @@ class Resident(DraftRunner):
             **({} if self.packed is None else {"quantization": self.packed.info()}),
             "layers": sum(shape.value_dim > 0 for shape in spec.layers),
             "routing_bytes": self.records["routing"].nbytes if "routing" in self.records else 0,
-            "kv_bytes": self.store.nbytes + drafts.nbytes + (states.nbytes if states else 0),
+            "kv_bytes": sum(s.nbytes for s in self.stores) + (states.nbytes if states else 0),
             "kv_dtype": self.store.dtype_name,
             **cache_info(spec.layers, spec.states, kv_dtype, drafts.bytes_per_token(kv_dtype)),
             **({} if states is None else {"state_slots": states.num_slots}),
@@ -230,19 +236,19 @@ class Resident(DraftRunner):
             self.decoder.weights_moved()
         if self.graphs is not None:
             self.graphs.forget()
-        self.store.release()  # the records stay: routing is small beside it
-        self.draft_layers.release()
+        for store in self.stores:
+            store.release()
         give_back_freed()
 
     def wake(self) -> None:
         if self.checkpoint is not None:
             self.checkpoint.restore(self.decoder.held)
             self.decoder.weights_moved()
-        self.store.allocate()
-        self.draft_layers.allocate()
+        for store in self.stores:
+            store.allocate()
 
     def close(self) -> None:
-        self.records, self.graphs, self.original = {}, None, None
+        self.records, self.graphs, self.original, self.stores = {}, None, None, []
         self.store.release()
         self.draft_layers.close()
         self.decoder.close()
@@ -260,10 +266,15 @@ def open_resident(
     loaded: LoadedModel,
     options: EngineOptions,
     limit: int | None,
-    draft_layers: DraftLayers | None = None,
+    draft: Mtp | EarlyExit | None = None,
 ) -> Resident:
-    """Open a decoder with its KV store, and the stores of `draft_layers`, in this process's memory."""
-    drafts, spec, device = draft_layers or DraftLayers(), decoder.spec, options.device
+    """Open a decoder with its KV store, and layers that draft with theirs, in this process's memory.
+
+    Raises:
+        InvalidRequest, NotSupported, ModelError: the layers that draft can't be opened.
+        OutOfBlocks: the memory does not hold one block, or can't be allocated.
+    """
+    drafts, spec, device = open_draft_layers(draft, decoder, loaded), decoder.spec, options.device
     dtype = options.kv_dtype or spec.dtype
     token_bytes = bytes_per_token(spec.layers, dtype) + drafts.bytes_per_token(dtype)
     token_bytes += spec.choices["routing"].bytes_per_token

@@ -107,11 +107,11 @@ def _fill(spec: _Row, row: SampleRow, raw: Tensor, edited: list[Tensor]) -> None
 def specs_of_chain(rows: list[SampleRow], vocab_size: int) -> ctypes.Array[_Row] | None:
     """Return rows as the kernels read them, which also draw the tokens behind theirs.
 
-    None if the tokens before make a difference to the draws, or a row is not supported.
+    None if penalties, biases, bans or a structure change one, or it is not supported.
     """
     specs, raw = (_Row * len(rows))(), torch.empty(vocab_size, device="meta")
     for spec, row in zip(specs, rows, strict=True):
-        if not supports(row) or is_edited(row) or row.params.bad_words or row.processed is not None:
+        if not supports(row) or is_edited(row):
             return None
         _fill(spec, row, raw, [])
     return specs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from verbatim._version import __version__
-from verbatim.errors import NotSupported, VerbatimError
 from verbatim.llm import LLM
 from verbatim.plain import to_plain
 from verbatim.serve import adapters, native
@@ -27,9 +27,7 @@ from verbatim.serve.events import answered, streamed
 from verbatim.serve.fields import ChatCompletions, Completions
 from verbatim.serve.guard import Guard
 from verbatim.serve.messages import CountTokens, Messages, MessagesRequest
-from verbatim.serve.metrics import Counted
 from verbatim.serve.native import Detokenize, Generate, GenerateRequest, Score, Tokenize
-from verbatim.serve.places import places_of
 from verbatim.serve.responses import Responses, ResponsesRequest
 from verbatim.serve.service import Client, Service
 from verbatim.serve.settings import ServeSettings
@@ -57,11 +55,6 @@ def make_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
         NotSupported: an engine driven by several ranks of the user's.
         InvalidRequest: the model's generation_config.json has invalid sampling defaults for chats.
     """
-    if llm.engine.collective is not None:
-        raise NotSupported(
-            "a server for an engine driven by every rank: requests reach only one rank; use "
-            "Cluster(...), which has one head"
-        )
     settings = settings or ServeSettings()
     service = Service(llm, settings)
     app = FastAPI(
@@ -74,7 +67,8 @@ def make_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
     )
     app.router.route_class = BodyRoute
     app.state.service = service
-    app.add_middleware(Guard, settings=settings, on_large_body=service.trim_soon)
+    metrics = service.metrics
+    app.add_middleware(Guard, settings=settings, metrics=metrics, on_large_body=service.trim_soon)
     if settings.cors_origins:  # outside the guard: a browser's preflight has no key
         app.add_middleware(
             CORSMiddleware,
@@ -82,7 +76,6 @@ def make_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
             allow_methods=["GET", "POST"],
             allow_headers=["Authorization", "X-Api-Key", "Content-Type", "Anthropic-Version"],
         )
-    app.add_middleware(Counted, metrics=service.metrics)
     _refusals(app)
     _openai(app, service)
     _ours(app, service)
@@ -184,8 +177,7 @@ def _operations(app: FastAPI, service: Service) -> None:
         """Readiness: new generations are accepted."""
         if service.draining:
             raise Refusal(503, "the server is shutting down")
-        if service.llm.engine.closed:
-            raise Refusal(503, "the engine is closed")
+        await health()
         return Json({"status": "ready"})
 
     @app.get("/metrics", tags=["Operations"])
@@ -220,31 +212,53 @@ _PAGE_HEADERS = {
 
 
 def _refusals(app: FastAPI) -> None:
-    """Return every error as OpenAI's JSON, never as a traceback."""
+    """Return errors of FastAPI's as OpenAI's JSON; the guard does so for all others."""
 
     async def refuse(_: Request, error: Exception) -> Response:
+        if isinstance(error, RequestValidationError):
+            return refusal_of_body(error.errors(), skip=1).response()
         return refusal_of(error).response()
-
-    async def invalid(_: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return refusal_of_body(error.errors(), skip=1).response()
-
-    async def by_status(_: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        if isinstance(error, Refusal):
-            return error.response()
-        if error.status_code == 400:  # FastAPI's only one: an unreadable body
-            return Refusal(400, _UNREADABLE).response()
-        return Refusal(error.status_code, str(error.detail), headers=error.headers).response()
 
     async def gone(http: Request, _: Exception) -> Response:
         app.state.service.metrics.left.inc()
         return Response(status_code=499)  # the client is gone
 
-    app.add_exception_handler(VerbatimError, refuse)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, by_status)
+    app.add_exception_handler(RequestValidationError, refuse)
+    app.add_exception_handler(HTTPException, refuse)
     app.add_exception_handler(ClientGone, gone)
 
 
-_UNREADABLE = "the body is not readable JSON: not UTF-8, nested too deeply, or a number is too long"
+def places_of(info: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tiers or stages that hold a model's layers, from `LLM.info`.
+
+    Returns:
+        For each its `name`, `weight_bytes` (including embedding and head), and `layers`: the fraction of
+        each layer's weights there, 0 to 1.
+    """
+    if "unit_tiers" in info:
+        return _tiers(info["unit_tiers"])
+    count = info["layers"]
+    if "stages" not in info:
+        return [_place("memory", info["weight_bytes"], [1.0] * count)]
+    places = []
+    for number, stage in enumerate(info["stages"]):
+        first, end = stage["layers"]
+        shares = [float(first <= layer < end) for layer in range(count)]
+        name = f"stage {number} on {stage['machine']}"
+        places.append(_place(name, stage["weight_bytes"], shares))
+    return places
+
+
+def _place(name: str, weight_bytes: int, layers: list[float]) -> dict[str, Any]:
+    return {"name": name, "weight_bytes": weight_bytes, "layers": layers}
+
+
+def _tiers(units: Mapping[str, Mapping[str, int]]) -> list[dict[str, Any]]:
+    layers = [held for name, held in units.items() if name.rpartition(".")[2].isdigit()]
+    places = []
+    for tier in ("gpu", "cpu", "disk"):
+        nbytes = sum(held.get(tier, 0) for held in units.values())
+        if nbytes:
+            shares = [held.get(tier, 0) / (sum(held.values()) or 1) for held in layers]
+            places.append(_place(tier, nbytes, shares))
+    return places

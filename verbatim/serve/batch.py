@@ -91,8 +91,6 @@ class BatchRun:
         name: str | None = None,
         in_flight: int | None = None,
     ) -> None:
-        if llm.engine.collective is not None:
-            raise NotSupported("a batch for an engine driven by every rank; use Cluster(...)")
         default = 2 * llm.engine.scheduler.max_sequences
         self.in_flight = default if in_flight is None else integer("in_flight", in_flight)
         settings = ServeSettings(

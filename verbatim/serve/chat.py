@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from verbatim.core import Completion, Delta, Request, Result
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.params import STRUCTURES
+from verbatim.params import STRUCTURES, SamplingParams
 from verbatim.sampling.json_schema import closed
 from verbatim.serve.answers import Answers
 from verbatim.serve.arguments import ANY_OBJECT
@@ -31,13 +32,12 @@ from verbatim.serve.fields import (
     Message,
     NamedFunction,
     NamedTool,
-    PlainFormat,
-    SchemaFormat,
     ToolMessage,
 )
+from verbatim.serve.formats import call_of
 from verbatim.serve.reader import Part, Reader, split_parts
-from verbatim.serve.service import Client, Reservation, Service
-from verbatim.serve.tools import ToolUse, call_of
+from verbatim.serve.service import Client, Service
+from verbatim.serve.tools import ToolUse
 from verbatim.text.chat import render_chat
 
 
@@ -57,8 +57,6 @@ class ConversationRequest(ApiRequest[Body]):
     Attributes:
         params: sampling parameters of the turn.
         num_reasoning_tokens: of the answer, once it is counted.
-        request: of a stream that has begun.
-        readers: of the completions of a stream that have begun.
 
     Raises:
         InvalidRequest, NotSupported: an unsupported combination.
@@ -109,14 +107,10 @@ class ConversationRequest(ApiRequest[Body]):
         self._structure = structures[0] if len(structures) == 1 else None
         self.params = service.chat_defaults.replace(**fields, adapter=self.adapter)
         self.num_reasoning_tokens = 0
-        self.request: Request
-        self.readers: dict[int, Reader] = {}
 
     async def prompt(self) -> list[int]:
         """Render the conversation to prompt ids."""
-        tokenizer = self.service.llm.tokenizer
-        if tokenizer is None:
-            raise NotSupported("chat needs a tokenizer, and this engine has none")
+        tokenizer = self.service.tokenizer
         ids = await self.service.in_thread(
             lambda: render_chat(tokenizer, self._messages, **self._variables),
             num_chars=sum(len(message["content"]) for message in self._messages),
@@ -130,30 +124,25 @@ class ConversationRequest(ApiRequest[Body]):
                 self.params = self.params.replace(**structure)
         return ids
 
-    async def admit(self, reservation: Reservation) -> list[Request]:
-        """Render the prompt, and queue the request for its completions."""
-        prompt = await self.prompt()
-        return await self.service.admit(reservation, [prompt], self.params)
+    async def _ask(self) -> tuple[list[list[int]], SamplingParams]:
+        prompt = await self.prompt()  # which may change the parameters
+        return [prompt], self.params
 
     async def result(self, client: Client) -> Result:
         """Generate all completions, with the tokens of their reasoning counted."""
-        with self.service.reserve(client) as reservation:
-            requests = await self.admit(reservation)
-            (result,) = await self.service.results(requests)
+        ((_, result),) = await self.service.run(client, self._ask)
         await self.count_reasoning(result)
         return result
 
-    async def stream(self, client: Client) -> AsyncGenerator[tuple[Delta, list[Part]], None]:
-        """Generate, and yield each delta with the parts of its completion that it ends."""
-        with self.service.reserve(client) as reservation:
-            requests = await self.admit(reservation)
-            (self.request,) = requests
-            async with aclosing(self.service.deltas(requests)) as deltas:
-                async for _, delta in deltas:
-                    if delta.index not in self.readers:
-                        self.readers[delta.index] = self.answers.reader()
-                    reader, ended = self.readers[delta.index], delta.finish_reason is not None
-                    yield delta, reader.push(delta.text, last=ended)
+    async def stream(
+        self, client: Client
+    ) -> AsyncGenerator[tuple[Request, Delta, Reader, list[Part]], None]:
+        """Generate, and yield each delta with the reader and the new parts of its completion."""
+        readers: defaultdict[int, Reader] = defaultdict(self.answers.reader)
+        async with aclosing(self.service.stream(client, self._ask)) as stream:
+            async for _, request, delta in stream:
+                reader, ended = readers[delta.index], delta.finish_reason is not None
+                yield request, delta, reader, reader.push(delta.text, last=ended)
 
     def parts_of(self, output: Completion) -> list[Part]:
         """Return the text, the reasoning and the calls of a whole completion."""
@@ -161,8 +150,8 @@ class ConversationRequest(ApiRequest[Body]):
 
     async def count_reasoning(self, result: Result) -> None:
         """Count the tokens of reasoning, for the usage."""
-        tokenizer = self.service.llm.tokenizer
-        if self.answers.reasons and tokenizer is not None:
+        if self.answers.reasons:
+            tokenizer = self.service.tokenizer
             self.num_reasoning_tokens = await self.service.in_thread(
                 lambda: self.answers.num_reasoning_tokens(
                     result, tokenizer, not self.params.skip_special_tokens
@@ -257,30 +246,24 @@ class ChatRequest(ConversationRequest[ChatCompletions]):
         result: Result | None = None
         begun: set[int] = set()
 
-        def event(index: int, delta: dict[str, Any], **rest: Any) -> Event:
-            choice = {
-                "index": index,
-                "delta": delta,
-                "logprobs": None,
-                "finish_reason": None,
-            } | rest
-            piece = self.chunk("chat.completion.chunk", [choice])
-            if self.body.return_token_ids and "role" in delta:
-                piece["prompt_token_ids"] = self.request.prompt_ids
-            return piece
+        def event(index: int, delta: dict[str, Any], **rest: Any) -> dict[str, Any]:
+            empty = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            return self.chunk("chat.completion.chunk", [empty | rest])
 
         async with aclosing(self.stream(client)) as stream:
-            async for delta, parts in stream:
+            async for request, delta, reader, parts in stream:
                 index, result = delta.index, delta.result or result
-                reader = self.readers[index]
                 if index not in begun:
                     begun.add(index)
-                    yield event(index, {"role": "assistant", "content": ""})
+                    first = event(index, {"role": "assistant", "content": ""})
+                    if self.body.return_token_ids:
+                        first["prompt_token_ids"] = request.prompt_ids
+                    yield first
                 for piece in self._pieces(delta, parts, reader):
                     yield event(index, **piece)
                 if delta.finish_reason is not None:
                     called = reader.num_calls > 0
-                    yield event(index, {}, **ending(delta, self.request.seed, called=called))
+                    yield event(index, {}, **ending(delta, request.seed, called=called))
         if self.with_usage and result is not None:
             await self.count_reasoning(result)
             yield self.chunk("chat.completion.chunk", [], self._usage(result))
@@ -338,8 +321,6 @@ def _fields(body: ChatCompletions) -> dict[str, Any]:
         )
     if limits:
         fields["max_tokens"] = limits[0]
-    if fields.get("max_tokens") == 0:
-        raise InvalidRequest("max_completion_tokens=0: must be 1 or more")
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest(f"top_logprobs={body.top_logprobs} needs logprobs=true")
     if body.logprobs:
@@ -348,13 +329,12 @@ def _fields(body: ChatCompletions) -> dict[str, Any]:
     return fields
 
 
-def structure_of(response_format: PlainFormat | SchemaFormat | None) -> dict[str, Any]:
-    """Return the structure of a response format."""
-    if isinstance(response_format, SchemaFormat):
-        return {"json_schema": closed(response_format.json_schema.schema_)}
-    if response_format is not None and response_format.type == "json_object":
-        return {"json_schema": ANY_OBJECT}
-    return {}
+def structure_of(form: Any) -> dict[str, Any]:
+    """Return the structure of a response format of any endpoint, which may be None."""
+    schema = getattr(getattr(form, "json_schema", form), "schema_", None)
+    if schema is None and getattr(form, "type", None) == "json_object":
+        schema = ANY_OBJECT
+    return {} if schema is None else {"json_schema": closed(schema)}
 
 
 def text_of(content: Any) -> str:

@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 from uuid import uuid4
 
 from verbatim.core import Completion, Delta, FinishReason, Request, Result, TopLogprobs
-from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams
+from verbatim.prompts import as_prompts
 from verbatim.serve.errors import LazyList, Refusal
 from verbatim.serve.events import Event
 from verbatim.serve.fields import Completions, ForTrainers, Sampling
@@ -102,118 +102,84 @@ class CompletionRequest(ApiRequest[Completions]):
 
     def __init__(self, service: Service, body: Completions) -> None:
         super().__init__(service, body)
-        self.prompts = _prompts(body.prompt)
+        self.prompts, _ = as_prompts(body.prompt)
         self.params = _params(body).replace(adapter=self.adapter)
         service.check_logprobs(body.logprobs, body.prompt_logprobs, body.stream)
 
+    async def _ask(self) -> tuple[list[Any], SamplingParams]:
+        return self.prompts, self.params
+
     async def answer(self, client: Client) -> dict[str, Any]:
         """Return the whole response."""
-        with self.service.reserve(client) as reservation:
-            requests = await self.service.admit(reservation, self.prompts, self.params)
-            results = await self.service.results(requests)
+        ended = await self.service.run(client, self._ask)
         choices = LazyList(
             lambda: (
-                self._choice(number * self.params.n + output.index, request, result, output)
-                for number, (request, result) in enumerate(zip(requests, results, strict=True))
+                self._choice(number * self.params.n + output.index, request, output, {})
+                | prompt_of(result, self.body, self.service)
+                for number, (request, result) in enumerate(ended)
                 for output in result.outputs
             ),
             large=True,
         )
+        results = [result for _, result in ended]
         return self.envelope("text_completion", choices) | {"usage": usage(results)}
 
     async def events(self, client: Client) -> AsyncGenerator[Event, None]:
         """Stream the response."""
         results: list[Result] = []
-        with self.service.reserve(client) as reservation:
-            requests = await self.service.admit(reservation, self.prompts, self.params)
-            offsets: dict[int, int] = {}  # choice: characters so far
-            async with aclosing(self.service.deltas(requests)) as deltas:
-                async for number, delta in deltas:
-                    if delta.result is not None:
-                        results.append(delta.result)
-                    index = number * self.params.n + delta.index
-                    choice = self._piece(index, requests[number], delta, offsets)
-                    if choice is not None:
-                        yield self.chunk("text_completion", [choice])
+        offsets: dict[int, int] = {}  # choice: characters so far
+        tokens = self.body.return_token_ids or self.body.support
+        async with aclosing(self.service.stream(client, self._ask)) as stream:
+            async for number, request, delta in stream:
+                if delta.result is not None:
+                    results.append(delta.result)
+                index = number * self.params.n + delta.index
+                choice = self._choice(index, request, delta, offsets)
+                if tokens or any(choice[name] for name in ("text", "logprobs", "finish_reason")):
+                    yield self.chunk("text_completion", [choice])
         if self.with_usage:
             yield self.chunk("text_completion", [], usage(results))
 
     def _choice(
-        self, index: int, request: Request, result: Result, output: Completion
+        self, index: int, request: Request, piece: Completion | Delta, offsets: dict[int, int]
     ) -> dict[str, Any]:
-        return {
-            "index": index,
-            **self._content(request, output, self.body.echo, 0)[0],
-            **ending(output, output.seed),
-            **prompt_of(result, self.body, self.service),
-            **ids_of(output, self.body),
-        }
-
-    def _piece(
-        self, index: int, request: Request, delta: Delta, offsets: dict[int, int]
-    ) -> dict[str, Any] | None:
-        """Return the choice of a delta; None if it has no content yet."""
-        is_first = index not in offsets
-        content, offsets[index] = self._content(
-            request, delta, self.body.echo and is_first, offsets.get(index, 0)
-        )
-        tokens = self.body.return_token_ids or self.body.support
-        ended = delta.finish_reason is not None
-        if not (content["text"] or ended or tokens) and self.body.logprobs is None:
-            return None
-        choice = {"index": index, **content, "finish_reason": None}
-        if ended:
-            choice |= ending(delta, request.seed)
-        if self.body.return_token_ids and is_first:
-            choice["prompt_token_ids"] = request.prompt_ids
-        return choice | ids_of(delta, self.body)
-
-    def _content(
-        self, request: Request, piece: Completion | Delta, echo: bool | None, offset: int
-    ) -> tuple[dict[str, Any], int]:
-        """Return a piece's text and log-probs, after the prompt's with `echo`, and where the text ends.
+        """Return the choice of a whole completion or of a delta.
 
         Args:
-            offset: the number of characters before.
+            offsets: the number of characters so far, of the choices that have begun.
         """
+        is_first = index not in offsets
+        offset = offsets.setdefault(index, 0)
         text, ids = piece.text, piece.token_ids
         logprobs = list[float | None](self.service.logprobs_of(piece))
         top: list[TopLogprobs | None] = [*(piece.top_logprobs or ())]
-        if echo:
+        if self.body.echo and is_first:
             text = self._prompt_text(request) + text
             ids = request.prompt_ids + ids
             if request.params.prompt_logprobs is not None:
                 prompt = request.prompt_tokens
                 logprobs = [None, *(token.logprob for token in prompt), *logprobs]
                 top = [None, *(token.top_logprobs for token in prompt), *top]
-        end = offset + sum(len(self.texts.text(i)) for i in ids)
-        return {"text": text, "logprobs": self._logprobs(ids, logprobs, top, offset)}, end
+        found = None
+        if self.body.logprobs is not None:
+            found = self.texts.legacy(ids, logprobs, top, self.body.logprobs, offset)
+            offsets[index] += sum(map(len, found["tokens"]))
+            if self.body.return_tokens_as_token_ids and not self.body.logprobs:
+                # As in vLLM, whose clients expect at least the drawn tokens.
+                pairs = zip(found["tokens"], found["token_logprobs"], strict=True)
+                found["top_logprobs"] = [None if p is None else {token: p} for token, p in pairs]
+        choice = {"index": index, "text": text, "logprobs": found, "finish_reason": None}
+        if piece.finish_reason is not None:
+            choice |= ending(piece, request.seed)
+        if self.body.return_token_ids and is_first:
+            choice["prompt_token_ids"] = request.prompt_ids
+        return choice | ids_of(piece, self.body)
 
     def _prompt_text(self, request: Request) -> str:
         if request.prompt is not None:
             return request.prompt
         tokenizer = self.service.llm.tokenizer
         return "" if tokenizer is None else tokenizer.decode(request.prompt_ids, False)
-
-    def _logprobs(
-        self, ids: list[int], logprobs: list[float | None], top: Any, offset: int
-    ) -> dict[str, Any] | None:
-        if self.body.logprobs is None:
-            return None
-        found = self.texts.legacy(ids, logprobs, top, self.body.logprobs, offset)
-        if self.body.return_tokens_as_token_ids and not self.body.logprobs:
-            # As in vLLM, whose clients expect at least the drawn tokens.
-            pairs = zip(found["tokens"], found["token_logprobs"], strict=True)
-            found["top_logprobs"] = [None if p is None else {text: p} for text, p in pairs]
-        return found
-
-
-def _prompts(prompt: Any) -> list[Any]:
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise InvalidRequest("prompt is empty: must be a string, ids, or a list of either")
-    return [prompt] if isinstance(prompt[0], int) else list(prompt)
 
 
 def _params(body: Completions) -> SamplingParams:

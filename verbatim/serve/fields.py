@@ -1,7 +1,7 @@
 """The request bodies: OpenAI's fields under OpenAI's names, and Verbatim's own.
 
-Unknown fields and values of another type are rejected. Ranges are those of `SamplingParams`, which validates
-them.
+Unknown fields and values of another type are rejected. Texts and ranges of the fields of `SamplingParams`
+are its own, and it validates them.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, WithJsonSchema
 
+from verbatim.checks import field_docs
 from verbatim.errors import InvalidRequest
 from verbatim.params import (
     MAX_BAD_WORDS,
-    MAX_BEAMS,
     MAX_LOGPROBS,
-    MAX_PRIORITY,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    NUMBERS,
     SamplingParams,
+    above,
 )
 
 MAX_TOP = 20  # limit of `top_logprobs`, as OpenAI's
@@ -40,11 +41,6 @@ class Strict(BaseModel):
     """Base of the request bodies: rejects unknown fields and values of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
-
-
-def within(text: str | None = None, **range_: Any) -> Any:
-    """Return an optional field. The range is for the OpenAPI document; `SamplingParams` validates it."""
-    return Field(None, description=text, json_schema_extra=range_)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +69,6 @@ TextIds = Annotated[list[TokenId], AtMost(MAX_TEXT_IDS)]
 Phrase = Annotated[list[TokenId], AtMost(MAX_PHRASE_IDS)]
 Prompts = Annotated[list[T], AtMost(MAX_PROMPTS)]
 Variables = Annotated[dict[str, Any], AtMost(MAX_VARIABLES)]
-_SHARE: dict[str, Any] = {"exclusiveMinimum": 0, "maximum": 1}
-_PENALTY: dict[str, Any] = {"minimum": -2, "maximum": 2}
 
 Number = float | None
 Integer = int | None
@@ -86,20 +80,15 @@ class Sampling(Strict):
     """The fields that all generation endpoints share."""
 
     model: str = Field(description="Name of the served model.", examples=["storyteller"])
-    temperature: Number = within("Divisor of the logits; 0 is greedy.", minimum=0)
-    top_p: Number = within(**_SHARE)
-    n: Integer = within("Completions per prompt.", minimum=1)
-    seed: Integer = within(
-        "Equal seeds give equal tokens, in any batch. Default: random.",
-        minimum=-(2**63),
-        maximum=2**64 - 1,
-    )
+    temperature: Number = None
+    top_p: Number = None
+    n: Integer = None
+    seed: Integer = Field(None, json_schema_extra={"minimum": -(2**63)})  # OpenAI's have a sign
     stop: Texts = None
-    presence_penalty: Number = within(**_PENALTY)
-    frequency_penalty: Number = within(**_PENALTY)
-    logit_bias: Annotated[dict[str, float], AtMost(MAX_BIASES)] | None = within(
-        "Token id to a number that is added to its logit.",
-        propertyNames={"pattern": "^[0-9]{1,6}$"},
+    presence_penalty: Number = None
+    frequency_penalty: Number = None
+    logit_bias: Annotated[dict[str, float], AtMost(MAX_BIASES)] | None = Field(
+        None, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,6}$"}}
     )
     user: str | None = Field(None, description="User id, written to the server's log.")
     stream: Switch = None
@@ -117,62 +106,65 @@ class Sampling(Strict):
         None, description="Has no effect."
     )
     # Verbatim's own, with the names of SamplingParams.
-    top_k: Integer = within(minimum=0)
-    min_p: Number = within(minimum=0, maximum=1)
-    typical_p: Number = within(**_SHARE)
-    repetition_penalty: Number = within(exclusiveMinimum=0)
-    min_tokens: Integer = within(minimum=0)
+    top_k: Integer = None
+    min_p: Number = None
+    typical_p: Number = None
+    repetition_penalty: Number = None
+    min_tokens: Integer = None
     stop_token_ids: Annotated[list[TokenId | Phrase], AtMost(MAX_STOP_TOKEN_IDS)] | None = None
     bad_words: Annotated[list[str | Phrase], AtMost(MAX_BAD_WORDS)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], AtMost(MAX_ALLOWED_IDS)] | None = within(minItems=1)
+    allowed_token_ids: Annotated[list[TokenId], AtMost(MAX_ALLOWED_IDS)] | None = Field(
+        None, json_schema_extra={"minItems": 1}
+    )
     include_stop_str_in_output: Switch = None
     ignore_eos: Switch = None
     skip_special_tokens: Switch = None
-    any_whitespace: Switch = Field(None, description="Allow a JSON document to be indented.")
-    regex: str | None = within(minLength=1)
-    grammar: str | None = within(minLength=1)
-    choice: Annotated[list[str], AtMost(MAX_CHOICES)] | None = within(minItems=1)
-    priority: Integer = within(
-        "Lower runs earlier; below 0 only where the server allows it.",
-        minimum=-MAX_PRIORITY,
-        maximum=MAX_PRIORITY,
+    any_whitespace: Switch = None
+    regex: str | None = Field(None, json_schema_extra={"minLength": 1})
+    grammar: str | None = Field(None, json_schema_extra={"minLength": 1})
+    choice: Annotated[list[str], AtMost(MAX_CHOICES)] | None = Field(
+        None, json_schema_extra={"minItems": 1}
     )
-    timeout_s: Number = within(exclusiveMinimum=0)
+    priority: Integer = None
+    timeout_s: Number = None
     cache_salt: str | None = None
     draft: Switch = None
 
-    def sampling(self) -> dict[str, Any]:
-        """Return the fields of SamplingParams that were set.
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
+        """Add the texts and ranges of `SamplingParams` to the fields of these names."""
+        schema: dict[str, Any] = handler(core_schema)
+        for name, field in handler.resolve_ref_schema(schema)["properties"].items():
+            for key, value in _DOCUMENTED.get(name, {}).items():
+                field.setdefault(key, value)
+        return schema
 
-        Raises:
-            InvalidRequest: a key of `logit_bias` that is not a token id.
-        """
+    def sampling(self) -> dict[str, Any]:
+        """Return the fields of SamplingParams that were set."""
         found = {
             name: value
             for name in type(self).model_fields
             if name in _PARAMS and (value := getattr(self, name)) is not None
         }
         if self.seed is not None and -(2**63) <= self.seed < 0:
-            found["seed"] = self.seed + 2**64  # OpenAI's seeds have a sign
-        if self.logit_bias is not None:
-            found["logit_bias"] = by_token_id(self.logit_bias)
+            found["seed"] = self.seed + 2**64
         return found
 
 
-# `logprobs` is a number in some bodies and a switch in others; `logit_bias` has strings as keys.
-_PARAMS = frozenset(SamplingParams.__slots__) - {"logit_bias", "logprobs"}
+# `logprobs` is a number in some bodies and a switch in others.
+_PARAMS = frozenset(SamplingParams.__slots__) - {"logprobs"}
 
 
-def by_token_id(biases: dict[str, T], name: str = "logit_bias") -> dict[int, T]:
-    """Return the numbers of `logit_bias`, which has strings as keys in JSON.
+def _documented(name: str, text: str) -> dict[str, Any]:
+    """Return the description of a field of `SamplingParams`, and its range, in JSON Schema."""
+    check, *limits = NUMBERS.get(name, (None,))
+    keys = ("exclusiveMinimum" if check is above else "minimum", "maximum")
+    return {"description": text[:1].upper() + text[1:], **dict(zip(keys, limits, strict=False))}
 
-    Raises:
-        InvalidRequest: one that is not a token id.
-    """
-    for text in biases:
-        if not (text.isascii() and text.isdigit()):
-            raise InvalidRequest(f"{name}: {text!r} is not a token id (an integer, 0 or more)")
-    return {int(text[:20]): bias for text, bias in biases.items()}
+
+_DOCUMENTED = {
+    n: _documented(n, t) for n, t in field_docs(SamplingParams).items() if n != "logprobs"
+}
 
 
 class StructuredOutputs(Strict):
@@ -201,15 +193,8 @@ class ForTrainers(Sampling):
     return_tokens_as_token_ids: Switch = Field(
         None, description='In log-probs, return "token_id:" and the id in place of a token\'s text.'
     )
-    prompt_logprobs: Integer = within(
-        "Return the log-probs of the prompt's tokens and of the top N at each.",
-        minimum=0,
-        maximum=MAX_LOGPROBS,
-    )
-    support: Switch = Field(
-        None,
-        description="Return the ids that the filters left to draw each token from (`supports`).",
-    )
+    prompt_logprobs: Integer = None
+    support: Switch = None
     structured_outputs: StructuredOutputs | None = None
 
     def sampling(self) -> dict[str, Any]:
@@ -229,16 +214,19 @@ class Completions(ForTrainers):
     prompt: str | Prompts[str] | PromptIds | Prompts[PromptIds] = Field(
         examples=["Once upon a time", [1, 2, 3]]
     )
-    max_tokens: Integer = within("Maximum number of new tokens. Default: 16.", minimum=0)
-    logprobs: Integer = within(
-        "Return log-probs of the tokens and of the top N.", minimum=0, maximum=MAX_LOGPROBS
+    max_tokens: Integer = Field(None, description="Maximum number of new tokens. Default: 16.")
+    logprobs: Integer = Field(
+        None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="Return log-probs of the tokens and of the top N.",
     )
     echo: Switch = Field(
         None, description="Return the prompt before the completion, with its log-probs."
     )
     json_schema: dict[str, Any] | None = None
-    num_beams: Integer = within(minimum=1, maximum=MAX_BEAMS)
-    length_penalty: Number = within(minimum=-100, maximum=100)
+    num_beams: Integer = None
+    length_penalty: Number = None
     early_stopping: bool | Literal["never"] | None = None
 
 
@@ -373,9 +361,9 @@ class ChatCompletions(ForTrainers):
     messages: Messages = Field(
         min_length=1, examples=[[{"role": "user", "content": "Tell me a story."}]]
     )
-    max_tokens: Integer = within("Older name of max_completion_tokens.", minimum=1)
-    max_completion_tokens: Integer = within(
-        "Maximum number of new tokens. Default: up to the length limit.", minimum=1
+    max_tokens: Integer = Field(None, ge=1, description="Older name of max_completion_tokens.")
+    max_completion_tokens: Integer = Field(
+        None, ge=1, description="Maximum number of new tokens. Default: up to the length limit."
     )
     logprobs: Switch = None
     top_logprobs: Integer = Field(None, ge=0, le=MAX_TOP)

@@ -5,11 +5,34 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
 
 from verbatim.serve.arguments import PYTHONIC, ArgumentFormat, read_json
 from verbatim.serve.fields import Function
 
 _INDEX = r"(\d{1,6})"
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    """A tool call of the model; `arguments` is its JSON, unchanged."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def wire(self) -> dict[str, Any]:
+        return call_of(self.id, self.name, self.arguments)
+
+
+def call_of(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """Return a call in OpenAI's form, or in that of chat templates, with the arguments as an object."""
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +73,13 @@ class CallFormat:
 
     def parse(
         self, text: str, at: int, functions: Mapping[str, Function]
-    ) -> tuple[list[tuple[str, str, str | None]], int] | None:
-        """Return (name, arguments, id) of the calls at a position, and where they end; None without calls."""
+    ) -> tuple[list[ParsedCall], int] | None:
+        """Return the calls at a position, and where they end; None if they are incomplete or no calls."""
         if not text.startswith(self.begin, at):
             return None
         names = "|".join(map(re.escape, sorted(functions, key=len, reverse=True)))
         head = re.escape(self.head).replace("NAME", f"({names})").replace("INDEX", _INDEX)
-        calls, at = list[tuple[str, str, str | None]](), at + len(self.begin)
+        calls, at = list[ParsedCall](), at + len(self.begin)
         end, pattern = at, re.compile(head)
         while match := pattern.match(text, at):
             name, at = match[1], match.end()
@@ -70,8 +93,9 @@ class CallFormat:
             if not text.startswith(self.tail, at):
                 return None
             end = at = at + len(self.tail)
-            call_id = f"functions.{name}:{match[2]}" if "INDEX" in self.head else None
-            calls.append((name, arguments, call_id))
+            is_numbered = "INDEX" in self.head
+            call_id = f"functions.{name}:{match[2]}" if is_numbered else f"call_{uuid4().hex[:24]}"
+            calls.append(ParsedCall(call_id, name, arguments))
             if self.between is None or not text.startswith(self.between, at):
                 break
             at += len(self.between)

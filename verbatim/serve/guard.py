@@ -1,4 +1,4 @@
-"""Checks before a request is read: host name, API key, body size, body timeout."""
+"""The outermost layer: checks of host, API key and body, counting, and answers to unexpected errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from verbatim.serve.errors import Refusal, too_many
+from verbatim.serve.errors import Refusal, refusal_of, too_many
+from verbatim.serve.metrics import ServerMetrics
 from verbatim.serve.settings import ServeSettings
 
 # Paths without a key: probes, and the playground, which asks for the key itself.
@@ -34,13 +35,18 @@ class Guard:
     """Middleware that rejects requests with a wrong Host or key, and bodies that are too long or too slow.
 
     Keys are compared by their hashes in constant time. A short hash of the request's key is stored in its
-    state as `key`; "" if none is needed.
+    state as `key`; "" if none is needed. Responses are counted by path and status.
     """
 
     def __init__(
-        self, app: ASGIApp, settings: ServeSettings, on_large_body: Callable[[], None]
+        self,
+        app: ASGIApp,
+        settings: ServeSettings,
+        metrics: ServerMetrics,
+        on_large_body: Callable[[], None],
     ) -> None:
         self._app = app
+        self._metrics = metrics
         self._on_large_body = on_large_body
         self._settings = settings
         self._large_bytes = 0  # of the large bodies in progress
@@ -50,18 +56,33 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
+        begun = False
+
+        async def counted(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                route = scope.get("route")  # the pattern, so that clients can't add paths
+                path = getattr(route, "path", "other")
+                self._metrics.answers.labels(path, str(message["status"])).inc()
+                self._metrics.turned_away.inc(message["status"] == 429)
+                begun = True
+            await send(message)
+
+        headers, state = Headers(scope=scope), scope.setdefault("state", {})
         try:
             self._check_host(headers)
-            key = self._key(headers) if scope["path"] not in OPEN else ""
+            state["key"] = self._key(headers) if scope["path"] not in OPEN else ""
             self._check_body(headers)
-        except Refusal as refusal:
-            await refusal.response()(scope, receive, send)
-            return
-        state = scope.setdefault("state", {})
-        state["key"] = key
-        try:
-            await self._app(scope, self._bounded(receive, state), send)
+            await self._app(scope, self._bounded(receive, state), counted)
+        except asyncio.CancelledError:  # at the second signal, or at the end of the time to drain
+            if not begun:
+                await Refusal(503, "the server has ended").response()(scope, receive, counted)
+            raise
+        except Exception as error:
+            if begun:
+                raise
+            # Outer handlers would close the connection during the client's next request.
+            await refusal_of(error).response()(scope, receive, counted)
         finally:
             if num_bytes := state.get("large_bytes", 0):
                 self._large_bytes -= num_bytes

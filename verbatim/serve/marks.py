@@ -81,8 +81,6 @@ class Dropped:
     def __init__(self, marks: Sequence[str]) -> None:
         self._marks = marks
         self._pattern = re.compile("|".join(map(re.escape, marks)))
-        self._starts = re.compile("[" + re.escape("".join({mark[0] for mark in marks})) + "]")
-        self._longest = max(map(len, marks))
 
     def drop(self, text: str, last: bool) -> tuple[str, str]:
         """Return the text without the tokens, and its end if that may begin another one.
@@ -90,19 +88,15 @@ class Dropped:
         A stop string that begins within a token divides it between two deltas of a stream.
         """
         text = self._pattern.sub("", text)
-        if last:
-            return text, ""
-        tail = max(0, len(text) - self._longest + 1)
-        for start in self._starts.finditer(text, tail):
-            rest = text[start.start() :]
-            if any(mark.startswith(rest) for mark in self._marks):
-                return text[: start.start()], rest
-        return text, ""
+        cut = len(text) - (0 if last else overlap(text, *self._marks))
+        return text[:cut], text[cut:]
 
 
 def overlap(text: str, *marks: str) -> int:
     """Return the number of last characters that may begin a mark."""
-    for length in range(min(max(map(len, marks)) - 1, len(text)), 0, -1):
-        if any(mark.startswith(text[-length:]) for mark in marks):
-            return length
+    tail = text[max(0, len(text) - max(map(len, marks)) + 1) :]
+    begins = {mark[0] for mark in marks}
+    for at, character in enumerate(tail):
+        if character in begins and any(mark.startswith(tail[at:]) for mark in marks):
+            return len(tail) - at
     return 0

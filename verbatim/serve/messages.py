@@ -12,8 +12,7 @@ from pydantic import Field
 
 from verbatim.core import Completion, FinishReason, Result
 from verbatim.errors import InvalidRequest
-from verbatim.sampling.json_schema import closed
-from verbatim.serve.chat import ConversationRequest, text_of
+from verbatim.serve.chat import ConversationRequest, structure_of, text_of
 from verbatim.serve.events import Event
 from verbatim.serve.fields import (
     MAX_MESSAGES,
@@ -29,9 +28,9 @@ from verbatim.serve.fields import (
     TextPart,
     Variables,
 )
+from verbatim.serve.formats import ParsedCall, call_of
 from verbatim.serve.reader import Part, Reasoning
 from verbatim.serve.service import Client, Service
-from verbatim.serve.tools import ParsedCall, call_of
 
 # ---- the body
 
@@ -197,10 +196,10 @@ class MessagesRequest(ConversationRequest[CountTokens]):
         index, kind, called = -1, None, False
         begun = False
         async with aclosing(self.stream(client)) as stream:
-            async for delta, parts in stream:
+            async for request, delta, _, parts in stream:
                 if not begun:
                     begun = True
-                    num_input = self.request.num_input_tokens
+                    num_input = request.num_input_tokens
                     usage = {"input_tokens": num_input, "output_tokens": 0}
                     yield _event(
                         "message_start", message=self._message([], None) | {"usage": usage}
@@ -310,9 +309,7 @@ def _fields(body: CountTokens) -> dict[str, Any]:
         if body.stop is not None:
             raise InvalidRequest("stop and stop_sequences: they mean the same; set only one")
         fields["stop"] = body.stop_sequences
-    if body.output_config is not None and body.output_config.format is not None:
-        fields["json_schema"] = closed(body.output_config.format.schema_)
-    return fields
+    return fields | structure_of(body.output_config and body.output_config.format)
 
 
 def _choice(choice: ToolChoice | None) -> tuple[str | NamedFunction | None, bool | None]:

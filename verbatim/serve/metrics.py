@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from verbatim.core import Result
-from verbatim.serve.errors import Refusal, refusal_of
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
@@ -92,40 +89,3 @@ class ServerMetrics(Collector):
             drafted, accepted = draft["drafted"], draft["accepted"]
             yield CounterMetricFamily("verbatim_drafted_tokens", "Drafted tokens", drafted)
             yield CounterMetricFamily("verbatim_accepted_tokens", "Accepted draft tokens", accepted)
-
-
-class Counted:
-    """Middleware that counts responses by path and status, and answers unexpected errors."""
-
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
-        begun = False
-
-        async def counting_send(message: Message) -> None:
-            nonlocal begun
-            if message["type"] == "http.response.start":
-                route = scope.get("route")  # the pattern, so that clients can't add paths
-                path = getattr(route, "path", "other")
-                self._metrics.answers.labels(path, str(message["status"])).inc()
-                begun = True
-            await send(message)
-
-        try:
-            await self._app(scope, receive, counting_send)
-        except asyncio.CancelledError:  # at the second signal, or at the end of the time to drain
-            if not begun:
-                ended = Refusal(503, "the server has ended")
-                await ended.response()(scope, receive, counting_send)
-            raise
-        except Exception as error:
-            if begun:
-                raise
-            # Outer handlers would close the connection during the client's next request.
-            await refusal_of(error).response()(scope, receive, counting_send)

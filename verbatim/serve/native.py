@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field
 
 from verbatim.core import Delta, Result
-from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams
 from verbatim.serve.chat import message_of
 from verbatim.serve.errors import LazyList
@@ -23,12 +23,10 @@ from verbatim.serve.fields import (
     Switch,
     TextIds,
     Variables,
-    by_token_id,
 )
 from verbatim.serve.service import Client, Service
 from verbatim.spelling import did_you_mean
 from verbatim.text.chat import render_chat
-from verbatim.text.tokenizer import Tokenizer
 
 PARAMS = tuple(
     field.name for field in dataclasses.fields(SamplingParams) if field.name != "logits_processors"
@@ -97,26 +95,22 @@ class GenerateRequest:
                 why = "can't be sent" if name == "logits_processors" else "is unknown"
                 meant = did_you_mean(name, PARAMS) or f"; allowed are {', '.join(PARAMS)}"
                 raise InvalidRequest(f"params.{name} {why}{meant}")
-        bias = fields.get("logit_bias")
-        if isinstance(bias, dict):
-            fields["logit_bias"] = by_token_id(bias, "params.logit_bias")
         self.params = SamplingParams(**fields)
+
+    async def _ask(self) -> tuple[list[Any], SamplingParams]:
+        return [self.body.prompt], self.params
 
     async def answer(self, client: Client) -> dict[str, Any]:
         """Generate, and return the `Result` as JSON."""
-        with self.service.reserve(client) as reservation:
-            requests = await self.service.admit(reservation, [self.body.prompt], self.params)
-            (result,) = await self.service.results(requests)
+        ((_, result),) = await self.service.run(client, self._ask)
         return self._to_dict(result, set())
 
     async def events(self, client: Client) -> AsyncGenerator[Event, None]:
         """Generate, and yield `Delta`s as JSON; the last one has the result."""
         known: set[int] = set()
-        with self.service.reserve(client) as reservation:
-            requests = await self.service.admit(reservation, [self.body.prompt], self.params)
-            async with aclosing(self.service.deltas(requests)) as deltas:
-                async for _, delta in deltas:
-                    yield self._to_dict(delta, known)
+        async with aclosing(self.service.stream(client, self._ask)) as stream:
+            async for _, _, delta in stream:
+                yield self._to_dict(delta, known)
 
     def _to_dict(self, value: Result | Delta, known: set[int]) -> dict[str, Any]:
         """Return a value as JSON; with `return_tokens`, with the texts of its ids that are not in `known`."""
@@ -146,9 +140,11 @@ async def score(service: Service, body: Score, client: Client) -> dict[str, Any]
     """Return the log-prob of each token given the tokens before it, at temperature 1."""
     adapter = service.check_model(body.model)
     params = SamplingParams(max_tokens=0, prompt_logprobs=body.top_logprobs or 0, adapter=adapter)
-    with service.reserve(client) as reservation:
-        requests = await service.admit(reservation, body.prompts, params)
-        results = await service.results(requests)
+
+    async def ask() -> tuple[list[Any], SamplingParams]:
+        return [*body.prompts], params
+
+    ended = await service.run(client, ask)
     return {
         "model": service.name,
         "numerics_key": service.fingerprint,
@@ -158,7 +154,7 @@ async def score(service: Service, body: Score, client: Client) -> dict[str, Any]
                 "logprobs": result.prompt_logprobs,
                 "top_logprobs": result.prompt_top_logprobs if body.top_logprobs else None,
             }
-            for result in results
+            for _, result in ended
         ],
     }
 
@@ -166,7 +162,7 @@ async def score(service: Service, body: Score, client: Client) -> dict[str, Any]
 async def tokenize(service: Service, body: Tokenize) -> dict[str, Any]:
     """Return the ids of a text or of messages."""
     service.check_model(body.model)
-    tokenizer = _tokenizer(service)
+    tokenizer = service.tokenizer
     if (body.text is None) == (body.messages is None):
         raise InvalidRequest("exactly one of text and messages is required")
     if body.messages is not None and body.add_special_tokens is not None:
@@ -193,7 +189,7 @@ async def tokenize(service: Service, body: Tokenize) -> dict[str, Any]:
 async def detokenize(service: Service, body: Detokenize) -> dict[str, Any]:
     """Return the text of ids."""
     service.check_model(body.model)
-    tokenizer = _tokenizer(service)
+    tokenizer = service.tokenizer
     limit = service.llm.engine.admission.vocab_size
 
     def text_of() -> str:
@@ -203,10 +199,3 @@ async def detokenize(service: Service, body: Detokenize) -> dict[str, Any]:
         return tokenizer.decode(body.ids, body.skip_special_tokens)
 
     return {"text": await service.in_thread(text_of, num_chars=len(body.ids))}
-
-
-def _tokenizer(service: Service) -> Tokenizer:
-    tokenizer = service.llm.tokenizer
-    if tokenizer is None:
-        raise NotSupported("this engine has no tokenizer")
-    return tokenizer

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verbatim.serve.formats import CHANNEL, CONSTRAIN, HARMONY, MESSAGE, START
+from verbatim.serve.formats import CHANNEL, CONSTRAIN, HARMONY, MESSAGE, START, ParsedCall
 from verbatim.serve.marks import Dropped, overlap
-from verbatim.serve.tools import ParsedCall, ToolUse
+from verbatim.serve.tools import ToolUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Reader:
             found = None
             # An argument may contain the end mark, so the calls are read up to where they end.
             if last or (form.repeats and self._held.find(form.end, start) >= 0):
-                found = use.calls_at(self._held, start)
+                found = form.parse(self._held, start, use.functions)
             if found is not None and not form.repeats and found[1] < len(self._held):
                 found = None
             if found is None and not last:
@@ -223,5 +223,8 @@ class ChannelReader(Reader):
     def _call(self, name: str, header: str, body: str) -> Part:
         """Return a call, or its text if it is incomplete."""
         assert self._use is not None
-        calls = self._use.calls(self._use.format.head.replace("NAME", name) + body.strip())
-        return header + MESSAGE + body if calls is None else calls[0]
+        text = self._use.format.head.replace("NAME", name) + body.strip()
+        found = self._use.format.parse(text, 0, self._use.functions)
+        if found is None or found[1] < len(text):
+            return header + MESSAGE + body
+        return found[0][0]

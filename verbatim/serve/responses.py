@@ -8,11 +8,10 @@ from contextlib import aclosing
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Field
 
 from verbatim.core import Completion, Delta, FinishReason, Result
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.sampling.json_schema import closed
 from verbatim.serve.chat import ConversationRequest, parsed, structure_of, text_of
 from verbatim.serve.events import Event
 from verbatim.serve.fields import (
@@ -29,9 +28,9 @@ from verbatim.serve.fields import (
     Strict,
     Switch,
 )
+from verbatim.serve.formats import ParsedCall, call_of
 from verbatim.serve.reader import Part, Reasoning
 from verbatim.serve.service import Client, Service
-from verbatim.serve.tools import ParsedCall, call_of
 
 # ---- the body
 
@@ -129,22 +128,9 @@ class Text(Strict):
     format: Annotated[PlainFormat | SchemaText, Field(discriminator="type")] | None = None
 
 
-def _kind(item: Any) -> str:
-    """Return an item's type; "message" is the default."""
-    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
-    return kind if isinstance(kind, str) else "message"
-
-
 Item = Annotated[
-    Annotated[InputMessage, Tag("message")]
-    | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[OutputItem, Tag("function_call_output")],
-    Discriminator(
-        _kind,
-        custom_error_type="unknown_item",
-        custom_error_message="the type must be message, reasoning, function_call or function_call_output",
-    ),
+    Annotated[InputMessage | ReasoningItem | CallItem | OutputItem, Field(discriminator="type")],
+    BeforeValidator(lambda item: {"type": "message"} | item if isinstance(item, dict) else item),
 ]
 
 
@@ -228,7 +214,7 @@ class ResponsesRequest(ConversationRequest[Responses]):
         """Stream the response as named, numbered events."""
         items, result = _Items(), None
         async with aclosing(self.stream(client)) as stream:
-            async for delta, parts in stream:
+            async for _, delta, _, parts in stream:
                 if items.num_events == 0:
                     yield items.event("response.created", response=self._response([], None))
                     yield items.event("response.in_progress", response=self._response([], None))
@@ -432,10 +418,7 @@ def _fields(body: Responses) -> dict[str, Any]:
         )
     if body.has_logprobs():
         fields["logprobs"] = body.top_logprobs or 0
-    fmt = None if body.text is None else body.text.format
-    if fmt is None or isinstance(fmt, PlainFormat):
-        return fields | structure_of(fmt)
-    return fields | {"json_schema": closed(fmt.schema_)}
+    return fields | structure_of(body.text and body.text.format)
 
 
 def _messages(body: Responses) -> list[dict[str, Any]]:

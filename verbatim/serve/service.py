@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from verbatim.core import Completion, Delta, Request, Result
 from verbatim.engine.admission import Prompt
-from verbatim.errors import InvalidRequest
+from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.heap import trim_heap
 from verbatim.llm import LLM
 from verbatim.params import MAX_PRIORITY, SamplingParams
@@ -25,8 +25,11 @@ from verbatim.serve.marks import Marks
 from verbatim.serve.metrics import ServerMetrics
 from verbatim.serve.settings import ServeSettings
 from verbatim.serve.tokens import TokenTexts
+from verbatim.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
+# Returns the prompts of a request, and their parameters.
+Ask = Callable[[], Awaitable[tuple[SequenceOf[Prompt], SamplingParams]]]
 log = logging.getLogger("verbatim.serve")
 _INFO_S = 5.0  # maximum age of `info`: a cluster's stages may move
 _COMPILERS = 2  # structures that are compiled at once
@@ -95,10 +98,12 @@ class Service:
         on_close: called when the server ends.
 
     Raises:
+        NotSupported: an engine driven by several ranks of the user's.
         InvalidRequest: the model's generation_config.json has a value out of range, and chats would use it.
     """
 
     def __init__(self, llm: LLM, settings: ServeSettings) -> None:
+        llm.engine.refuse_collective("a server or a batch (which a Cluster has)")
         self.llm = llm
         self.settings = settings
         self.name = settings.name or _plain_name(llm.name)
@@ -118,6 +123,13 @@ class Service:
         self.info = _Shared(lambda: llm.info(), _INFO_S)
         self._compilers = ThreadPoolExecutor(_COMPILERS, "verbatim-structures")
         self._readers = ThreadPoolExecutor(_READERS, "verbatim-large-inputs")
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The engine's tokenizer; refuse requests that need one where there is none."""
+        if self.llm.tokenizer is None:
+            raise NotSupported("chats and texts need a tokenizer, and this engine has none")
+        return self.llm.tokenizer
 
     def trim_soon(self) -> None:
         """Return memory to the system in a second, after a request with a large body or response."""
@@ -185,7 +197,6 @@ class Service:
         if self.draining:
             raise Refusal(503, "the server is shutting down", headers={"Retry-After": "5"})
         if self.under_way >= self.settings.max_requests:
-            self.metrics.turned_away.inc()
             raise too_many(
                 f"{self.under_way} requests are in progress or queued, which is the limit"
             )
@@ -275,7 +286,6 @@ class Service:
                 "the number of prompts or of top log-probs"
             )
         if self._bytes_under_way + nbytes > _RESPONSES * limit:
-            self.metrics.turned_away.inc()
             raise too_many("the responses in progress are as large together as the server allows")
         reservation.nbytes += nbytes
         self._bytes_under_way += nbytes
@@ -300,20 +310,26 @@ class Service:
         new, prompt = new + more * _NUMBER_BYTES, prompt + more * _NUMBER_BYTES
         return params.n * (request.max_tokens * new + num_prompt * prompt)
 
-    async def results(self, requests: list[Request]) -> list[Result]:
-        """Return the result of each request."""
-        results = await self.llm.engine.arun(requests)
-        self.metrics.note(results)
-        return results
+    async def run(self, client: Client, ask: Ask) -> list[tuple[Request, Result]]:
+        """Generate, and return each request with its result; raises as `reserve` and `admit`."""
+        with self.reserve(client) as reservation:
+            requests = await self.admit(reservation, *await ask())
+            results = await self.llm.engine.arun(requests)
+            self.metrics.note(results)
+        return list(zip(requests, results, strict=True))
 
-    async def deltas(self, requests: list[Request]) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Yield the output of each step, with the index of its request."""
-        stream: Any = self.llm.engine.astream(requests)  # a generator, which can be closed
-        async with aclosing(stream) as pieces:
-            async for number, delta in pieces:
-                if delta.result is not None:
-                    self.metrics.note([delta.result])
-                yield number, delta
+    async def stream(
+        self, client: Client, ask: Ask
+    ) -> AsyncGenerator[tuple[int, Request, Delta], None]:
+        """Generate, and yield the output of each step, with its request and that one's index."""
+        with self.reserve(client) as reservation:
+            requests = await self.admit(reservation, *await ask())
+            stream: Any = self.llm.engine.astream(requests)  # a generator, which can be closed
+            async with aclosing(stream) as pieces:
+                async for number, delta in pieces:
+                    if delta.result is not None:
+                        self.metrics.note([delta.result])
+                    yield number, requests[number], delta
 
 
 def _chat_defaults(llm: LLM) -> SamplingParams:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-from uuid import uuid4
 
 from verbatim.errors import InvalidRequest
 from verbatim.sampling.json_schema import check_schema
@@ -17,27 +15,6 @@ from verbatim.serve.arguments import schema_of
 from verbatim.serve.fields import Function, NamedFunction
 from verbatim.serve.formats import CallFormat, call_format
 from verbatim.serve.marks import ANYTHING, Marks, text_without
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedCall:
-    """A tool call of the model; `arguments` is its JSON, unchanged."""
-
-    id: str
-    name: str
-    arguments: str
-
-    def wire(self) -> dict[str, Any]:
-        return call_of(self.id, self.name, self.arguments)
-
-
-def call_of(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """Return a call in OpenAI's form, or in that of chat templates, with the arguments as an object."""
-    return {
-        "id": call_id,
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,22 +118,6 @@ class ToolUse:
             else:
                 rules += form.arguments.rules(rule, function, self.marks)
         return f"call: {' | '.join(names)}\n" + "".join(dict.fromkeys(rules))
-
-    def calls(self, text: str) -> list[ParsedCall] | None:
-        """Parse calls that are all of a text; return None if they are incomplete or not calls."""
-        found = self.calls_at(text, 0)
-        return None if found is None or found[1] < len(text) else found[0]
-
-    def calls_at(self, text: str, at: int) -> tuple[list[ParsedCall], int] | None:
-        """Parse the calls at a position; return them and where they end, or None as `calls`."""
-        found = self.format.parse(text, at, self.functions)
-        if found is None:
-            return None
-        calls, end = found
-        return [
-            ParsedCall(call_id or f"call_{uuid4().hex[:24]}", name, given)
-            for name, given, call_id in calls
-        ], end
 
 
 def _check(function: Function) -> None:

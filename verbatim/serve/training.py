@@ -2,7 +2,7 @@
 
 New weights are held until the update is finished, checked as a whole, and written between two steps: all of
 them or, on an error, none. Requests in progress go on with them. One update at a time: others are refused
-until it is finished, its process group fails, or its trainer is silent for too long.
+until it is finished, its connection fails, or its trainer is silent for too long.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Annotated, Any, Literal, TypeVar
 
+import torch
 from fastapi import APIRouter, Depends, Request
 from pydantic import Field
 from starlette.responses import Response
@@ -22,7 +23,7 @@ from torch import Tensor
 from verbatim._version import __version__
 from verbatim.errors import InvalidRequest, VerbatimError
 from verbatim.options import SENT_DTYPES
-from verbatim.rl.receiver import WeightReceiver
+from verbatim.placement.distributed.link import Link, connect
 from verbatim.serve.bodies import BodyRoute, parse_body
 from verbatim.serve.errors import RETRY_AFTER_S, Json, Refusal
 from verbatim.serve.fields import AtMost, Strict, Switch
@@ -38,43 +39,38 @@ _SAFETENSORS = ("application/octet-stream", "application/x-safetensors")
 Dimension = Annotated[int, Field(ge=0, lt=1 << 48)]
 Shape = Annotated[list[Dimension], AtMost(_DIMENSIONS)]
 Trainer = Annotated[
-    str | None,
+    str,
     Field(
-        min_length=1,
-        max_length=64,
-        description="A name of the trainer's choice. An update that names another one than that of the "
-        "process group is refused.",
+        pattern="^[0-9a-f]{64}$",
+        description="The trainer's key, of its choice. An update that names another one than that of the "
+        "connection is refused.",
     ),
 ]
 
 
 class InitInfo(Strict):
-    """The process group of a trainer, which is rank 0."""
+    """Where a trainer listens."""
 
     master_address: str = Field(min_length=1, max_length=255)
     master_port: int = Field(ge=1, le=65535)
-    rank_offset: int = Field(ge=1, lt=1024, description="This server's rank.")
-    world_size: int = Field(ge=2, le=1024)
-    packed: Literal[False] | None = None
-    backend: Literal["gloo"] | None = None
 
 
 class InitTransfer(Strict):
-    """A request to join a process group."""
+    """A request to connect to a trainer."""
 
     init_info: InitInfo
-    trainer: Trainer = None
+    trainer: Trainer
 
 
 class StartUpdate(Strict):
     """The beginning of an update."""
 
     is_checkpoint_format: Literal[True] | None = None
-    trainer: Trainer = None
+    trainer: Trainer | None = None
 
 
 class UpdateInfo(Strict):
-    """The tensors that rank 0 broadcasts next, in order."""
+    """The tensors that the trainer sends next, in order."""
 
     names: Annotated[list[str], AtMost(MAX_TENSORS)]
     dtype_names: Annotated[list[str], AtMost(MAX_TENSORS)]
@@ -110,8 +106,8 @@ class Updates:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._lock = asyncio.Lock()  # one request at a time
-        self._receiver: WeightReceiver | None = None
-        self._trainer: str | None = None  # of the process group
+        self._link: Link | None = None
+        self._trainer: str | None = None  # of the connection
         self._pending: dict[str, Tensor] | None = None  # None outside of an update
         self._expiry: asyncio.TimerHandle | None = None  # of the update
         settings = service.settings
@@ -148,30 +144,26 @@ class Updates:
     def _drop(self) -> None:
         log.warning("an update of the weights was dropped: no request for %g s", self._timeout_s)
         self._pending = None
+        self.close()  # something of it may be on its way
 
-    async def join(self, init: InitInfo, trainer: str | None) -> None:
-        """Join a trainer's process group, in place of an earlier one.
+    async def join(self, init: InitInfo, trainer: str) -> None:
+        """Connect to a trainer, in place of an earlier one.
 
         Raises:
-            InvalidRequest: the rank is not in the group.
-            Refusal: 409: during an update; 502: the others did not come within the time limit.
+            Refusal: 409: during an update; 502: there is no `WeightSender` at its address.
         """
-        if init.rank_offset >= init.world_size:
-            raise InvalidRequest(
-                f"rank_offset={init.rank_offset}: must be below world_size={init.world_size}"
-            )
-        address = init.master_address, init.master_port, init.rank_offset, init.world_size
+        address = init.master_address, init.master_port
         async with self._turn(starts=True):
             self.close()
             with _bad_gateway():
-                self._receiver = await asyncio.to_thread(WeightReceiver, *address, self._timeout_s)
+                self._link = await asyncio.to_thread(connect, address, bytes.fromhex(trainer), {})
             self._trainer = trainer
 
     async def start(self, trainer: str | None) -> None:
         """Begin an update.
 
         Raises:
-            Refusal: 409: another update is in progress, or the process group is another trainer's.
+            Refusal: 409: another update is in progress, or the connection is another trainer's.
         """
         async with self._turn(starts=True):
             if trainer is not None and trainer != self._trainer:
@@ -181,47 +173,43 @@ class Updates:
             self._pending = {}
 
     def close(self) -> None:
-        """Leave the process group."""
-        receiver, self._receiver, self._trainer = self._receiver, None, None
-        if receiver is not None:
-            receiver.close()
+        """Close the connection to the trainer."""
+        link, self._link, self._trainer = self._link, None, None
+        if link is not None:
+            link.close()
 
     async def receive(self, info: UpdateInfo) -> None:
-        """Receive tensors from the process group.
+        """Receive tensors from the trainer.
 
         Raises:
             InvalidRequest: lists of different lengths, an unknown dtype, or too many bytes.
-            Refusal: 409: no update was started, or there is no group; 502: the trainer ended, sent other
-                sizes, or nothing within the time limit. Then the update has ended.
+            Refusal: 409: no update was started, or there is no connection; 502: the trainer ended, sent other
+                tensors, or nothing within the time limit. Then the update has ended.
         """
-        if not len(info.names) == len(info.dtype_names) == len(info.shapes):
-            raise InvalidRequest(
-                f"{len(info.names)} names, {len(info.dtype_names)} dtype_names, {len(info.shapes)} shapes: "
-                "must be as many"
-            )
-        if len(set(info.names)) < len(info.names):
-            raise InvalidRequest("names: a weight is named twice")
-        unknown = next((name for name in info.dtype_names if name not in SENT_DTYPES), None)
-        if unknown is not None:
-            raise InvalidRequest(
-                f"dtype_names: {unknown:.40}: must be one of {', '.join(SENT_DTYPES)}"
-            )
-        dtypes = [SENT_DTYPES[name] for name in info.dtype_names]
-        pairs = list(zip(dtypes, info.shapes, strict=True))
         async with self._turn():
-            if self._pending is None:
-                raise _not_started()
             try:
-                self._check_room(sum(dtype.itemsize * math.prod(shape) for dtype, shape in pairs))
-                if self._receiver is None:
-                    raise Refusal(409, "no process group: POST /init_weight_transfer_engine")
+                kinds = _announced(info)
+                if self._pending is None:
+                    raise _not_started()
+                self._check_room(sum(dtype.itemsize * math.prod(shape) for dtype, shape in kinds))
+                if self._link is None:
+                    raise Refusal(409, "no connection: POST /init_weight_transfer_engine")
                 with _bad_gateway():
-                    tensors = await asyncio.to_thread(self._receiver.receive, pairs)
+                    tensors = [await self._next(self._link, *kind) for kind in kinds]
             except BaseException:  # the trainer may have sent what was not received
                 self._pending = None
                 self.close()
                 raise
             self._add(dict(zip(info.names, tensors, strict=True)))
+
+    async def _next(self, link: Link, dtype: torch.dtype, shape: list[int]) -> Tensor:
+        """Return the trainer's next tensor, which must be of this kind."""
+        message = await asyncio.wait_for(asyncio.to_thread(link.receive), self._timeout_s)
+        tensor = message.get("tensor")
+        found = (tensor.dtype, list(tensor.shape)) if isinstance(tensor, Tensor) else None
+        if not isinstance(tensor, Tensor) or found != (dtype, shape):
+            raise VerbatimError(f"a tensor {dtype} {shape} was announced, and another one sent")
+        return tensor
 
     async def take(self, body: bytes, finish: FinishUpdate) -> int | None:
         """Take tensors as a safetensors file, and return the version if no update was started.
@@ -286,19 +274,38 @@ class Updates:
             )
 
 
+def _announced(info: UpdateInfo) -> list[tuple[torch.dtype, list[int]]]:
+    """Return the dtype and the shape of each tensor."""
+    if not len(info.names) == len(info.dtype_names) == len(info.shapes):
+        raise InvalidRequest(
+            f"{len(info.names)} names, {len(info.dtype_names)} dtype_names, {len(info.shapes)} shapes: "
+            "must be as many"
+        )
+    if len(set(info.names)) < len(info.names):
+        raise InvalidRequest("names: a weight is named twice")
+    unknown = next((name for name in info.dtype_names if name not in SENT_DTYPES), None)
+    if unknown is not None:
+        raise InvalidRequest(f"dtype_names: {unknown:.40}: must be one of {', '.join(SENT_DTYPES)}")
+    return [(SENT_DTYPES[n], shape) for n, shape in zip(info.dtype_names, info.shapes, strict=True)]
+
+
 def _not_started() -> Refusal:
     return Refusal(
         409,
-        "no update is in progress: POST /start_weight_update (an error of the process group drops one, and "
-        "so does silence for --update-timeout-s)",
+        "no update is in progress: POST /start_weight_update (an error of the connection drops one, and so "
+        "does silence for --update-timeout-s)",
     )
 
 
 @contextmanager
 def _bad_gateway() -> Iterator[None]:
-    """Turn an error of the process group into status 502."""
+    """Turn an error of the connection to a trainer into status 502."""
     try:
         yield
+    except TimeoutError:
+        raise Refusal(502, "the trainer has sent nothing for --update-timeout-s") from None
+    except MemoryError:
+        raise Refusal(502, "no memory for the new weights") from None
     except VerbatimError as error:
         raise Refusal(502, str(error)) from None
 
@@ -333,7 +340,7 @@ def training_routes(service: Service) -> APIRouter:
                 "max_model_len": service.llm.max_length,
                 "logprobs_mode": service.settings.logprobs_mode,
             },
-            "weight_transfer_config": {"backend": "gloo"},
+            "weight_transfer_config": {"backend": "tcp"},
             "lora_config": None,
         }
         version = {"verbatim": __version__, "weight_version": stats["weight_version"]}
@@ -364,7 +371,7 @@ def training_routes(service: Service) -> APIRouter:
 
     @router.post("/init_weight_transfer_engine")
     async def init_weight_transfer_engine(body: InitTransfer) -> Response:
-        """Join a trainer's gloo process group; answered when all have joined."""
+        """Connect to a trainer's `WeightSender`."""
         await updates.join(body.init_info, body.trainer)
         return Json({"status": "ok"})
 
@@ -375,7 +382,7 @@ def training_routes(service: Service) -> APIRouter:
 
     @router.post("/update_weights")
     async def update_weights(http: Request, version: Version = None) -> Response:
-        """Tensors that the trainer broadcasts, as JSON names them; or the body is a safetensors file.
+        """Tensors that the trainer sends, as JSON names them; or the body is a safetensors file.
 
         A file outside of an update is an update of its own, with the query's `version`.
         """

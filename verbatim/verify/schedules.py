@@ -1,4 +1,4 @@
-"""The schedules: different ways to compute the same tokens."""
+"""`verify`: the same requests in different schedules, run on one model and this machine."""
 
 from __future__ import annotations
 
@@ -10,19 +10,26 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from verbatim.batch import Batch
+from verbatim.checks import optional_integer
 from verbatim.core import Delta, Result, Sequence
-from verbatim.errors import VerbatimError
+from verbatim.errors import InvalidRequest, VerbatimError
 from verbatim.llm import LLM
 from verbatim.model.patching import threads
 from verbatim.params import SamplingParams
 from verbatim.placement.distributed.choice import Cluster
 from verbatim.placement.offload.choice import Offload
-from verbatim.verify.report import Row
-from verbatim.verify.requests import TestRequest
+from verbatim.verify.report import DIFFERS, EQUAL, FAILED, NOT_RUN, Report, Row
+from verbatim.verify.requests import TestRequest, make_requests
+
+DEFAULT_TOKENS = 16
+OPTIONS = (
+    "tokenizer config revision trust_remote_code dtype device max_length kv_dtype quantization fused "
+    "adapters"
+).split()
 
 _CHUNK_ROWS, _CHUNK_BLOCK = 7, 5  # neither divides the other, nor the lengths of prompts
 _EVICTION_BLOCK = 8
@@ -33,33 +40,60 @@ class NotRun(Exception):
     """Raised, with the reason, if a schedule is impossible here or did not take effect."""
 
 
-@dataclass(slots=True)
-class Subject:
-    """The model under test and its reference results.
+class Trial:
+    """The model under test, and the schedule that runs on it.
 
     Attributes:
-        model: as in `LLM`.
         options: options of `LLM` for all schedules.
         cluster: placement of the row "two-stages".
         requests: the requests of every schedule.
         expected: their results when run alone.
         most_alone: maximum of sequences per forward when each request runs alone.
         info: `LLM.info` of the resident engine.
+        row: the result of the schedule so far.
+        notes: evidence that the schedule took effect.
     """
 
-    model: Any
-    options: dict[str, Any]
-    cluster: Cluster
-    requests: list[TestRequest] = field(default_factory=list)
-    expected: list[Result] = field(default_factory=list)
-    most_alone: int = 0
-    info: dict[str, Any] = field(default_factory=dict)
-    _plain: LLM | None = None
+    def __init__(self, model: Any, options: dict[str, Any], cluster: Cluster) -> None:
+        self.options, self.cluster = options, cluster
+        self.requests: list[TestRequest] = []
+        self.expected: list[Result] = []
+        self.most_alone = 0
+        self.info: dict[str, Any] = {}
+        self._model = model
+        self._plain: LLM | None = None
+
+    def run(self, schedule: Schedule) -> Row:
+        """Run a schedule, and return its row; the first one is the reference, and raises its errors."""
+        self.row, self.notes = Row(schedule.name, schedule.what), list[str]()
+        self._run = self._num_rows = 0
+        begin, is_reference = time.perf_counter(), not self.expected
+        try:
+            schedule.run(self)
+        except Exception as error:  # the other rows are run after any error
+            if is_reference:
+                raise
+            ran = self.row
+            self.row = Row(ran.name, ran.what)  # nothing counts as compared
+            self.row.forwards, self.row.rows_per_forward = ran.forwards, ran.rows_per_forward
+            self.row.sequences_at_once = ran.sequences_at_once
+            message = " ".join(str(error).split())
+            if isinstance(error, NotRun):
+                self.row.status, self.notes = NOT_RUN, [message]
+            else:
+                self.close()
+                self.row.status, self.notes = FAILED, [f"{type(error).__name__}: {message}"]
+        else:
+            if not is_reference:
+                equal = self.row.ids_equal and self.row.logprobs_equal
+                self.row.status = EQUAL if equal else DIFFERS
+        self.row.note, self.row.seconds = "; ".join(self.notes), time.perf_counter() - begin
+        return self.row
 
     def plain(self) -> LLM:
         """Return the resident engine, opened on first use."""
         if self._plain is None:
-            self._plain = LLM(self.model, **self.options)
+            self._plain = LLM(self._model, **self.options)
             self.info = self._plain.info()
         return self._plain
 
@@ -69,32 +103,6 @@ class Subject:
             self._plain.close()
             self._plain = None
 
-
-class Trial:
-    """A schedule that runs.
-
-    Attributes:
-        row: the result so far.
-        notes: evidence that the schedule took effect.
-    """
-
-    def __init__(self, subject: Subject, name: str, what: str) -> None:
-        self.subject = subject
-        self.row = Row(name, what)
-        self.notes: list[str] = []
-        self._run = self._num_rows = 0
-        self._begin = time.perf_counter()
-
-    def ended(self, status: str, why: str | None = None) -> Row:
-        """Return the row with a status; with the reason `why` nothing counts as compared."""
-        row, note = self.row, "; ".join(self.notes)
-        if why is not None:
-            row, note = Row(row.name, row.what), why
-            for name in ("forwards", "rows_per_forward", "sequences_at_once"):
-                setattr(row, name, getattr(self.row, name))
-        row.status, row.note, row.seconds = status, note, time.perf_counter() - self._begin
-        return row
-
     @contextmanager
     def opened(self, **changes: Any) -> Iterator[LLM]:
         """Open an engine with these options; without any, use the resident one, which schedules share.
@@ -102,13 +110,13 @@ class Trial:
         Raises:
             NotRun: it can't be opened.
         """
-        llm = self.subject.plain()  # a schedule may need its `info`
+        llm = self.plain()
         if changes:
-            self.subject.close()
+            self.close()
             try:
-                llm = LLM(self.subject.model, **(self.subject.options | changes))
+                llm = LLM(self._model, **(self.options | changes))
             except VerbatimError as error:
-                raise NotRun(" ".join(str(error).split())) from None
+                raise NotRun(str(error)) from None
         runner: Any = llm.engine.runner
         forward = runner.forward
 
@@ -129,7 +137,7 @@ class Trial:
 
     def _params(self, number: int) -> SamplingParams:
         """Return the parameters of one request, with a separate prefix cache for each run."""
-        params = self.subject.requests[number].params
+        params = self.requests[number].params
         salt = f"verify/{self.row.name}/{self._run}"
         return params.replace(cache_salt=salt, draft=params.num_beams == 1)  # beams draw nothing
 
@@ -140,18 +148,18 @@ class Trial:
     def together(self, llm: LLM, numbers: SequenceOf[int]) -> list[Result]:
         """Run requests as one batch."""
         self._run += 1
-        prompts = [self.subject.requests[i].prompt for i in numbers]
+        prompts = [self.requests[i].prompt for i in numbers]
         return llm.generate(prompts, [self._params(i) for i in numbers])
 
     async def streamed(self, llm: LLM, number: int) -> Result:
         """Run one request and join its streamed deltas."""
-        stream = llm.astream(self.subject.requests[number].prompt, self._params(number))
+        stream = llm.astream(self.requests[number].prompt, self._params(number))
         return _joined([delta async for delta in stream])
 
     @property
     def numbers(self) -> list[int]:
         """The indices of all requests."""
-        return list(range(len(self.subject.requests)))
+        return list(range(len(self.requests)))
 
     def add(
         self,
@@ -163,13 +171,13 @@ class Trial:
     ) -> None:
         """Compare the results of requests, by default with those of the requests run alone."""
         for at, number in enumerate(self.numbers if numbers is None else numbers):
-            before = self.subject.expected[number] if expected is None else expected[at]
-            self.row.compare(number, self.subject.requests[number].kind, before, found[at], label)
+            before = self.expected[number] if expected is None else expected[at]
+            self.row.compare(number, self.requests[number].kind, before, found[at], label)
 
     def check_batched(self) -> None:
         """Raise NotRun if the engine ran the requests one by one."""
         most = self.row.sequences_at_once
-        if most <= self.subject.most_alone:
+        if most <= self.most_alone:
             raise NotRun(f"no forward had more than {most} sequences, as in the reference")
 
 
@@ -196,6 +204,14 @@ class Schedule:
     name: str
     what: str
     run: Callable[[Trial], None]
+
+
+def _alone(trial: Trial) -> None:
+    with trial.opened() as llm:
+        trial.expected = trial.alone(llm, trial.numbers)
+    trial.most_alone = trial.row.sequences_at_once
+    outputs = [output for result in trial.expected for output in result.outputs]
+    trial.row.num_tokens = sum(len(output.token_ids) for output in outputs)
 
 
 def _again(trial: Trial) -> None:
@@ -259,19 +275,18 @@ def _threads(trial: Trial) -> None:
 def _chunked(trial: Trial) -> None:
     with trial.opened(max_batch_tokens=_CHUNK_ROWS, block_size=_CHUNK_BLOCK) as llm:
         trial.add(trial.together(llm, trial.numbers))
-    longest = max(len(request.prompt) for request in trial.subject.requests)
+    longest = max(len(request.prompt) for request in trial.requests)
     if longest <= _CHUNK_ROWS:
         raise NotRun(f"no prompt is longer than {_CHUNK_ROWS} tokens")
     trial.notes.append(f"{_CHUNK_ROWS} rows per forward, prompts up to {longest}")
 
 
 def _evicted(trial: Trial) -> None:
-    subject = trial.subject
     # Blocks for one and a half of the longest request, plus the scratch block.
-    longest = max(request.num_tokens for request in subject.requests)
-    subject.plain()
+    longest = max(request.num_tokens for request in trial.requests)
+    trial.plain()
     blocks = -(-longest * 3 // (2 * _EVICTION_BLOCK)) + 3
-    nbytes = subject.info["kv_bytes_per_token"] * _EVICTION_BLOCK * blocks
+    nbytes = trial.info["kv_bytes_per_token"] * _EVICTION_BLOCK * blocks
     with trial.opened(kv_memory=nbytes, block_size=_EVICTION_BLOCK) as llm:
         trial.add(trial.together(llm, trial.numbers))
         evictions = llm.stats()["preemptions"]
@@ -281,7 +296,7 @@ def _evicted(trial: Trial) -> None:
 
 
 def _drafted(trial: Trial) -> None:
-    for label, proposer in (("ngram", "ngram"), ("oracle", _Oracle(trial.subject))):
+    for label, proposer in (("ngram", "ngram"), ("oracle", _Oracle(trial.expected))):
         with trial.opened(draft=proposer, num_draft_tokens=_DRAFT_TOKENS) as llm:
             trial.add(trial.together(llm, trial.numbers), label=label)
             figures = llm.stats()["draft"]
@@ -293,10 +308,10 @@ def _drafted(trial: Trial) -> None:
 class _Oracle:
     """A proposer of the reference's tokens with some wrong ones, so that drafts are accepted and rejected."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, expected: list[Result]) -> None:
         self._completions = {
             (tuple(result.prompt_token_ids), output.index): output.token_ids
-            for result in subject.expected
+            for result in expected
             for output in result.outputs
         }
 
@@ -312,9 +327,8 @@ class _Oracle:
 
 
 def _unfused(trial: Trial) -> None:
-    subject = trial.subject
-    subject.plain()
-    layers = subject.info.get("fused", {}).get("layers", 0)
+    trial.plain()
+    layers = trial.info.get("fused", {}).get("layers", 0)
     if not layers:
         raise NotRun("no layer is fused here")
     with trial.opened(fused=False) as llm:
@@ -323,7 +337,7 @@ def _unfused(trial: Trial) -> None:
 
 
 def _int8_kv(trial: Trial) -> None:
-    if trial.subject.options.get("kv_dtype") in ("int8", "int4"):
+    if trial.options.get("kv_dtype") in ("int8", "int4"):
         raise NotRun("all rows have a quantized KV cache")
     subset = trial.numbers[::2]
     with trial.opened(kv_dtype="int8") as llm:
@@ -339,16 +353,17 @@ def _offloaded(trial: Trial) -> None:
 
 
 def _two_stages(trial: Trial) -> None:
-    options = trial.subject.options
+    options = trial.options
     if options.get("fused") is False:
         raise NotRun("stages decide themselves about fused layers")
-    with trial.opened(placement=trial.subject.cluster) as llm:
+    with trial.opened(placement=trial.cluster) as llm:
         trial.add(trial.together(llm, trial.numbers))
         stages = llm.info()["stages"]
     layers = (f"{first} to {end - 1}" for first, end in (stage["layers"] for stage in stages))
     trial.notes.append(f"layers {' and '.join(layers)}")
 
 
+REFERENCE = Schedule("alone", "one after the other", _alone)
 # Schedules that share an engine come first.
 SCHEDULES = (
     Schedule("again", "alone, once more", _again),
@@ -366,3 +381,60 @@ SCHEDULES = (
     Schedule("two-stages", "in two processes", _two_stages),
 )
 NAMES = tuple(schedule.name for schedule in SCHEDULES)
+
+
+def verify(
+    model: Any = None,
+    *,
+    tokens: int = DEFAULT_TOKENS,
+    seed: int = 0,
+    only: SequenceOf[str] | None = None,
+    on_row: Callable[[Row], object] = lambda row: None,
+    cluster: Cluster | None = None,
+    num_threads: int | None = None,
+    **options: Any,
+) -> Report:
+    """Run the same requests alone and in every schedule, and compare them bit for bit.
+
+    `seed` determines the requests, their prompts (drawn from the vocabulary) and their seeds. The model is
+    opened several times, one after the other.
+
+    Args:
+        model: as in `LLM`. A live module can't be offloaded or run in stages; those rows are "not run".
+        tokens: length of the longest completions.
+        seed: seed of prompts and draws.
+        only: names of schedules in `verbatim.verify.NAMES`. None: all. The reference is always run.
+        on_row: callback for each finished row.
+        cluster: placement of the row "two-stages". None: two stages on this machine.
+        num_threads: size of torch's thread pool, for all schedules except "threads".
+        options: options of `LLM` for all schedules: tokenizer, config, revision, trust_remote_code, dtype,
+            device, max_length, kv_dtype, quantization, fused, adapters. Requests take
+            the adapters, and none, in turn.
+
+    Raises:
+        InvalidRequest: an unknown option or schedule, or a number out of range.
+        ModelError and other errors of `LLM`: the model can't be opened.
+    """
+    unknown = next((name for name in options if name not in OPTIONS), None)
+    if unknown is not None:
+        raise InvalidRequest(
+            f"{unknown}={options[unknown]!r}: the schedules set it; allowed are {', '.join(OPTIONS)}"
+        )
+    unknown = next((name for name in only or () if name not in NAMES), None)
+    if unknown is not None:
+        raise InvalidRequest(f"only={unknown!r}: must be one of {', '.join(NAMES)}")
+    num_threads = optional_integer("num_threads", num_threads)
+    chosen = [schedule for schedule in SCHEDULES if only is None or schedule.name in only]
+    trial = Trial(model, options, cluster or Cluster(stages=2))
+    rows = []
+    with threads(num_threads):
+        try:
+            llm = trial.plain()
+            trial.requests = make_requests(llm, tokens, seed)
+            name, key = llm.name, trial.info["numerics_key"]
+            for schedule in (REFERENCE, *chosen):
+                rows.append(trial.run(schedule))
+                on_row(rows[-1])
+        finally:
+            trial.close()
+    return Report(name, key, seed, len(trial.requests), tuple(rows))

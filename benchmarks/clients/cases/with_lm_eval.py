@@ -11,7 +11,7 @@ from pathlib import Path
 
 from case import MODEL, MODEL_PATH, URL, run
 
-TASKS = Path(__file__).parents[3] / "tests" / "serve" / "lm_eval_tasks"
+TASKS = Path(__file__).parents[1] / "lm_eval_tasks"
 
 
 def _evaluate(kind: str, endpoint: str, tasks: str, *more: str) -> dict[str, dict[str, float]]:

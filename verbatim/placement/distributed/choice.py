@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verbatim.checks import integer, number, optional_integer
+from verbatim.checks import budget, integer, number, optional_integer
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.options import budget
 from verbatim.placement.offload.choice import Offload
 
 MAX_STAGES = 512

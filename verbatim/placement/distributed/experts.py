@@ -13,7 +13,6 @@ from torch import Tensor
 
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.model.decoder import Decoder
-from verbatim.model.early_exit import open_draft_layers
 from verbatim.model.experts import ExpertShare, is_stacked, run_experts
 from verbatim.model.spec import inner_model
 from verbatim.options import available_memory, rank_of
@@ -103,12 +102,11 @@ def open_expert_parallel(model: ToOpen, choice: ExpertParallel) -> Placed:
     check_keys(gather_text(key_of(loaded, options), group.group))
     cut = take_share(loaded, source, group, head=None, linears=False, share=ExchangedExperts)
     decoder = Decoder(module, fused=options.fused)
-    layers = open_draft_layers(draft, decoder, loaded)
     if options.kv_bytes is None:
         options = replace(
             options, kv_bytes=int(available_memory() * DEFAULT_KV_SHARE) // group.size
         )
-    runner = open_resident(decoder, loaded, options, limit, layers)
+    runner = open_resident(decoder, loaded, options, limit, draft)
     runner.cuts = cut.ranges
     runner.placement = {
         "placement": "expert parallel",

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore
+from torch.nn.functional import pad
 
 from verbatim.errors import TierFailed, first_line
 
@@ -73,7 +74,8 @@ class Gloo:
         to = None if self._everywhere else to
         if not rows.shape[0]:
             return own.new_empty(*shape, bounds[-1])
-        found = self._exchange(_widened(rows, max(widths)), to)
+        more = max(widths) - rows.shape[1]
+        found = self._exchange(pad(rows, (0, more)) if more else rows, to)
         if found is None:
             return own.new_zeros(()).expand(*shape, bounds[-1])
         if len(set(widths)) == 1:
@@ -85,9 +87,7 @@ class Gloo:
         most = max(counts)
         if not most:
             return own
-        padded = own.new_zeros(most, own.shape[1])
-        padded[: len(own)] = own
-        found = self._exchange(padded, None)
+        found = self._exchange(pad(own, (0, 0, 0, most - len(own))), None)
         assert found is not None
         return torch.cat([part[:count] for part, count in zip(found, counts, strict=True)])
 
@@ -121,14 +121,6 @@ def _gather_to(rank: int) -> Any:
     options = dist.GatherOptions()
     options.rootRank = rank
     return options
-
-
-def _widened(rows: Tensor, width: int) -> Tensor:
-    if rows.shape[1] == width:
-        return rows
-    wide = rows.new_zeros(rows.shape[0], width)
-    wide[:, : rows.shape[1]] = rows
-    return wide
 
 
 @contextmanager

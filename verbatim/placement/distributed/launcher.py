@@ -6,6 +6,7 @@ stdin and reports on stdout, both as lines of JSON.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -80,7 +81,9 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """End it at once; harmless where it has ended."""
-        self._launcher.kill(self)
+        if self.returncode is None:
+            self._launcher.order({"kill": self.number})
+            self.wait(5.0)
 
 
 class Launcher:
@@ -122,16 +125,11 @@ class Launcher:
                 self._launch()
             worker = WorkerProcess(len(self._workers), self)
             self._workers.append(worker)
-            self._order({"start": worker.number, "arguments": arguments})
+            self.order({"start": worker.number, "arguments": arguments})
         return worker
 
-    def kill(self, worker: WorkerProcess) -> None:
-        """End a worker."""
-        if worker.returncode is None:
-            self._order({"kill": worker.number})
-            worker.wait(5.0)
-
-    def _order(self, order: dict[str, Any]) -> None:
+    def order(self, order: dict[str, Any]) -> None:
+        """Tell the interpreter that forks."""
         assert self._process.stdin is not None
         with self.changed:
             try:
@@ -181,6 +179,7 @@ def main() -> None:
     """Fork workers until the process that started this one is gone."""
     module, _, name = sys.argv[1].partition(":")
     target: Callable[..., object] = getattr(importlib.import_module(module), name)
+    gc.freeze()  # a worker's collections look at none of this, and copy none of its memory
     alive, held = os.pipe()  # its end tells workers that this process is gone
     workers: dict[int, int] = {}  # pid to number, of those that run
 

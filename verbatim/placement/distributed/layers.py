@@ -15,7 +15,6 @@ from verbatim.errors import VerbatimError
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.store import cache_info
 from verbatim.model.draft_layers import DraftLayers
-from verbatim.model.early_exit import EarlyExit, EarlyExitLayers, open_draft_layers
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.mtp_source import Mtp
 from verbatim.model.patching import threads
@@ -48,7 +47,6 @@ class Layers(Served):
         super().__init__()
         self.part: Part | None = None
         self._kept: HiddenStore | None = None
-        self._drafts = DraftLayers()
         self._options: EngineOptions
         self._split: Split | None = None
         self._first_of: dict[str, int] = {}
@@ -74,8 +72,12 @@ class Layers(Served):
         with self._inspecting, threads(options.num_threads):
             loaded = self.skeleton(message["source"])
             assert self._split is not None
-            self.part, self._drafts = _open_part(loaded, self._split, message)
-            part = self.part
+            first, end, place = message["first"], message["end"], None
+            if message["offload"] is not None:
+                place = partial(_tiers_of, message, (end - first) / self._split.num_layers)
+            draft = options_of(message["draft"])
+            part = Part(loaded, first, end, split=self._split, draft=draft, place=place)
+            self.part = part
         for adapter in message.get("adapters", ()):
             part.decoder.load_adapter(adapter, partial=True)
         spec, report = part.decoder.spec, part.own.packed
@@ -90,9 +92,9 @@ class Layers(Served):
             "vocab_size": self._split.vocab_size,
             "choices": spec.choices,
             "hidden_reason": spec.hidden_reason if part.is_last else None,
-            **cache_info(spec.layers, spec.states, dtype, self._drafts.bytes_per_token(dtype)),
-            "draft": self._drafts.info(),
-            "limits": None if part.tiers is None else _limits_of(part.tiers, spec, self._drafts),
+            **cache_info(spec.layers, spec.states, dtype, part.drafts.bytes_per_token(dtype)),
+            "draft": part.drafts.info(),
+            "limits": None if part.tiers is None else _limits_of(part.tiers, spec, part.drafts),
             "numerics_key": numerics_key(
                 dtype_name(spec.dtype),
                 dtype_named(dtype),
@@ -110,8 +112,8 @@ class Layers(Served):
         Args:
             first_of: the number of layers before this part that choose, by `CHOICES`.
         """
-        part, options, drafts = self._opened(), self._options, self._drafts
-        decoder, size = part.decoder, options.block_size
+        part, options = self._opened(), self._options
+        decoder, drafts, size = part.decoder, part.drafts, options.block_size
         self._first_of = first_of
         if part.tiers is not None:
             self.runner = open_tiered(part.tiers, decoder, drafts, num_blocks, num_states)
@@ -126,6 +128,7 @@ class Layers(Served):
             kept = min(num_blocks, keep_bytes // (width * hidden_dtype.itemsize * size))
             if kept:
                 self._kept = HiddenStore(width, kept, size, hidden_dtype, torch.device("cpu"))
+                self.runner.stores.append(self._kept)
         return {"kept_blocks": kept, "row_widths": self.row_widths}
 
     def entering(self, num_tokens: int) -> Tensor:
@@ -183,41 +186,25 @@ class Layers(Served):
         """Hold an adapter's matrices for the layers here, and return their names."""
         return list(self.running.decoder.load_adapter(adapter, partial=True))
 
-    def sleep(self, weights: bool) -> None:
-        """Free the KV memory; with `weights`, also that of the weights."""
-        self.running.sleep(weights)
-        if self._kept is not None:
-            self._kept.release()
-
-    def wake(self) -> None:
-        """Allocate the memory again, and read the weights.
-
-        Raises:
-            ModelChanged: the files hold another model by now. It sleeps on.
-        """
-        self.running.wake()
-        if self._kept is not None:
-            self._kept.allocate()
-
     def close(self) -> None:
         """Free everything."""
         if self.runner is not None:
             self.runner.close()
-        self._drafts.close()
         if self.part is not None:
             self.part.close()
-        self.part, self.runner, self._drafts, self._weights = None, None, DraftLayers(), None
-        self._kept = None
+        self.part = self.runner = self._weights = self._kept = None
 
     def status(self) -> Message:
         part, runner = self.part, self.runner
         if part is None:
             return {"layers": None, "weight_bytes": 0, "kv_bytes": 0, "kept_bytes": 0}
+        kept_bytes = 0 if self._kept is None else self._kept.nbytes
+        held = 0 if runner is None else sum(store.nbytes for store in runner.stores)
         return {
             "layers": [part.first, part.end],
             "weight_bytes": part.weight_bytes,
-            "kv_bytes": (0 if runner is None else runner.store.nbytes) + self._drafts.nbytes,
-            "kept_bytes": 0 if self._kept is None else self._kept.nbytes,
+            "kv_bytes": held - kept_bytes,
+            "kept_bytes": kept_bytes,
         }
 
     def _opened(self) -> Part:
@@ -226,51 +213,15 @@ class Layers(Served):
         return self.part
 
 
-def _open_part(loaded: LoadedModel, split: Split, message: Message) -> tuple[Part, DraftLayers]:
-    """Open the layers of a stage, and its draft layers.
-
-    Args:
-        message: `first`, `end`, and `draft`, as of `describe`.
-
-    Raises:
-        UnsupportedModel, TierFailed: as of `Part`.
-        NotSupported, InvalidRequest, ModelError: the draft layers can't be opened.
-    """
-    first, end, draft = message["first"], message["end"], options_of(message["draft"])
-    mtp = draft if isinstance(draft, Mtp) and end == split.num_layers else None
-    exits = isinstance(draft, EarlyExit) and first == 0
-    place = None
-    if message["offload"] is not None:
-        place = partial(_tiers_of, message, (end - first) / split.num_layers, mtp)
-    part = Part(
-        loaded,
-        first,
-        end,
-        split=split,
-        embeds=mtp is not None,
-        exits=exits,
-        place=place,
-    )
-    try:
-        if isinstance(draft, EarlyExit) and exits:
-            return part, EarlyExitLayers(part.decoder, draft.layers, part.whole)
-        if mtp is not None:
-            return part, open_draft_layers(mtp, part.decoder, loaded)
-    except BaseException:
-        part.close()
-        raise
-    return part, DraftLayers()
-
-
-def _tiers_of(message: Message, share: float, draft: Mtp | None, own: LoadedModel) -> Tiers:
+def _tiers_of(message: Message, share: float, own: LoadedModel, draft: Mtp | None) -> Tiers:
     """Return the weights of a stage, read into the tiers of a plan.
 
     Args:
         message: as of `Layers.open`. `memory` is this stage's, and so are `kv_bytes`, which are None if such
             a stage was never opened.
         share: the part of the model's layers that the stage has.
-        draft: MTP layers beside them.
         own: the layers.
+        draft: MTP layers beside them.
     """
     offload, options, kv_bytes = message["offload"], message["options"], message["kv_bytes"]
     if kv_bytes is None and options.kv_bytes is not None:

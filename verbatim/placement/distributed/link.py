@@ -13,7 +13,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from verbatim.errors import VerbatimError
@@ -95,14 +95,14 @@ class Link:
         if not hmac.compare_digest(self._take(_NONCE), expected):
             raise Refused("it does not know the cluster's key")
 
-    def send(self, message: Mapping[str, Any] | list[Buffer]) -> None:
-        """Send one message whole; it may be encoded already.
+    def send(self, message: Mapping[str, Any] | Iterable[Buffer]) -> None:
+        """Send one message whole; it may be encoded already, or be encoded piece by piece meanwhile.
 
         Raises:
             LinkLost: the other side is gone, or takes nothing.
         """
-        buffers = message if isinstance(message, list) else encode(message)
-        if sum(map(len, buffers)) < _AHEAD:
+        buffers = encode(message) if isinstance(message, Mapping) else message
+        if isinstance(buffers, list) and sum(map(len, buffers)) < _AHEAD:
             buffers = [b"".join(buffers)]
         with self._sending:
             try:

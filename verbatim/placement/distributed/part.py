@@ -25,8 +25,10 @@ from verbatim.errors import UnsupportedModel
 from verbatim.heap import give_back_freed
 from verbatim.model.context import active_context
 from verbatim.model.decoder import Decoder
-from verbatim.model.early_exit import copy_path
+from verbatim.model.draft_layers import DraftLayers
+from verbatim.model.early_exit import EarlyExit, copy_path, open_draft_layers
 from verbatim.model.loader import Checkpoint, LoadedModel
+from verbatim.model.mtp_source import Mtp
 from verbatim.model.packed import drop_weights, weight_bytes
 from verbatim.model.spec import inner_model
 from verbatim.options import dtype_name
@@ -52,15 +54,16 @@ class Part:
     Args:
         skeleton: of the whole model; left as it is, so that other parts can be made of it.
         split: of this skeleton, where it is there already.
-        embeds: it has the embedding in any case, for layers that draft behind its own.
-        exits: it has what follows the last layer in any case, so that its own layers can draft.
-        place: reads its weights into the tiers of a plan; None: into memory.
+        draft: layers of the model that draft, if they are here: MTP layers are behind the last layer, and
+            need the embedding; the first layers exit early, and need what follows the last one.
+        place: reads its weights, with these MTP layers beside them, into the tiers of a plan; None: into
+            memory.
 
     Attributes:
         is_first, is_last: it begins with the embedding; it ends with the head.
         decoder: runs it.
         num_parameters: that it holds; those of several parts count on each.
-        whole: the module with the forwards of the whole model.
+        drafts: the layers that draft here, without their stores.
         tiers: where its weights are; None: in memory.
         own: its module with its weights.
 
@@ -68,6 +71,7 @@ class Part:
         InvalidRequest: there are no such layers.
         UnsupportedModel: the model can't be cut there, or its own layers need something of other parts.
         TierFailed: a file can't be read, or changed since the skeleton was opened.
+        NotSupported, ModelError: the layers that draft can't be opened.
     """
 
     def __init__(
@@ -77,9 +81,8 @@ class Part:
         end: int,
         *,
         split: Split | None = None,
-        embeds: bool = False,
-        exits: bool = False,
-        place: Callable[[LoadedModel], Tiers] | None = None,
+        draft: Mtp | EarlyExit | None = None,
+        place: Callable[[LoadedModel, Mtp | None], Tiers] | None = None,
     ) -> None:
         assert skeleton.lazy_weights is not None, (
             "a skeleton has a lazy weight for each of its weights"
@@ -91,8 +94,11 @@ class Part:
         self._split = split
         self._ids = torch.empty(0, dtype=torch.int64)  # of the forward that began last
         self.tiers: Tiers | None = None
+        self.drafts = DraftLayers()
+        mtp = draft if isinstance(draft, Mtp) and self.is_last else None
+        exit_ = draft if isinstance(draft, EarlyExit) and self.is_first else None
         lazy_weights, kept = skeleton.lazy_weights, split.running[first:end]
-        parameters = split.parameters(first, end, embeds=embeds, exits=exits)
+        parameters = split.parameters(first, end, embeds=mtp is not None, exits=exit_ is not None)
         self.num_parameters = sum(p.numel() for p in parameters)
 
         def copied() -> tuple[nn.ModuleList, LoadedModel]:
@@ -110,17 +116,15 @@ class Part:
         with ExitStack() as undo:
             undo.callback(self.close)
             if place is not None:
-                for index in set(range(len(layers))) - set(
-                    kept
-                ):  # a plan needs the shapes of its own
+                for index in {*range(len(layers))}.difference(kept):  # a plan needs its own shapes
                     layers[index].__dict__["forward"] = self._pass
-                self.tiers = place(self.own)
+                self.tiers = place(self.own, mtp)
                 self.own.packed = self.tiers.report
             else:
                 read(self.own)
                 if skeleton.folder is not None:
                     self.own.checkpoint = Checkpoint(self.own, lambda: read(copied()[1]))
-            self.whole = copy_path(module, layers)
+            whole = copy_path(module, layers)  # with the forwards of the whole model
             for index in split.running[:first]:
                 layers[index].__dict__["forward"] = self._pass
             if first in split.direct:  # so that all own layers can be fused
@@ -141,6 +145,7 @@ class Part:
                     f"{type(inner).__name__}: layers {first} to {end} alone give numbers that are none: "
                     "their weights hold NaN or infinities, or they need weights of other layers"
                 )
+            self.drafts = open_draft_layers(mtp or exit_, self.decoder, skeleton, whole)
             undo.pop_all()
 
     @property
@@ -167,6 +172,7 @@ class Part:
 
     def close(self) -> None:
         """Free the weights; a second call does nothing."""
+        self.drafts.close()
         if self.tiers is not None:
             self.tiers.close()
         drop_weights(self.own.module)

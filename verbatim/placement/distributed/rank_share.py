@@ -92,7 +92,7 @@ class RankShare(Served):
         runner.cuts, self.runner = self.cut.ranges, runner
         held = weight_bytes(decoder.held)
         return {
-            "kv_bytes": store.nbytes + drafts.nbytes,
+            "kv_bytes": sum(each.nbytes for each in runner.stores),
             "weight_bytes": held,
             "row_widths": self.row_widths,
         }

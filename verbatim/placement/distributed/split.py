@@ -21,9 +21,10 @@ from verbatim.model.hidden import head_of
 from verbatim.model.loader import LoadedModel
 from verbatim.model.packed import placeholder
 from verbatim.model.packing import choose_packings
-from verbatim.model.patching import configs_of, exclusive, replaced_forwards
+from verbatim.model.patching import exclusive, replaced_forwards
 from verbatim.model.refusals import reason_to_refuse
 from verbatim.model.spec import InspectionContext, inner_model, inspect_forward, takes_positions
+from verbatim.model.tree import Tree
 
 _ONE_LIST = "its layers are not in one list that is called once, from its first to its last"
 _PLAIN = (Tensor, bool, int, float, str, tuple, torch.dtype, torch.device, type(None))
@@ -57,7 +58,7 @@ def hollow_copy(
     for parameter in module.parameters():  # tied ones come once, and stay tied
         own = nn.Parameter(placeholder(parameter), requires_grad=False)
         parameters[parameter] = memo[id(parameter)] = own
-    for shared in (*module.buffers(), *configs_of(module)):
+    for shared in (*module.buffers(), *Tree(module).configs):
         memo[id(shared)] = shared
     copied = copy.deepcopy(module, memo)
     return copied, memo[id(layers)], parameters
@@ -392,24 +393,12 @@ def _outline(module: nn.Module, inner: Any) -> tuple[nn.ModuleList, _Outline]:
     raise reason
 
 
-def _candidates(inner: Any) -> list[nn.ModuleList]:
-    """Return lists of modules that are in no other list: the decoder's first, the largest first."""
-    found: dict[int, nn.ModuleList] = {}
-
-    def lists_in(module: nn.Module) -> list[nn.ModuleList]:
-        lists: list[nn.ModuleList] = []
-        for child in module.children():
-            lists += [child] if isinstance(child, nn.ModuleList) else lists_in(child)
-        return sorted(lists, key=lambda one: -sum(p.nbytes for p in one.parameters()))
-
-    try:
-        decoder = inner.get_decoder()
-    except (AttributeError, NotImplementedError):
-        decoder = inner
-    for module in (decoder, inner):
-        for one in lists_in(module) if isinstance(module, nn.Module) else ():
-            found.setdefault(id(one), one)
-    return list(found.values())
+def _candidates(module: nn.Module) -> list[nn.ModuleList]:
+    """Return lists of modules that are in no other list, the largest first."""
+    lists: list[nn.ModuleList] = []
+    for child in module.children():
+        lists += [child] if isinstance(child, nn.ModuleList) else _candidates(child)
+    return sorted(lists, key=lambda one: -sum(p.nbytes for p in one.parameters()))
 
 
 def _parameters(*sources: set[Source]) -> frozenset[nn.Parameter]:

@@ -10,7 +10,7 @@ import ctypes
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -111,15 +111,16 @@ class Mark(NamedTuple):
     part: int  # micro-batch of the step
 
 
-def encode_rows(mark: Mark, hidden: Tensor) -> list[Buffer]:
+def encode_rows(mark: Mark, hidden: Tensor) -> Iterator[Buffer]:
     """Encode the hidden states `[T, H]` of a piece of work as buffers.
 
     They go from stage to stage in every step, right after weights have swept all else out of the
     processor's caches: then each piece of code and each object that is touched costs more than moving the
-    states does.
+    states does. So the prefix goes first, and the other side wakes up meanwhile.
     """
-    data = bytes_of(hidden.contiguous())
-    return [PREFIX.pack(_ROWS, 0, len(data), *mark), data]
+    rows = hidden.contiguous()
+    yield PREFIX.pack(_ROWS, 0, rows.nbytes, *mark)
+    yield bytes_of(rows)
 
 
 def encode(message: Mapping[str, Any]) -> list[Buffer]:

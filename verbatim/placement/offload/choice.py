@@ -10,9 +10,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verbatim.checks import integer, optional_integer, switch
+from verbatim.checks import budget, integer, optional_integer, switch
 from verbatim.errors import InvalidRequest
-from verbatim.options import budget
 
 Percents = tuple[float, float, float]  # gpu, cpu, disk; the sum is 100
 
@@ -28,8 +27,8 @@ class Offload:
     used in place.
 
     Args:
-        gpu: budget of the device tier: bytes, or "16GB". None, if `cpu` is None too: 60% of the available
-            memory. Covers everything: weights, K and V, buffers, activations.
+        gpu: budget of the device tier: bytes, or "16GB". Covers everything: weights, K and V, buffers,
+            activations. None: 60% of the available memory, unless `cpu` is given.
         cpu: budget of the RAM tier. None: 0.
         disk: folder for K and V and activations that leave memory, and for compressed weights. Files there
             are unnamed and disappear with the process. None: the system's folder for temporary files.
