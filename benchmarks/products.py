@@ -30,10 +30,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from verbatim import kernels
-from verbatim.model.integers import interleave
 from verbatim.model.products import Packed, linear
 from verbatim.model.quantization import resolve_quantization
-from verbatim.model.quantize import pack
+from verbatim.model.quantize import interleave, pack
 from verbatim.model.weight_packing import WeightPacking
 
 SHAPES = {  # name: (N, K)

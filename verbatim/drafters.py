@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from verbatim.checks import memory_bytes
-from verbatim.draft.chain import Chain
 from verbatim.draft.config import NAMES, Drafter, DraftModel
 from verbatim.draft.layers import LayersProposer
 from verbatim.draft.model import DraftModelProposer
@@ -25,7 +24,7 @@ from verbatim.options import available_memory, total_memory
 from verbatim.placement.kv_caches import speaks_kv_caches
 from verbatim.placement.options import EngineOptions
 from verbatim.placement.resident import open_resident
-from verbatim.protocols import Proposer, Runner
+from verbatim.protocols import Runner
 from verbatim.source import open_model
 from verbatim.weights.load import open_weights
 
@@ -47,18 +46,15 @@ def open_drafting(
     """
     if draft is None:
         return None
-    proposer: Proposer
+    proposer: Any = draft
+    live = False
     if isinstance(draft, Mtp | EarlyExit):
         drafting_runner: Any = runner  # opened with these layers
         proposer = LayersProposer(drafting_runner, options.max_batch_tokens)
+        live = loaded.live
     elif isinstance(draft, DraftModel):
         proposer = _open_draft_model(draft, runner, options, loaded)
-    else:
-        proposer = draft
-    if isinstance(proposer, DraftModelProposer):
         live = proposer.live
-    else:
-        live = loaded.live and isinstance(proposer, Chain)
     return Drafting(
         proposer,
         DraftLengths(num_tokens),

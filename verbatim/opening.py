@@ -50,7 +50,7 @@ from verbatim.placement.offload.forecast import Forecast, forecast
 from verbatim.placement.offload.runner import open_offloaded
 from verbatim.placement.offload.tiers import units_of
 from verbatim.placement.options import EngineOptions, Placed, ToOpen
-from verbatim.placement.resident import move, open_resident
+from verbatim.placement.resident import open_resident
 from verbatim.protocols import Runner
 from verbatim.source import open_model
 from verbatim.text.tokenizer import Tokenizer
@@ -146,7 +146,9 @@ def _open_here(model: ToOpen, weak: bool) -> Placed:
             )
         return Placed(open_kv_caches(loaded, options, limit, weak=weak), options)
     if device.is_gpu and not loaded.live:
-        move(loaded, device)
+        loaded.module.to(device.torch)
+        if loaded.checkpoint is not None:
+            loaded.checkpoint.moved(loaded.module)
     with device.current():
         decoder = Decoder(
             loaded.module,

@@ -247,9 +247,10 @@ class SamplingParams:
         if self.adapter is not None and not _is_text(self.adapter):
             raise InvalidRequest(f"adapter={self.adapter!r}: must be Unicode text or None")
         for name in given:
-            value = getattr(self, name)
-            size = sum(map(len, value)) if isinstance(value, tuple) else len(value)
-            _check_count(name, size, MAX_STRUCTURE_CHARS, "characters")
+            text = "".join(getattr(self, name))  # of a string or of choices
+            _check_count(name, len(text), MAX_STRUCTURE_CHARS, "characters")
+            if not _is_text(text):
+                raise InvalidRequest(f"{name}: not Unicode text: it has half a surrogate pair")
 
     def _check_beams(self) -> None:
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from support.toy_tokenizers import byte_level, metaspace
 from support.toys import make_toy, random_ids
 from verbatim import LLM, InvalidRequest, NotSupported, SamplingParams, storyteller
 from verbatim.draft import DraftModel
-from verbatim.draft.cache import DraftCache
 from verbatim.draft.model import DraftModelProposer
 from verbatim.engine import drafting, scheduler
 from verbatim.errors import ModelError, OutOfBlocks
@@ -188,32 +186,6 @@ def test_its_position_limit_ends_drafts_and_not_the_request() -> None:
         assert facts(llm.generate(PROMPT, params)[0]) == expected
         assert max(seen) == 31
         check_no_drafts_left(llm)
-
-
-def test_holdings_take_back_from_the_least_recently_used_and_never_from_the_living() -> None:
-    with LLM(make_toy("qwen3")) as llm:
-        params = SamplingParams(max_tokens=9)
-        a, b, c, d = (llm.engine.admission.admit(PROMPT, params).sequences[0] for _ in range(4))
-    cache = DraftCache(num_blocks=7, block_size=4)
-    assert cache.reserve(cache.entry(a), 1, 8) == 8
-    assert cache.reserve(cache.entry(b), 1, 8) == 8
-    assert cache.reserve(cache.entry(c), 1, 7) == 8
-    assert cache.num_used == 6
-    of_a, of_c = list(cache.entry(a).blocks), list(cache.entry(c).blocks)
-    # b was not used for longest, and there are six in all.
-    entry = cache.entry(d)
-    assert cache.reserve(entry, 5, 8, {d}) == 8
-    assert (cache.entry(a).blocks, cache.entry(c).blocks) == (of_a, of_c)
-    assert cache.entry(b).blocks == []
-    assert cache.reserve(entry, 25, 25, {d}) == 8  # never: nothing is taken
-    assert cache.num_used == 2  # but the others had to go for it
-    assert cache.reserve(entry, 9, 99, {d}) == 24
-    # Those who use theirs in this call keep them; who is gone has none.
-    assert cache.reserve(cache.entry(a), 1, 4, {a, d}) == 0
-    del d, entry
-    gc.collect()
-    assert cache.num_used == 0
-    assert cache.reserve(cache.entry(a), 1, 4, {a}) == 4
 
 
 # ---- weights and memory

@@ -213,7 +213,7 @@ def test_ctrl_c_while_hooks_are_silenced_loses_none() -> None:
     model, seen = make_toy("llama"), list[int]()
     model.model.embed_tokens.register_forward_hook(lambda *_: seen.append(1))
     model.lm_head._forward_hooks = breaking = Breaking({0: lambda *_: seen.append(2)})
-    with pytest.raises(KeyboardInterrupt), patched(model, [], [], hooks=False):
+    with pytest.raises(KeyboardInterrupt), patched(model, [], hooks=False):
         pass
     assert model.lm_head._forward_hooks is breaking
     model(torch.tensor([[3, 4]]))

@@ -14,13 +14,12 @@ from support.requests_mixed import all_facts, generated, mixed_requests
 from support.toys import make_toy, random_ids
 from verbatim import (
     LLM,
-    InvalidRequest,
     NotSupported,
     SamplingParams,
     kernels,
 )
 from verbatim.model.packed import PackedEmbedding, PackedLinear, packed_buffers
-from verbatim.model.quantization import Quantization, resolve_quantization
+from verbatim.model.quantization import Quantization
 from verbatim.model.quantize import unpack
 from verbatim.weights import packed_cache
 from verbatim.weights.lazy import Held
@@ -171,18 +170,6 @@ def test_the_cache_serves_both(
             facts = generated(LLM(folders("llama"), quantization=quantization), *requests)
             assert expected.setdefault(quantization, facts) == facts
     assert len(list((tmp_path / "verbatim").glob("*.safetensors"))) == 1
-
-
-def test_names() -> None:
-    assert resolve_quantization("w8a8") == Quantization(8, activation_bits=8)
-    assert resolve_quantization("w4a8") == Quantization(4, activation_bits=8)
-    assert Quantization(4, activation_bits=8).name == "int4-g64-head8-a8"
-    assert Quantization(8, activation_bits=8).of_weights == Quantization(8)
-    for wrong in (4, 16, True, "8"):
-        with pytest.raises(InvalidRequest, match=r"activation_bits=.*must be one of \(8, None\)"):
-            Quantization(8, activation_bits=wrong)  # type: ignore[arg-type]
-    with pytest.raises(NotSupported, match="'int8', 'int4', 'w8a8', 'w4a8' or a Quantization"):
-        resolve_quantization("a8")
 
 
 def test_where_it_does_not_serve_it_is_refused_by_name(folders: Callable[[str], Path]) -> None:

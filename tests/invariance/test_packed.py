@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -187,23 +188,61 @@ def test_tied_weights_lie_in_memory_once() -> None:
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
 
 
-def test_info_tells_what_is_packed_and_how_far_off_it_is(tmp_path: Path) -> None:
-    module = make_toy("qwen3_moe")
-    module.save_pretrained(tmp_path)
-    with LLM(tmp_path, quantization="int4") as llm:
-        told, info = llm.info()["quantization"], llm.info()
-        exact = sum(p.nbytes for p in llm.engine.runner.module.parameters())
+# What the toys keep quantized besides embedding and head, and the matrices that they keep as they are.
+_PROJECTIONS = r"model\.layers\.\d\.(self_attn|mlp)\.[a-z]+_proj\.weight"
+_TABLES = r"model\.embed_tokens\.weight|lm_head\.weight|transformer\.wte\.weight"
+PACKED = {
+    "llama": (_PROJECTIONS, []),
+    "qwen3_moe": (
+        _PROJECTIONS + r"|model\.layers\.\d\.mlp\.experts\.(gate_up|down)_proj",
+        ["model.layers.*.mlp.gate.weight"],
+    ),
+    "gpt2": (r"transformer\.h\.\d\.(attn|mlp)\.c_[a-z]+\.weight", ["transformer.wpe.weight"]),
+    "gemma2": (_PROJECTIONS, []),
+}
+
+
+@pytest.mark.parametrize("placement", [None, PLACEMENTS[2]])
+@pytest.mark.parametrize("name", PACKED)
+def test_info_tells_what_is_packed_how_large_and_how_far_off(
+    name: str, placement: Any, folders: Callable[[str], Path]
+) -> None:
+    module, (pattern, exact) = make_toy(name), PACKED[name]
+    packings = choose_packings(module, Quantization())
+    named = {n: p for n, p in module.named_parameters() if p in packings}
+    matching = re.compile(f"{pattern}|{_TABLES}").fullmatch
+    assert named.keys() == {n for n, _ in module.named_parameters() if matching(n)}
+    with LLM(folders(name), quantization="int4", placement=placement) as llm:
+        info = llm.info()
+        units = None if placement is None else llm.engine.runner.weights.units
+    told = info["quantization"]
+    if placement is not None and not module.config.tie_word_embeddings:
+        # Its rows are looked up in the file.
+        assert told["rounded"] == ["model.embed_tokens.weight"]
+        del named["model.embed_tokens.weight"]
     wrong = all_of_it = 0.0
-    for weight, packing in choose_packings(module, Quantization()).items():
-        off = rounded(weight.detach(), packing) - weight.detach()
-        wrong += float(off.double().square().sum())
-        all_of_it += float(weight.detach().double().square().sum())
-    assert told["relative_error"] == pytest.approx((wrong / all_of_it) ** 0.5, rel=1e-5)
-    assert told["exact"] == ["model.layers.*.mlp.gate.weight"]
-    assert "model.layers.*.mlp.experts.gate_up_proj" in told["packed"]
-    assert info["parameters"] == sum(p.numel() for p in module.parameters())
-    assert info["weight_bytes"] == told["bytes_after"] + exact
-    assert told["bytes_before"] + exact == sum(p.nbytes for p in module.parameters())
+    for parameter in named.values():
+        weight = parameter.detach()
+        wrong += float((rounded(weight, packings[parameter]) - weight).double().square().sum())
+        all_of_it += float(weight.double().square().sum())
+    assert told["relative_error"] == pytest.approx((wrong / all_of_it) ** 0.5, rel=1e-4)
+    assert 0.05 < told["relative_error"] < 0.12
+    count = sum(p.numel() for p in named.values())
+    assert told["bits_per_weight"] == pytest.approx(8 * told["bytes_after"] / count, abs=1e-3)
+    assert 4.4 < told["bits_per_weight"] < 5.2
+    assert told["format"] == "int4-g64-head8" and "/weights-int4-g64-head8/" in info["numerics_key"]
+    assert set(told["packed"]) == {re.sub(r"\.\d\.", ".*.", n) for n in named}
+    assert told["exact"] == exact
+    assert told["bytes_before"] == sum(p.nbytes for p in named.values())
+    if units is None:
+        left = sum(p.nbytes for n, p in module.named_parameters() if n not in named)
+        assert info["parameters"] == sum(p.numel() for p in module.parameters())
+        assert info["weight_bytes"] == told["bytes_after"] + left
+    else:
+        slots = [slot for slot in units.slots if slot.packing is not None]
+        assert {slot.name for slot in slots} == named.keys()
+        assert told["bytes_after"] == sum(slot.packing.nbytes for slot in slots)
+        assert all(slot.tier == "disk" for slot in slots)
 
 
 # ---- Life ----

@@ -37,22 +37,6 @@ EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=[k.name for k in KINDS])
 LIBRARIES = kernels.available()
 WEIGHTS = ((100, 0, 0), (0, 0, 100), (30, 40, 30))
 
-# What the toys keep quantized, and the matrices that they keep as they are.
-_PROJECTIONS = r"model\.layers\.\d\.(self_attn|mlp)\.[a-z]+_proj\.weight"
-TABLES = r"model\.embed_tokens\.weight|lm_head\.weight|transformer\.wte\.weight"
-PACKED = {
-    "llama": _PROJECTIONS,
-    "qwen3_moe": _PROJECTIONS + r"|model\.layers\.\d\.mlp\.experts\.(gate_up|down)_proj",
-    "gpt2": r"transformer\.h\.\d\.(attn|mlp)\.c_[a-z]+\.weight",
-    "gemma2": _PROJECTIONS,
-}
-EXACT = {
-    "llama": [],
-    "qwen3_moe": ["model.layers.*.mlp.gate.weight"],
-    "gpt2": ["transformer.wpe.weight"],
-    "gemma2": [],
-}
-
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     """Weights of many sizes."""
@@ -352,6 +336,7 @@ def test_an_unknown_backend_is_refused() -> None:
         *[dict(group_size=size) for size in (0, 7, -1, True, 64.0, "64", None)],
         *[dict(bits=bits) for bits in (0, 3, 5, 16, True, 4.0, "4", None)],
         *[dict(head_bits=bits) for bits in (0, 16, True, 8.0, "8", False)],
+        *[dict(activation_bits=bits) for bits in (4, 16, True, "8")],
     ],
     ids=str,
 )
@@ -361,9 +346,12 @@ def test_numbers_that_are_not_built_are_refused(options: dict[str, Any]) -> None
         Quantization(**options)
 
 
-@pytest.mark.parametrize("value", ["int5", "INT8", "", 8, True, torch.int8, ["int8"]], ids=str)
+@pytest.mark.parametrize(
+    "value", ["int5", "INT8", "a8", "", 8, True, torch.int8, ["int8"]], ids=str
+)
 def test_other_names_are_refused(value: Any) -> None:
-    with pytest.raises(NotSupported, match=re.escape(f"quantization={value!r}")):
+    allowed = "'int8', 'int4', 'w8a8', 'w4a8' or a Quantization"
+    with pytest.raises(NotSupported, match=rf"{re.escape(f'quantization={value!r}')}.*{allowed}"):
         LLM(make_toy("llama"), quantization=value)
 
 
@@ -371,8 +359,12 @@ def test_names_and_defaults() -> None:
     assert resolve_quantization(None) is None
     assert resolve_quantization("int8") == Quantization(bits=8, group_size=64, head_bits=8)
     assert resolve_quantization("int4") == Quantization() == Quantization(4, 64, 8)
+    assert resolve_quantization("w8a8") == Quantization(8, activation_bits=8)
+    assert resolve_quantization("w4a8") == Quantization(4, activation_bits=8)
+    assert Quantization(8, activation_bits=8).of_weights == Quantization(8)
     kinds = [Quantization(8), Quantization(4), Quantization(4, 32, 4), Quantization(8, 128, None)]
-    names = ["int8-g64", "int4-g64-head8", "int4-g32", "int8-g128-head-exact"]
+    kinds.append(Quantization(4, activation_bits=8))
+    names = ["int8-g64", "int4-g64-head8", "int4-g32", "int8-g128-head-exact", "int4-g64-head8-a8"]
     assert [kind.name for kind in kinds] == names
     assert resolve_quantization(KINDS[2]) is KINDS[2]
 
@@ -390,54 +382,6 @@ def quantized(folder: Path, quantization: Any, dtype: str = "float32", **setting
         quantization=quantization,
         placement=Offload(**(placed | settings)),
     )
-
-
-def kinds_of(name: str, module: Any, kind: Quantization) -> dict[str, Quantization]:
-    """How each weight of a toy is packed, by its name."""
-    found = dict.fromkeys(
-        (n for n, _ in module.named_parameters() if re.fullmatch(PACKED[name], n)), kind
-    )
-    assert len(found) % 3 == 0 and found
-    if kind.head_bits is not None:
-        tables = [n for n, _ in module.named_parameters() if re.fullmatch(TABLES, n)]
-        assert tables
-        found |= dict.fromkeys(tables, Quantization(kind.head_bits, kind.group_size))
-    return found
-
-
-@pytest.mark.parametrize("name", list(EXACT))
-def test_info_tells_what_is_packed_how_large_and_how_far_off(
-    name: str, folders: Callable[[str], Path]
-) -> None:
-    module = make_toy(name)
-    kinds = kinds_of(name, module, Quantization())
-    found = {path: module.get_parameter(path) for path in kinds}
-    if not module.config.tie_word_embeddings:  # of this one, rows are looked up in the file
-        del found["model.embed_tokens.weight"]
-    off = all_of_it = 0.0
-    for path, weight in ((n, p.detach()) for n, p in found.items()):
-        made = there_and_back(weight, kinds[path], name == "gpt2" and "wte" not in path)
-        off += float((made - weight).double().square().sum())
-        all_of_it += float(weight.double().square().sum())
-    with quantized(folders(name), "int4") as llm:
-        info = llm.info()
-        weights = llm.engine.runner.weights
-        slots = [slot for slot in weights.units.slots if slot.packing is not None]
-        streamed = [slot for slot in weights.units.slots if slot.tier == "disk"]
-    told = info["quantization"]
-    assert {slot.name for slot in slots} == set(found)
-    assert told["format"] == "int4-g64-head8"
-    assert "/weights-int4-g64-head8/" in info["numerics_key"]
-    tied = module.config.tie_word_embeddings
-    assert told.get("rounded", []) == ([] if tied else ["model.embed_tokens.weight"])
-    assert set(told["packed"]) == {re.sub(r"\.\d\.", ".*.", n) for n in found}
-    assert told["exact"] == EXACT[name]
-    assert told["bytes_before"] == sum(p.nbytes for p in found.values())
-    assert told["bytes_after"] == sum(slot.stored_bytes for slot in slots)
-    assert told["bits_per_weight"] == pytest.approx(4.8, abs=0.3)
-    assert told["relative_error"] == pytest.approx((off / all_of_it) ** 0.5, rel=1e-4)
-    assert 0.05 < told["relative_error"] < 0.12
-    assert set(slots) <= set(streamed)
 
 
 def test_fewer_bytes_are_read(folders: Callable[[str], Path]) -> None:

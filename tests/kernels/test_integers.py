@@ -13,11 +13,10 @@ from verbatim import kernels
 from verbatim.model.integers import (
     activation_codes,
     integer_linear,
-    interleave,
 )
 from verbatim.model.products import Packed, linear
 from verbatim.model.quantization import GROUP_SIZES, Quantization
-from verbatim.model.quantize import pack, plain_rows, unpack, unpack_rows
+from verbatim.model.quantize import interleave, pack, plain_rows, unpack, unpack_rows
 from verbatim.model.weight_packing import WeightPacking
 
 KINDS = [Quantization(bits, size, activation_bits=8) for bits in (8, 4) for size in GROUP_SIZES]

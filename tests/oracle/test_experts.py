@@ -35,10 +35,9 @@ from verbatim.model.experts import (
     parts_of,
     run_experts,
 )
-from verbatim.model.integers import interleave
 from verbatim.model.packed import hold_packed
 from verbatim.model.quantization import Quantization
-from verbatim.model.quantize import pack
+from verbatim.model.quantize import interleave, pack
 from verbatim.model.router import (
     AS_IS,
     SIGMOID,

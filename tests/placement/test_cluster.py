@@ -339,7 +339,7 @@ def test_a_copy_of_a_block_that_was_not_kept(saved: Callable[[str], Path]) -> No
     options = dict(block_size=4, max_batch_tokens=4, prefix_cache=False)
     expected = generated(LLM(saved("gpt2")), prompts, params)
     with clustered(saved("gpt2"), keep=3200, **options) as llm:
-        assert llm.engine.runner.group.members[1].kept_blocks == 3  # 0, 1 and 2
+        assert llm.engine.runner.group.members[1].shape["kept_blocks"] == 3  # 0, 1 and 2
         at_batch(serving(llm)[2], 4, kill)
         assert all_facts(llm.generate(prompts, params)) == expected
         assert llm.stats()["cluster"]["restarts"] == 1

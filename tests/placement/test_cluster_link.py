@@ -33,6 +33,7 @@ from verbatim.batch import (
 from verbatim.core import Completion, DraftStats, FinishReason, Metrics, Result
 from verbatim.placement.distributed import link as links
 from verbatim.placement.distributed.group import StageGroup
+from verbatim.placement.distributed.hosts import NoHost
 from verbatim.placement.distributed.layers import Layers
 from verbatim.placement.distributed.link import Link, LinkLost, Listener, Refused, connect
 from verbatim.placement.distributed.stage import Stage
@@ -468,11 +469,11 @@ def test_a_stage_that_stops_before_its_welcome_is_not_waited_for() -> None:
         return left.set
 
     door = Listener(KEY, "127.0.0.1", stop)
-    hosts: Any = SimpleNamespace(key=KEY)
-    host: Any = SimpleNamespace(address=("127.0.0.1", door.port), machine="one")
+    host = SimpleNamespace(address=("127.0.0.1", door.port), machine="one", kill=lambda: None)
+    hosts: Any = SimpleNamespace(key=KEY, start=lambda count, avoid: [host])
     try:
-        with pytest.raises(LinkLost):
-            StageGroup(hosts, patience_s=0.3, step_timeout_s=60.0).meet(host)
+        with pytest.raises(NoHost):
+            StageGroup(hosts, patience_s=0.3, step_timeout_s=60.0).launch(1)
     finally:
         stopped.set()
         door.close()

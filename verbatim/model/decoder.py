@@ -26,7 +26,6 @@ from verbatim.model.hidden import head_of, hidden_rows, recorded
 from verbatim.model.invariant import InvariantMode
 from verbatim.model.lora import Adapters
 from verbatim.model.patching import (
-    configs_of,
     exclusive,
     patched,
     plain_numbers,
@@ -145,9 +144,8 @@ class Decoder:
         self._tree = Tree(module)
         self._forwards = replaced_forwards(module, batch_invariant=self._batch_invariant)
         self._unfused = list(self._forwards)
-        self._configs = configs_of(module)
         self._layers = FusedLayers(
-            module, self.spec, self._forwards, self._configs, self._part, enabled=self._fuse
+            module, self.spec, self._forwards, self._part, enabled=self._fuse
         )
         self._forwards += self._layers.forwards
         self.fused = self._layers.report
@@ -240,7 +238,7 @@ class Decoder:
         """Drop the references to the module."""
         self._module = lambda: None
         self.adapters = Adapters(self.spec.dtype)
-        for name in ("_tree", "_forwards", "_unfused", "_configs", "_layers"):
+        for name in ("_tree", "_forwards", "_unfused", "_layers"):
             vars(self).pop(name, None)
 
     def forward(self, batch: Batch, store: KVStore) -> Tensor:
@@ -397,7 +395,7 @@ class Decoder:
             if found is not None:
                 return found if wants_hidden else Forward(found.logits)
         with (
-            patched(self._tree, forwards_of_layers, self._configs, hooks=hooks),
+            patched(self._tree, forwards_of_layers, hooks=hooks),
             _mode(self._tree, spec, self._batch_invariant),
             recorded(head_of(inner_model(module)) if wants_hidden else None, contexts) as seen,
             recorded(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from verbatim.batch import Batch, SampleRow
+from verbatim.kv.flat import BlockStore
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.quantized import KVDtype
 from verbatim.kv.store import KVStore
@@ -15,9 +18,11 @@ class DraftLayers:
 
     Attributes:
         hidden: takes the output of the model's body, of all rows of every forward; None: not needed.
+        stores: everything that is kept in blocks.
     """
 
     hidden: HiddenStore | None = None
+    stores: Sequence[BlockStore] = ()
 
     def bytes_per_token(self, kv_dtype: KVDtype) -> int:
         """Return the bytes that one token takes in `stores`."""
@@ -25,11 +30,6 @@ class DraftLayers:
 
     def open_stores(self, num_blocks: int, block_size: int, kv_dtype: KVDtype) -> None:
         """Allocate as many blocks as the model's KV store has."""
-
-    @property
-    def stores(self) -> list[KVStore | HiddenStore]:
-        """Everything that is kept in blocks."""
-        return []
 
     def info(self) -> dict[str, int]:
         """Describe them in plain values."""

@@ -193,15 +193,15 @@ def span_batch(spans: Mapping[int, tuple[int, int]], ids: Tensor) -> Batch:
 
 
 def trial_logits(
-    module: nn.Module, spec: ModelSpec, forwards: Forwards, configs: list[Any], context: FlatContext
+    module: nn.Module, spec: ModelSpec, forwards: Forwards, context: FlatContext
 ) -> Tensor:
     """Run the module's own forward in a context, without hooks: `[R, V]` of the rows that need logits.
 
     Args:
-        forwards, configs: of the module, as for `patched`.
+        forwards: of the module, as for `patched`.
     """
     with (
-        patched(module, forwards, configs, hooks=False),
+        patched(module, forwards, hooks=False),
         activate(context),
         InvariantMode() if spec.needs_override else nullcontext(),
     ):

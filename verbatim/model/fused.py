@@ -35,7 +35,7 @@ class FusedLayers:
     Args:
         module: as `Decoder` has it, not patched at the moment.
         spec: of it.
-        forwards, configs: of it, as for `patched`.
+        forwards: of it, as for `patched`.
         part: the module has only some layers of a model.
         enabled: False fuses none.
 
@@ -52,7 +52,6 @@ class FusedLayers:
         module: nn.Module,
         spec: ModelSpec,
         forwards: Forwards,
-        configs: list[Any],
         part: ModelPart | None = None,
         *,
         enabled: bool = True,
@@ -85,7 +84,7 @@ class FusedLayers:
             return
         places: Forwards = [(probe.parts.layer.__dict__, probe) for probe in probes]
         try:
-            batch, logits = _run(module, spec, [*forwards, *places], configs)
+            batch, logits = _run(module, spec, [*forwards, *places])
         except Exception as error:  # any error of a foreign model
             failure = f"the trial failed: {type(error).__name__}: {first_line(error)}"
             for probe in probes:
@@ -176,9 +175,7 @@ def _layers_of(module: nn.Module, spec: ModelSpec) -> list[tuple[nn.Module | Non
     return list(parents.values())
 
 
-def _run(
-    module: nn.Module, spec: ModelSpec, forwards: Forwards, configs: list[Any]
-) -> tuple[Batch, Tensor]:
+def _run(module: nn.Module, spec: ModelSpec, forwards: Forwards) -> tuple[Batch, Tensor]:
     """Run a few tokens at positions all over the context, with trials in place of the layers.
 
     Returns:
@@ -196,4 +193,4 @@ def _run(
     batch.positions, batch.logit_rows = positions, torch.tensor([0, rows - 1])
     store = noise_store(spec.layers, [], spec.dtype, device)
     context = AroundLayers(spec.slots, batch.to(device), store, rows=slots)
-    return context.batch, trial_logits(module, spec, forwards, configs, context)
+    return context.batch, trial_logits(module, spec, forwards, context)

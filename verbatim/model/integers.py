@@ -22,63 +22,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from verbatim.kernels.functions import addresses, kernel
-from verbatim.model.quantize import pack_and_measure, plain_rows
-from verbatim.model.weight_packing import INTERLEAVED, WeightPacking, join, split
+from verbatim.model.quantize import plain_rows
+from verbatim.model.weight_packing import WeightPacking, split
 
 _SMALLEST = 2.0**-100
-
-
-def interleave(
-    packed: Tensor, packing: WeightPacking, *, backend: str = "auto"
-) -> tuple[Tensor, WeightPacking]:
-    """Convert quantized matrices to the layout for integer products.
-
-    Args:
-        packed: the output of `pack` for `[N, K]`, `[K, N]`, or a stack of either.
-        backend: as in `quantize.unpack`. All give the same bytes.
-
-    Returns:
-        The bytes and their layout.
-    """
-    assert not packing.interleaved
-    laid = replace(packing, interleaved=True)
-    assert packed.shape == (packing.nbytes,) and packed.is_contiguous()
-    out = torch.empty(laid.nbytes, dtype=torch.uint8, device=packed.device)
-    one = packing.one
-    sources = packed.view(-1, one.nbytes)
-    for source, target in zip(sources, out.view(len(sources), -1), strict=True):
-        _interleave_one(source, one, target, backend)
-    return out, laid
-
-
-def pack_as_held(
-    weight: Tensor, packing: WeightPacking, name: str
-) -> tuple[Tensor, tuple[float, float]]:
-    """Quantize a matrix into the layout that a layer holds; return it and `pack_and_measure`'s squares.
-
-    Raises:
-        ModelError: it holds NaN, an infinity or a number too large; the message has `name`.
-    """
-    plain = replace(packing, interleaved=False)
-    packed, squares = pack_and_measure(weight, plain, name)
-    return interleave(packed, plain)[0] if packing.interleaved else packed, squares
-
-
-def _interleave_one(packed: Tensor, packing: WeightPacking, out: Tensor, backend: str) -> None:
-    """Convert one matrix."""
-    rows = packed.view(packing.width, -1)
-    function = kernel("vb_interleave", backend=backend)
-    if function is not None and packed.is_cpu:
-        kind = packing.quantization
-        sizes = packing.width, packing.depth, kind.bits, kind.group_size
-        function(*addresses(out, rows), *sizes)
-        return
-    words = join(*split(rows, packing), replace(packing, interleaved=True)).view(torch.int32)
-    missing = -len(words) % INTERLEAVED
-    words = torch.cat([words, words.new_zeros(missing, words.shape[1])])
-    blocks = words.view(-1, INTERLEAVED, words.shape[1]).transpose(1, 2).contiguous()
-    out.copy_(blocks.view(torch.uint8).flatten())
 
 
 def activation_codes(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:

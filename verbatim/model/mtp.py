@@ -144,11 +144,7 @@ class MtpLayers(DraftLayers):
             self._kept.append(KVStore(shapes, num_blocks, block_size, kv_dtype, self._device))
             sizes = self._hidden_size, num_blocks, block_size
             self._inputs.append(HiddenStore(*sizes, self._dtype, self._device))
-        self.hidden = self._inputs[0]
-
-    @property
-    def stores(self) -> list[KVStore | HiddenStore]:
-        return [*self._kept, *self._inputs]
+        self.hidden, self.stores = self._inputs[0], [*self._kept, *self._inputs]
 
     def info(self) -> dict[str, int]:
         # Embedding and head are the model's own.

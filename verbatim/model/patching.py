@@ -95,33 +95,29 @@ def forward_of(layer: nn.Module) -> Callable[..., Any]:
     return type(layer).forward.__get__(layer) if known is None else known
 
 
-def configs_of(module: nn.Module) -> list[Any]:
-    """Return every transformers config that a layer of `module` reads the attention implementation from,
-    once each.
-    """
-    found: dict[int, Any] = {}
-    for layer in module.modules():
-        config = layer.__dict__.get("config")
-        if config is not None and hasattr(config, "_attn_implementation"):
-            found[id(config)] = config
-    return list(found.values())
-
-
 @contextmanager
 def patched(
-    module: nn.Module | Tree, forwards: Forwards, configs: list[Any], *, hooks: bool = True
+    module: nn.Module | Tree,
+    forwards: Forwards,
+    *,
+    hooks: bool = True,
+    attention: str | None = IMPLEMENTATION,
 ) -> Iterator[None]:
     """Prepare `module` for a flat forward without gradients within the block.
 
     Args:
         module: itself, or its tree where one is at hand.
-        forwards, configs: of this module, from `replaced_forwards` and `configs_of`.
+        forwards: of this module, from `replaced_forwards`.
         hooks: False silences the module's forward hooks, for a forward that the user did not ask for.
+        attention: its name in transformers' registry; experts are ours unless it is "eager". None leaves
+            both to the module.
     """
     tree = module if isinstance(module, Tree) else Tree(module)
     silenced: Silenced = []
+    chosen = attention, "eager" if attention == "eager" else IMPLEMENTATION
     with exclusive:
         training = tree.in_training()
+        configs = [] if attention is None else tree.configs
         settings = [(c, {f: c.__dict__.get(f) for f in _CONFIG_FIELDS}) for c in configs]
         try:
             if not hooks:
@@ -129,7 +125,7 @@ def patched(
             for layer in training:
                 layer.training = False
             for config in configs:
-                config.__dict__.update(dict.fromkeys(_CONFIG_FIELDS, IMPLEMENTATION))
+                config.__dict__.update(zip(_CONFIG_FIELDS, chosen, strict=True))
             for attributes, forward in forwards:
                 attributes["forward"] = forward
             with plain_numbers():

@@ -22,6 +22,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from verbatim.kernels.functions import SUFFIX, addresses, kernel
 from verbatim.model import groups
@@ -50,12 +51,14 @@ def pack(
 def pack_and_measure(
     weight: Tensor, packing: WeightPacking, name: str = "a weight"
 ) -> tuple[Tensor, tuple[float, float]]:
-    """Run `pack` and `squared_error`, in one pass if the kernel supports it."""
-    out = torch.empty(packing.nbytes, dtype=torch.uint8)
-    return out, _total(
+    """Run `pack`, for an interleaved matrix, too, and `squared_error`, in one pass if the kernel can."""
+    plain = replace(packing, interleaved=False)
+    out = torch.empty(plain.nbytes, dtype=torch.uint8)
+    squares = _total(
         _pack(rows, one, name, "auto", part) or squared_error(rows, part, one)
-        for rows, part, one in _matrices(weight, out, packing)
+        for rows, part, one in _matrices(weight, out, plain)
     )
+    return interleave(out, plain)[0] if packing.interleaved else out, squares
 
 
 def _pack(
@@ -142,6 +145,33 @@ def plain_rows(packed: Tensor, packing: WeightPacking, rows: Tensor | None = Non
         words = blocks[0, rows // columns, :, rows % columns]
     plain = replace(packing, interleaved=False)
     return join(*split(words.contiguous().view(torch.uint8), packing), plain)
+
+
+def interleave(
+    packed: Tensor, packing: WeightPacking, *, backend: str = "auto"
+) -> tuple[Tensor, WeightPacking]:
+    """Convert quantized matrices to the layout for integer products.
+
+    Args:
+        packed: the output of `pack` for `[N, K]`, `[K, N]`, or a stack of either.
+        backend: as in `unpack`. All give the same bytes.
+
+    Returns:
+        The bytes and their layout.
+    """
+    laid, one, kind = replace(packing, interleaved=True), packing.one, packing.quantization
+    out = torch.empty(laid.nbytes, dtype=torch.uint8, device=packed.device)
+    function = kernel("vb_interleave", backend=backend) if packed.is_cpu else None
+    matrices = plain_rows(packed, packing).split(one.width)
+    for rows, target in zip(matrices, out.view(-1, laid.one.nbytes), strict=True):
+        if function is not None:
+            function(*addresses(target, rows), one.width, one.depth, kind.bits, kind.group_size)
+            continue
+        words = join(*split(rows, one), laid).view(torch.int32)
+        words = pad(words, (0, 0, 0, -len(words) % INTERLEAVED))
+        blocks = words.view(-1, INTERLEAVED, words.shape[1]).transpose(1, 2).contiguous()
+        target.copy_(blocks.view(torch.uint8).flatten())
+    return out, laid
 
 
 def unpack_rows(packed: Tensor, packing: WeightPacking, rows: Tensor) -> Tensor:

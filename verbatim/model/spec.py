@@ -22,10 +22,10 @@ from verbatim.kv.states import StateShape
 from verbatim.kv.store import LayerShape
 from verbatim.model import masks
 from verbatim.model.adapters import patch_functions
-from verbatim.model.context import Update, activate
+from verbatim.model.context import IMPLEMENTATION, Update, activate
 from verbatim.model.hidden import head_of, recorded, why_no_hidden
 from verbatim.model.invariant import Recorder
-from verbatim.model.patching import Forwards, configs_of, patched, replaced_forwards
+from verbatim.model.patching import Forwards, patched, replaced_forwards
 from verbatim.model.positions import counts_by_padding
 from verbatim.model.routing import (
     UNKNOWN_ROUTER,
@@ -264,7 +264,10 @@ def inspect_forward(
     """
     masks.register()
     patch_functions(module)
-    configs, device = configs_of(module), next(module.parameters()).device
+    device = next(module.parameters()).device
+    if device.type == "meta":
+        device = torch.device("cpu")
+    attention = IMPLEMENTATION if isinstance(inner, OwnModel) else masks.LOOK
     inputs: dict[str, Any] = {"input_ids": torch.tensor(_IDS, device=device)}
     if positions:
         inputs["position_ids"] = torch.tensor(_POSITIONS, device=device)
@@ -274,14 +277,10 @@ def inspect_forward(
         if forwards is None:
             forwards = replaced_forwards(module)
         with (
-            patched(module, forwards, configs, hooks=False),
+            patched(module, forwards, hooks=False, attention=attention),
             activate(context),
             recorded(head_of(inner), [context]) as (seen,),
         ):
-            for config in (
-                configs if not isinstance(inner, OwnModel) else ()
-            ):  # `patched` puts it back
-                config.__dict__["_attn_implementation_internal"] = masks.LOOK
             logits: Tensor = module(**inputs, use_cache=False).logits
     except (UnsupportedModel, TierFailed):
         raise

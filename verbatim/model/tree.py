@@ -7,6 +7,7 @@ takes a twentieth of it, since no Python runs for a single module.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from itertools import chain, repeat
 from operator import attrgetter, itemgetter
@@ -34,6 +35,12 @@ class Tree:
         root = self._root()
         assert root is not None
         return [root, *self._inner]
+
+    @functools.cached_property
+    def configs(self) -> list[Any]:
+        """Every transformers config that a module reads the attention implementation from, once each."""
+        found = [m.__dict__.get("config") for m in self.modules]
+        return list({id(c): c for c in found if hasattr(c, "_attn_implementation")}.values())
 
     def unchanged(self) -> bool:
         """Return whether modules, classes, positions and forwards are unchanged.

@@ -17,7 +17,7 @@ from verbatim.errors import UnsupportedModel
 from verbatim.kv.store import KVStore
 from verbatim.model.differential import differential_check, largest_error, tolerance
 from verbatim.model.flat import FlatContext, noise_store, span_batch, trial_logits
-from verbatim.model.patching import Forwards, configs_of, patched, quiet, replaced_forwards
+from verbatim.model.patching import Forwards, patched, quiet, replaced_forwards
 from verbatim.model.refusals import reason_to_refuse
 from verbatim.model.spec import ModelSpec, OwnModel, inner_model, inspect_once
 from verbatim.model.verified import is_verified
@@ -74,7 +74,7 @@ def try_out(module: nn.Module, forwards: Forwards, spec: ModelSpec) -> None:
         """Return the logits of each sequence, in one flat forward."""
         ids = torch.cat([whole[s][slice(*at)] for s, at in spans.items()])
         context = FlatContext(spec.slots, span_batch(spans, ids), store)
-        logits = trial_logits(module, spec, forwards, configs_of(module), context)
+        logits = trial_logits(module, spec, forwards, context)
         lengths = [stop - start for start, stop in spans.values()]
         return dict(zip(spans, logits.split(lengths), strict=True))
 
@@ -106,9 +106,5 @@ def try_out(module: nn.Module, forwards: Forwards, spec: ModelSpec) -> None:
 
 def _plain(module: nn.Module, ids: Tensor) -> Tensor:
     """Return the logits `[T, V]` of the module's own forward, with eager attention."""
-    configs = configs_of(module)
-    with quiet(progress=True), patched(module, [], configs, hooks=False):
-        for config in configs:  # `patched` puts it back
-            config.__dict__["_attn_implementation_internal"] = "eager"
-            config.__dict__["_experts_implementation_internal"] = "eager"
+    with quiet(progress=True), patched(module, [], hooks=False, attention="eager"):
         return module(input_ids=ids[None], use_cache=False).logits[0]  # type: ignore[no-any-return]

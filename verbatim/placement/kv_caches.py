@@ -199,7 +199,7 @@ class TokenDecoder(ExternalDecoder):
 @contextmanager
 def _prepared(module: nn.Module, *, hooks: bool) -> Iterator[None]:
     """Run the block with `module` in eval mode, eager and without gradients; restore it afterwards."""
-    with patched(module, [], [], hooks=hooks), torch.compiler.set_stance("force_eager"):
+    with patched(module, [], hooks=hooks, attention=None), torch.compiler.set_stance("force_eager"):
         yield
 
 

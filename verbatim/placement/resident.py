@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -203,14 +204,14 @@ class Resident(DraftRunner):
         new = NewWeights(self.original or self.decoder.owner, tensors, check_finite=check_finite)
         writer = self.writer()
         writer.prepare(new.tensors)
+        return partial(self.write_weights, writer, new.tensors)
 
-        def write() -> None:
-            writer.write(new.tensors)
-            if self.packed is not None:
-                self.packed.squares |= writer.squares
-            self.decoder.weights_moved()  # buffers may be among them
-
-        return write
+    def write_weights(self, writer: WeightWriter, tensors: Mapping[str, Tensor]) -> None:
+        """Write new weights, and those that `writer` has prepared."""
+        writer.write(tensors)
+        if self.packed is not None:
+            self.packed.squares |= writer.squares
+        self.decoder.weights_moved()  # buffers may be among them
 
     def writer(self, *, whole: bool = True) -> WeightWriter:
         """Return what writes new weights to the module, all of them or those that are here."""
@@ -248,17 +249,10 @@ class Resident(DraftRunner):
             store.allocate()
 
     def close(self) -> None:
-        self.records, self.graphs, self.original = {}, None, None
+        self.records, self.graphs, self.original, self.stores = {}, None, None, []
         self.store.release()
         self.draft_layers.close()
         self.decoder.close()
-
-
-def move(loaded: LoadedModel, device: Device) -> None:
-    """Move a model that was loaded here to its device."""
-    loaded.module.to(device.torch)
-    if loaded.checkpoint is not None:
-        loaded.checkpoint.moved(loaded.module)
 
 
 def open_resident(

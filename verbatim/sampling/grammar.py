@@ -163,10 +163,6 @@ class GrammarCompiler:
 
         try:
             matcher = _with_deep_stack(make)
-        except UnicodeEncodeError:
-            raise InvalidRequest(
-                f"{kind}: the text is not Unicode, it has half a surrogate pair"
-            ) from None
         except (ValueError, RecursionError) as error:
             if isinstance(error, InvalidRequest):
                 raise
@@ -451,8 +447,6 @@ def _source(kind: str, text: Any, any_whitespace: bool) -> str:
             "".join(c if c.isalnum() and c.isascii() else rf"\x{{{ord(c):x}}}" for c in t)
             for t in text
         ]
-        if bad := next((t for t in text if any("\ud800" <= c <= "\udfff" for c in t)), None):
-            raise InvalidRequest(f"choice: {bad!r} is not Unicode, it has half a surrogate pair")
         return LLMatcher.grammar_from_regex("|".join(texts))
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)

@@ -110,9 +110,7 @@ class ConversationRequest(ApiRequest[Body]):
 
     async def prompt(self) -> list[int]:
         """Render the conversation to prompt ids."""
-        tokenizer = self.service.llm.tokenizer
-        if tokenizer is None:
-            raise NotSupported("chat needs a tokenizer, and this engine has none")
+        tokenizer = self.service.tokenizer
         ids = await self.service.in_thread(
             lambda: render_chat(tokenizer, self._messages, **self._variables),
             num_chars=sum(len(message["content"]) for message in self._messages),
@@ -152,8 +150,8 @@ class ConversationRequest(ApiRequest[Body]):
 
     async def count_reasoning(self, result: Result) -> None:
         """Count the tokens of reasoning, for the usage."""
-        tokenizer = self.service.llm.tokenizer
-        if self.answers.reasons and tokenizer is not None:
+        if self.answers.reasons:
+            tokenizer = self.service.tokenizer
             self.num_reasoning_tokens = await self.service.in_thread(
                 lambda: self.answers.num_reasoning_tokens(
                     result, tokenizer, not self.params.skip_special_tokens

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field
 
 from verbatim.core import Delta, Result
-from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams
 from verbatim.serve.chat import message_of
 from verbatim.serve.errors import LazyList
@@ -27,7 +27,6 @@ from verbatim.serve.fields import (
 from verbatim.serve.service import Client, Service
 from verbatim.spelling import did_you_mean
 from verbatim.text.chat import render_chat
-from verbatim.text.tokenizer import Tokenizer
 
 PARAMS = tuple(
     field.name for field in dataclasses.fields(SamplingParams) if field.name != "logits_processors"
@@ -163,7 +162,7 @@ async def score(service: Service, body: Score, client: Client) -> dict[str, Any]
 async def tokenize(service: Service, body: Tokenize) -> dict[str, Any]:
     """Return the ids of a text or of messages."""
     service.check_model(body.model)
-    tokenizer = _tokenizer(service)
+    tokenizer = service.tokenizer
     if (body.text is None) == (body.messages is None):
         raise InvalidRequest("exactly one of text and messages is required")
     if body.messages is not None and body.add_special_tokens is not None:
@@ -190,7 +189,7 @@ async def tokenize(service: Service, body: Tokenize) -> dict[str, Any]:
 async def detokenize(service: Service, body: Detokenize) -> dict[str, Any]:
     """Return the text of ids."""
     service.check_model(body.model)
-    tokenizer = _tokenizer(service)
+    tokenizer = service.tokenizer
     limit = service.llm.engine.admission.vocab_size
 
     def text_of() -> str:
@@ -200,10 +199,3 @@ async def detokenize(service: Service, body: Detokenize) -> dict[str, Any]:
         return tokenizer.decode(body.ids, body.skip_special_tokens)
 
     return {"text": await service.in_thread(text_of, num_chars=len(body.ids))}
-
-
-def _tokenizer(service: Service) -> Tokenizer:
-    tokenizer = service.llm.tokenizer
-    if tokenizer is None:
-        raise NotSupported("this engine has no tokenizer")
-    return tokenizer

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Field
 
 from verbatim.core import Completion, Delta, FinishReason, Result
 from verbatim.errors import InvalidRequest, NotSupported
@@ -128,22 +128,9 @@ class Text(Strict):
     format: Annotated[PlainFormat | SchemaText, Field(discriminator="type")] | None = None
 
 
-def _kind(item: Any) -> str:
-    """Return an item's type; "message" is the default."""
-    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
-    return kind if isinstance(kind, str) else "message"
-
-
 Item = Annotated[
-    Annotated[InputMessage, Tag("message")]
-    | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[OutputItem, Tag("function_call_output")],
-    Discriminator(
-        _kind,
-        custom_error_type="unknown_item",
-        custom_error_message="the type must be message, reasoning, function_call or function_call_output",
-    ),
+    Annotated[InputMessage | ReasoningItem | CallItem | OutputItem, Field(discriminator="type")],
+    BeforeValidator(lambda item: {"type": "message"} | item if isinstance(item, dict) else item),
 ]
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from verbatim.core import Completion, Delta, Request, Result
 from verbatim.engine.admission import Prompt
-from verbatim.errors import InvalidRequest
+from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.heap import trim_heap
 from verbatim.llm import LLM
 from verbatim.params import MAX_PRIORITY, SamplingParams
@@ -25,6 +25,7 @@ from verbatim.serve.marks import Marks
 from verbatim.serve.metrics import ServerMetrics
 from verbatim.serve.settings import ServeSettings
 from verbatim.serve.tokens import TokenTexts
+from verbatim.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 # Returns the prompts of a request, and their parameters.
@@ -122,6 +123,13 @@ class Service:
         self.info = _Shared(lambda: llm.info(), _INFO_S)
         self._compilers = ThreadPoolExecutor(_COMPILERS, "verbatim-structures")
         self._readers = ThreadPoolExecutor(_READERS, "verbatim-large-inputs")
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The engine's tokenizer; refuse requests that need one where there is none."""
+        if self.llm.tokenizer is None:
+            raise NotSupported("chats and texts need a tokenizer, and this engine has none")
+        return self.llm.tokenizer
 
     def trim_soon(self) -> None:
         """Return memory to the system in a second, after a request with a large body or response."""

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from verbatim import kernels
 from verbatim.errors import ModelError
 from verbatim.heap import give_back_freed
-from verbatim.model.integers import interleave
 from verbatim.model.loader import Checkpoint, LoadedModel
 from verbatim.model.packed import hold_packed, replace_children
 from verbatim.model.packing import PackingReport, choose_packings, holdable_of, matrices_of, owners
 from verbatim.model.quantization import Quantization
-from verbatim.model.quantize import pack_and_measure
+from verbatim.model.quantize import interleave, pack_and_measure
 from verbatim.model.stored import Stored, read_stored, stamp_of
 from verbatim.model.weight_packing import WeightPacking
 from verbatim.options import available_memory

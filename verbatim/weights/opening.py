@@ -69,7 +69,7 @@ def open_files(
         tokenizer,
         trust_remote_code=source.trust_remote_code and gguf is None,
         unused_weights=source.unused_weights,
-        in_memory=in_memory,
+        in_memory=in_memory or dcp is not None,
     )
 
 
@@ -102,11 +102,8 @@ def _folder(source: ModelSource, in_memory: bool) -> ModelFiles:
         read_modelopt_config(folder, config)
     weights, quantization = weight_files(folder, file), quantization_of(config)
     if not weights or (is_pickle(weights[0]) and (quantization is not None or not in_memory)):
-        reader = (
-            "this placement reads"
-            if quantization is None
-            else "a quantized checkpoint is read from"
-        )
+        is_plain = quantization is None
+        reader = "this placement reads" if is_plain else "a quantized checkpoint is read from"
         raise NotSupported(
             f"{reader} {file or 'model.safetensors or its shards'}, and {folder} has none; load the model "
             "with transformers and save it with save_pretrained"
@@ -160,7 +157,7 @@ def _base_of(adapter: Path) -> tuple[str, str | None]:
 
 
 def _check_folder(folder: Path) -> None:
-    """Check a folder before anything is read: invalid JSON, missing shards."""
+    """Check a folder before anything is read: pointers of Git LFS, invalid JSON, missing shards."""
     config = folder / "config.json"
     if not config.is_file():
         raise ModelError(f"{folder} holds no config.json, so it is not a model folder")
@@ -169,9 +166,6 @@ def _check_folder(folder: Path) -> None:
     read_json(config)
     if (folder / ADAPTER).is_file():
         raise NotSupported(f"{folder} holds an adapter; merge it into the model")
-    for name in USUAL:
-        if (folder / (name + INDEX)).is_file():
-            shards_of(folder / (name + INDEX))
     if not weight_files(folder) and not any(folder.glob("*.safetensors")):
         raise ModelError(f"{folder} holds no weights (model.safetensors or pytorch_model.bin)")
 

@@ -70,8 +70,7 @@ class ModelFiles:
         Args:
             tokenizer: None: the model's own; False: none.
             unused_weights: as of `ModelSource`.
-            in_memory: the weights will be in this process's memory, so parameters that transformers makes and
-                does not read are accepted.
+            in_memory: accept parameters that transformers makes and does not read, which are held in memory.
 
         Raises:
             ModelError: a damaged or missing file, weights that are missing, not used or of another shape.

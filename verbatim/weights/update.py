@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.errors import InvalidRequest, ModelError, NotSupported
-from verbatim.model.integers import pack_as_held
 from verbatim.model.loader import ModelSource
 from verbatim.model.packed import packed_buffers
 from verbatim.model.patching import exclusive
+from verbatim.model.quantize import pack_and_measure
 from verbatim.model.shard import Columns
 from verbatim.model.stored import read_stored
 from verbatim.model.weight_packing import WeightPacking
@@ -212,7 +212,7 @@ class WeightWriter:
         def pack(name: str) -> tuple[Tensor, tuple[float, float]]:
             _, packing = self._packings[name]
             part = self._part(name, tensors[name]).to(packing.dtype).contiguous()
-            return pack_as_held(part, packing, name)
+            return pack_and_measure(part, packing, name)
 
         names = [name for name in self.packed if name in tensors]
         with ThreadPoolExecutor(_THREADS) as pool:

@@ -162,7 +162,7 @@ def _computes_the_same(skeleton: nn.Module, module: Any) -> bool:
     """Compare the logits of some tokens, by each module's own forward."""
     length = min(_TRIAL_TOKENS, module.config.max_seq_len)
     ids = (torch.arange(length) * 37 % module.config.vocab_size)[None]
-    with patched(module, [], [], hooks=False), torch.compiler.set_stance("force_eager"):
+    with patched(module, [], hooks=False, attention=None), torch.compiler.set_stance("force_eager"):
         theirs = module(ids)
         ours = skeleton(input_ids=ids, use_cache=False).logits
     scale = float(theirs.abs().max())

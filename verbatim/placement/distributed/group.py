@@ -64,7 +64,6 @@ class StageHandle:
         self.first = self.end = 0
         self.shape: Message = {}
         self.facts: Message = {}
-        self.kept_blocks = 0
         self.restarts = 0
         self.lost: str | None = None
         self.behind = False
@@ -126,15 +125,6 @@ class StageGroup:
         self._next_ping = 0.0
         self._last_pump = 0.0
 
-    def meet(self, host: Host) -> StageHandle:
-        """Connect to a stage that is not a member yet.
-
-        Raises:
-            LinkLost, Refused: it can't be had.
-        """
-        link = connect(host.address, self.hosts.key, {"role": "head"}, self.patience_s)
-        return StageHandle(host, link, self._inbox)
-
     def launch(self, count: int, avoid: Iterable[str] = ()) -> list[StageHandle]:
         """Launch processes without layers, of the same versions as this one.
 
@@ -149,9 +139,11 @@ class StageGroup:
         hosts = self.hosts.start(count, set(avoid))
         try:
             for host in hosts:
-                found.append(self.meet(host))  # noqa: PERF401, who was met is let go below
+                link = connect(host.address, self.hosts.key, {"role": "head"}, self.patience_s)
+                found.append(StageHandle(host, link, self._inbox))
             orders: list[tuple[StageHandle, Message]] = [(m, {"do": "facts"}) for m in found]
-            for member, facts in zip(found, self.ask_strangers(orders), strict=True):
+            answers = self.call_each(orders, patient=True, alone=True)
+            for member, facts in zip(found, answers, strict=True):
                 member.facts = facts
                 self._check_versions(member)
         except BaseException as error:
@@ -163,14 +155,6 @@ class StageGroup:
                 raise NoHost(str(error)) from None
             raise
         return found
-
-    def ask_strangers(self, orders: list[tuple[StageHandle, Message]]) -> list[Any]:
-        """Run `call_each` for stages that are not members yet; lost members don't matter."""
-        members, self.members = self.members, []
-        try:
-            return self.call_each(orders, patient=True)
-        finally:
-            self.members = members
 
     def _check_versions(self, member: StageHandle) -> None:
         for name, ours in versions().items():
@@ -190,16 +174,18 @@ class StageGroup:
         orders: list[tuple[StageHandle, Message]],
         *,
         patient: bool = False,
+        alone: bool = False,
         meanwhile: Callable[[], object] = lambda: None,
     ) -> list[Any]:
         """Call these stages at the same time, and return their answers.
 
         Args:
             patient: what they do may take any time, as reading weights does.
+            alone: other members may be lost.
             meanwhile: called whenever something has come in; it may raise.
 
         Raises:
-            StageGone: one of them, or of the members, is lost.
+            StageGone: one of them is lost, or another member, unless `alone`.
             VerbatimError: one could not do what was asked for.
         """
         calls = []
@@ -210,7 +196,7 @@ class StageGroup:
                 self._expected[self._calls] = member
                 member.send({**message, "call": self._calls})
             while any(call not in self._answers for call in calls):
-                self.check([member for member, _ in orders])
+                self.check([member for member, _ in orders], alone=alone)
                 meanwhile()
                 self.pump(patient=patient)
             answers = [self._answers[call] for call in calls]
@@ -223,9 +209,10 @@ class StageGroup:
                 raise error_of(answer["error"], f"{member}, {message['do']}")
         return [answer["result"] for answer in answers]
 
-    def check(self, also: Iterable[StageHandle] = ()) -> None:
-        """Raise StageGone if a member, or one of these, is lost."""
-        gone = [m for m in dict.fromkeys([*self.members, *also]) if m.lost is not None]
+    def check(self, also: Iterable[StageHandle] = (), *, alone: bool = False) -> None:
+        """Raise StageGone if a member, unless `alone`, or one of these, is lost."""
+        asked = dict.fromkeys([*([] if alone else self.members), *also])
+        gone = [member for member in asked if member.lost is not None]
         if gone:
             raise StageGone(gone)
 

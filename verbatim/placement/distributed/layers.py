@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.batch import Adapter, Batch, Draws, SamplePlan
+from verbatim.batch import Adapter, Batch
 from verbatim.errors import VerbatimError
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.store import cache_info
@@ -18,7 +18,7 @@ from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.mtp_source import Mtp
 from verbatim.model.patching import threads
-from verbatim.model.spec import ModelSpec, inner_model
+from verbatim.model.spec import ModelSpec
 from verbatim.numerics import numerics_key
 from verbatim.options import available_memory, dtype_name
 from verbatim.placement.distributed.drafts import options_of
@@ -83,7 +83,7 @@ class Layers(Served):
         spec, report = part.decoder.spec, part.own.packed
         dtype = options.kv_dtype or spec.dtype
         return {
-            "architecture": type(inner_model(part.decoder.held)).__name__,
+            "architecture": part.decoder.architecture,
             "parameters": part.num_parameters,
             "weight_bytes": part.weight_bytes,
             "quantization": None if report is None else report.info(),
@@ -172,9 +172,6 @@ class Layers(Served):
         else:
             inside = slots < limit
             kept.write(slots[inside], leaving[inside])
-
-    def sample(self, logits: Tensor, plan: SamplePlan) -> Draws:
-        return self.running.sample(Forward(logits), plan)
 
     def record(self, name: str, **fields: Any) -> Tensor | None:
         """Return what was chosen for a sequence's tokens, from its blocks; None if no layer here chooses."""

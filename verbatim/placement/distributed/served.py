@@ -134,10 +134,6 @@ class Served:
 
     def write_weights(self, tensors: Mapping[str, Tensor]) -> Message:
         """Write new weights, and those that were prepared; return `PackingReport.info` of them."""
-        self.weights.write(tensors)
-        self.running.decoder.weights_moved()
+        self.running.write_weights(self.weights, tensors)
         report = self.running.packed
-        if report is None:
-            return {"quantization": None}
-        report.squares |= self.weights.squares
-        return {"quantization": report.info()}
+        return {"quantization": None if report is None else report.info()}

@@ -21,9 +21,10 @@ from verbatim.model.hidden import head_of
 from verbatim.model.loader import LoadedModel
 from verbatim.model.packed import placeholder
 from verbatim.model.packing import choose_packings
-from verbatim.model.patching import configs_of, exclusive, replaced_forwards
+from verbatim.model.patching import exclusive, replaced_forwards
 from verbatim.model.refusals import reason_to_refuse
 from verbatim.model.spec import InspectionContext, inner_model, inspect_forward, takes_positions
+from verbatim.model.tree import Tree
 
 _ONE_LIST = "its layers are not in one list that is called once, from its first to its last"
 _PLAIN = (Tensor, bool, int, float, str, tuple, torch.dtype, torch.device, type(None))
@@ -57,7 +58,7 @@ def hollow_copy(
     for parameter in module.parameters():  # tied ones come once, and stay tied
         own = nn.Parameter(placeholder(parameter), requires_grad=False)
         parameters[parameter] = memo[id(parameter)] = own
-    for shared in (*module.buffers(), *configs_of(module)):
+    for shared in (*module.buffers(), *Tree(module).configs):
         memo[id(shared)] = shared
     copied = copy.deepcopy(module, memo)
     return copied, memo[id(layers)], parameters

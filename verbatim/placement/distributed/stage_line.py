@@ -58,7 +58,8 @@ class StageLine(StageGroup):
             order["memory"] = member.facts["memory"] // on[member.facts["machine"]]
             order["kv_bytes"] = self._kv_bytes.get((first, end))
             orders.append((member, {**order, "adapters": list(self.adapters.values())}))
-        for member, shape in zip(members, self.ask_strangers(orders), strict=True):
+        shapes = self.call_each(orders, patient=True, alone=True)
+        for member, shape in zip(members, shapes, strict=True):
             member.shape = shape
             if shape["fingerprint"] != self._fingerprint:
                 raise NotSupported(
@@ -93,9 +94,9 @@ class StageLine(StageGroup):
                 for name in CHOICES
             }
             orders.append((member, {"do": "allocate", **self._blocks, "first_of": first_of}))
-        for member, answer in zip(members, self.ask_strangers(orders), strict=True):
-            member.kept_blocks = answer["kept_blocks"]
-            member.shape["row_widths"] = answer["row_widths"]
+        answers = self.call_each(orders, patient=True, alone=True)
+        for member, answer in zip(members, answers, strict=True):
+            member.shape.update(answer)
             blocks, shape = self._blocks, member.shape
             size = self.model["options"].block_size
             nbytes = blocks["num_blocks"] * size * shape["kv_bytes_per_token"]

@@ -211,7 +211,9 @@ class Supervisor:
             start, kept = first, False
             while start > 0 and not kept:
                 start -= 1
-                kept = start not in places and highest < self.group.members[start].kept_blocks
+                kept = (
+                    start not in places and highest < self.group.members[start].shape["kept_blocks"]
+                )
             self._send_down(batch, self.group.members[start], last, kept=kept)
 
     def _send_down(self, batch: Batch, start: StageHandle, last: int, *, kept: bool) -> None:

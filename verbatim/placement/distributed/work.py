@@ -155,7 +155,7 @@ class Work:
             return {"logits": logits[message["rows"]].float()}
         hidden = [part.hidden for part in parts if part.hidden is not None]
         return {
-            "draws": self._layers.sample(logits, message["plan"]),
+            "draws": self._layers.running.sample(Forward(logits), message["plan"]),
             "hidden": torch.cat(hidden) if hidden else None,
         }
 

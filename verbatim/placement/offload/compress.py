@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.model.experts import runs_flat
-from verbatim.model.integers import pack_as_held
 from verbatim.model.packed import hold_packed, is_linear, placeholder, replace_children
 from verbatim.model.packing import PackingReport, owners
 from verbatim.model.quantization import Quantization
-from verbatim.model.quantize import rounded
+from verbatim.model.quantize import pack_and_measure, rounded
 from verbatim.model.weight_packing import WeightPacking
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.units import Slot, Units
@@ -82,7 +81,7 @@ def pack(
             packed = materialize(stored[1], read_whole).flatten()
         else:
             weight = materialize(slot.lazy, read_whole)
-            packed, squares[slot.name] = pack_as_held(weight, slot.packing, slot.name)
+            packed, squares[slot.name] = pack_and_measure(weight, slot.packing, slot.name)
         slot.lazy = scratch.keep(slot.name, packed) if slot.tier == "disk" else Held(packed)
     for slot in cached:
         slot.holders = []  # their slots in the cache are held instead

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from verbatim.model.integers import pack_as_held
+from verbatim.model.quantize import pack_and_measure
 from verbatim.placement.offload.compress import rounded_rows
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.units import Slot
@@ -74,7 +74,7 @@ class TierWriter(WeightWriter):
     def _prepare(self, slot: Slot, tensor: Tensor) -> None:
         values = held = slot.values(tensor)
         if slot.packing is not None:
-            held, self.squares[slot.name] = pack_as_held(values, slot.packing, slot.name)
+            held, self.squares[slot.name] = pack_and_measure(values, slot.packing, slot.name)
         if slot.tier == "disk":
             assert self._overlay is not None
             rows = None if slot.rows is None else self._overlay.keep(slot.name, values)
