@@ -241,7 +241,7 @@ def test_info_tells_what_is_packed_how_large_and_how_far_off(
     else:
         slots = [slot for slot in units.slots if slot.packing is not None]
         assert {slot.name for slot in slots} == named.keys()
-        assert told["bytes_after"] == sum(slot.stored_bytes for slot in slots)
+        assert told["bytes_after"] == sum(slot.packing.nbytes for slot in slots)
         assert all(slot.tier == "disk" for slot in slots)
 
 

@@ -382,7 +382,7 @@ def test_amounts_are_rounded_into_their_unit():
 @pytest.mark.parametrize(
     "name", slow_but([*list(TOYS)[::3], *RECURRENT_FAMILIES[::2]], [*TOYS, *RECURRENT_TOYS])
 )
-def test_the_config_tells_what_layers_store(name, folders):
+def test_sizes_are_known_before_weights_are_read(name, folders):
     with LLM(folders(name), max_length=64, placement=Offload(gpu="100MB", policy=None)) as llm:
         runner = llm.engine.runner
         layers, shape = runner.decoder.spec.layers, runner.forecast.shape

@@ -10,7 +10,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -128,7 +130,20 @@ def missing() -> bool:
     return instruction_set() is None and not wanted()
 
 
+_off = threading.local()
+
+
+@contextmanager
+def disabled() -> Iterator[None]:
+    """Use the torch references in this thread within the block."""
+    before, _off.on = getattr(_off, "on", False), True
+    try:
+        yield
+    finally:
+        _off.on = before
+
+
 def library() -> ctypes.CDLL | None:
     """The library for this processor, or None where none was built."""
-    name = instruction_set()
+    name = None if getattr(_off, "on", False) else instruction_set()
     return load(name) if name else None

@@ -259,8 +259,8 @@ def _llama4_experts(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]
     logits = products.linear(rows, module.router.weight)
     weights, experts = choose(logits.float(), form, None, forced_experts(), rows.dtype)
     inputs = (rows[:, None] * weights[..., None].to(rows.dtype)).flatten(0, 1)
-    ones = torch.ones_like(weights).view(-1, 1)
-    outputs = flat_experts(module.experts, inputs, experts.view(-1, 1), ones)
+    ones = torch.ones_like(weights).reshape(-1, 1)
+    outputs = flat_experts(module.experts, inputs, experts.reshape(-1, 1), ones)
     out = module.shared_expert(rows)
     for routed in outputs.view(len(rows), -1, module.hidden_dim).unbind(1):
         out = out + routed
@@ -442,14 +442,6 @@ _BEFORE_5_24 = (
 def runs_indexer(module: nn.Module) -> bool:
     """Return whether a module is an indexer with a forward here."""
     return type(module).__name__ in (*_INDEXERS, *_BLOCK_INDEXERS)
-
-
-def index_width(module: Any) -> int:
-    """Return the width of the keys of such an indexer; 0 for other modules."""
-    if not runs_indexer(module):
-        return 0
-    fields = vars(module)
-    return int(fields.get("index_head_dim") or fields["head_dim"])
 
 
 def has_indexers(model: nn.Module) -> bool:

@@ -80,12 +80,6 @@ def chosen_records(
     return records, layer.indexer(hidden_states, q_residual, position_ids)[:, 0]
 
 
-def state_bytes(layer: Any) -> int:
-    """Return the bytes of the state of a layer that makes records."""
-    nbytes: int = 3 * layer.position_bias.shape[1] * torch.float32.itemsize
-    return nbytes
-
-
 def indexer(module: Any, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor) -> Tensor:
     """DeepSeek V4's indexer, with records of its own: positions `[T, 1, k]`."""
     scorer = module.scorer

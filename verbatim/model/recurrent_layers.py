@@ -212,22 +212,6 @@ def _multi_head_norm(layer: Any, x: Tensor) -> Tensor:
     return normed
 
 
-def _zaya_bytes(layer: Any) -> int:
-    convs = (layer.conv_qk_depthwise, layer.conv_qk_grouped)
-    rows = sum((conv.kernel_size[0] - 1) * conv.out_channels for conv in convs)
-    nbytes: int = (rows + layer.hidden_size) * convs[0].weight.dtype.itemsize
-    return nbytes
-
-
-def _pooled_bytes(layer: Any) -> int:
-    """Bytes of the last keys of an attention's indexer, each with its cosines and sines."""
-    indexer, rope = layer.indexer, layer.config.rope_parameters
-    rotated = int(layer.head_dim * rope.get("partial_rotary_factor", 1.0))
-    width = indexer.index_head_dim + 2 * rotated
-    nbytes: int = (indexer.compress_ratio - 1) * width * layer.o_proj.weight.dtype.itemsize
-    return nbytes
-
-
 FORWARDS: dict[str, Callable[..., Any]] = {
     **compressed.COMPRESSORS,
     "MiniMaxLightningAttention": _lightning_attention,
@@ -242,22 +226,6 @@ FORWARDS: dict[str, Callable[..., Any]] = {
     "xLSTMMultiHeadLayerNorm": _multi_head_norm,
 }
 
-_WIDE = torch.float32.itemsize
-# The bytes of a sequence's states in a layer, where other layers' attributes do not tell them.
-STATE_BYTES: dict[str, Callable[[Any], int]] = {
-    **dict.fromkeys((*compressed.COMPRESSORS, "DeepseekV4Indexer"), compressed.state_bytes),
-    "MiniMaxLightningAttention": lambda m: m.num_attention_heads * m.head_dim**2 * _WIDE,
-    "Qwen4ExpTextNGramEmbedding": lambda m: m.context_len * _WIDE,
-    "Qwen4ExpTextPLELayer": lambda m: m.short_conv_state_len * m.conv1d.weight[:, 0, 0].nbytes,
-    "Qwen4ExpTextAttention": _pooled_bytes,
-    "RwkvFeedForward": lambda m: m.key.weight[0].nbytes,
-    "RwkvSelfAttention": lambda m: m.key.weight[0].nbytes + 3 * m.attention_hidden_size * _WIDE,
-    "ZayaCCAProjection": _zaya_bytes,
-    "xLSTMLayer": lambda m: (
-        (m.config.num_heads + m.qk_dim * (m.v_dim // m.config.num_heads + 1)) * _WIDE
-    ),
-}
-
 
 def reads_weight(layer: nn.Module, name: str) -> bool:
     """Return whether a layer multiplies with the weight of its child `name` itself, as Mamba's do."""
@@ -268,39 +236,6 @@ def has_supported_states(module: nn.Module) -> bool:
     """Return whether recurrent functions in the files of a model's classes can be replaced."""
     names = {name for file in files_of(module) for name in vars(file)}
     return not names.isdisjoint(FUNCTIONS.keys() | FORWARDS.keys())
-
-
-def state_bytes(module: nn.Module) -> int:
-    """Return the bytes of a sequence's states by the widths of a model's layers, before a forward.
-
-    In these layers, states have as many numbers as a convolution's past rows, and as the products of keys
-    and values; recurrences keep float32.
-    """
-    total = 0
-    for layer in module.modules():
-        count = STATE_BYTES.get(type(layer).__name__)
-        if count is not None:
-            total += count(layer)
-            continue
-        convs = [child for child in layer.children() if isinstance(child, nn.Conv1d)]
-        if convs:
-            for conv in convs:
-                rows = conv.kernel_size[0] - 1
-                total += rows * conv.out_channels * conv.weight.dtype.itemsize
-            total += _recurrence_width(vars(layer)) * torch.float32.itemsize
-    return total
-
-
-def _recurrence_width(sizes: dict[str, Any]) -> int:
-    if "num_v_heads" in sizes:  # gated delta rule
-        width: int = sizes["num_v_heads"] * sizes["head_k_dim"] * sizes["head_v_dim"]
-    elif "lru_width" in sizes:
-        width = sizes["lru_width"]
-    elif "ssm_state_size" in sizes:
-        width = sizes["intermediate_size"] * sizes["ssm_state_size"]
-    else:  # keys as wide as values, or a convolution alone
-        width = sizes.get("num_heads", 0) * sizes.get("head_dim", 0) ** 2
-    return width
 
 
 def files_of(module: nn.Module) -> list[ModuleType]:

@@ -265,6 +265,8 @@ def inspect_forward(
     masks.register()
     patch_functions(module)
     device = next(module.parameters()).device
+    if device.type == "meta":
+        device = torch.device("cpu")
     attention = IMPLEMENTATION if isinstance(inner, OwnModel) else masks.LOOK
     inputs: dict[str, Any] = {"input_ids": torch.tensor(_IDS, device=device)}
     if positions:

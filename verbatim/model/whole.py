@@ -179,11 +179,11 @@ class WholeModel:
             self._angles = Angles(rotary, forward_of(rotary), self.dtype)
         self._structs = (_POINTER * len(layers))(*(layer.address for layer in layers))
         # The embedding and the angles say themselves what they do at the moment.
-        classes = [type(m) for m in (inner, body, norm, head, rotary) if m is not None]
-        places = tensors_of([head, norm]) if ends else []
-        if self._entry is not None:
-            places += tensors_of(m for m in self._entry if isinstance(m, nn.Module))
-        self.fingerprint = Fingerprint(places, numbers_of([inner, body, norm]), classes)
+        entered = [m for m in self._entry or () if isinstance(m, nn.Module)]
+        classes = [type(m) for m in (inner, body, norm, head, rotary, *entered) if m is not None]
+        places = tensors_of([*([head, norm] if ends else ()), *entered])
+        numbered = numbers_of([inner, body, norm, *entered])
+        self.fingerprint = Fingerprint(places, numbered, classes)
         numbers = sum(p.numel() for p in inner.parameters() if p.ndim < 3)
         numbers += sum(layer.parts.mixture.numbers for layer in layers if layer.parts.mixture)
         packed = [m for m in inner.modules() if isinstance(m, PackedLinear)]

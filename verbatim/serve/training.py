@@ -49,7 +49,7 @@ Trainer = Annotated[
 
 
 class InitInfo(Strict):
-    """Where a trainer listens."""
+    """The address at which a trainer listens."""
 
     master_address: str = Field(min_length=1, max_length=255)
     master_port: int = Field(ge=1, le=65535)

@@ -116,6 +116,8 @@ class Part:
         with ExitStack() as undo:
             undo.callback(self.close)
             if place is not None:
+                for index in {*range(len(layers))}.difference(kept):  # a plan needs its own shapes
+                    layers[index].__dict__["forward"] = self._pass
                 self.tiers = place(self.own, mtp)
                 self.own.packed = self.tiers.report
             else:

@@ -10,19 +10,16 @@ from torch import nn
 
 from verbatim import kernels
 from verbatim.kv.quantized import KVDtype
-from verbatim.kv.store import LayerShape, bytes_per_token
-from verbatim.model.adapters import index_width
+from verbatim.kv.store import bytes_per_token
 from verbatim.model.early_exit import EarlyExit
 from verbatim.model.hidden import head_of
 from verbatim.model.loader import LoadedModel
 from verbatim.model.mtp_source import Mtp, mtp_size
-from verbatim.model.recurrent_layers import state_bytes
+from verbatim.model.outline import outline
 from verbatim.model.spec import inner_model
 from verbatim.placement.offload.units import Slot, Units
 from verbatim.weights.files import PAGE, up
 from verbatim.weights.lazy import Computed, LazyWeight, Stored, sources
-
-_WITHOUT_ATTENTION = {"linear_attention", "conv", "mamba", "mlp", "moe"}  # in `layer_types`
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +184,6 @@ def shape_of(
 ) -> ModelShape:
     """Return the sizes of a model without weights in memory.
 
-    The shapes of K and V aren't known before a forward; they are derived from the config, with as many KV
-    heads as heads if it has no other number.
-
     Args:
         dtype: the model computes in.
         kv_dtype: None: the same.
@@ -207,16 +201,12 @@ def shape_of(
     hidden = _first(text, "hidden_size") or max(
         (slot.parameter.shape[-1] for slot in slots), default=1
     )
-    stored, queries = _attention(text, hidden)
-    here = range(_first(text, "num_hidden_layers") or 1) if loaded.layers is None else loaded.layers
-    layers, kinds = len(here), getattr(text, "layer_types", None) or ()
-    kinds = [kinds[i] for i in here if i < len(kinds)]
-    states = state_bytes(model)
-    attending = layers - sum(kind in _WITHOUT_ATTENTION for kind in kinds)
-    if states and not kinds:  # recurrent models that list no kinds have one kind only
-        attending = 0
-    indexed = [LayerShape(1, width, 0) for m in model.modules() if (width := index_width(m))]
-    kv_bytes = bytes_per_token([stored] * attending + indexed, kv_dtype or dtype)
+    seen = outline(loaded.module)
+    attending = sum(bool(layer.value_dim) for layer in seen.layers)  # others are indexers
+    heads = zip(seen.query_heads, seen.layers, strict=True)
+    kv_bytes = bytes_per_token(seen.layers, kv_dtype or dtype)
+    layers = _first(text, "num_hidden_layers") or 1
+    layers = layers if loaded.layers is None else len(loaded.layers)
     resident, draft_bytes = 2 * top_k * layers * bool(experts), 0  # records of routing
     if isinstance(draft, Mtp):
         assert loaded.folder is not None
@@ -246,32 +236,14 @@ def shape_of(
         layers=max(1, attending),
         hidden=hidden,
         intermediate=max(inner, routed * top_k),
-        attention=queries + stored.elements,
+        attention=max((n * layer.key_dim + layer.elements for n, layer in heads), default=0),
         vocab=1 if is_elsewhere else _first(text, "vocab_size") or 1,
         experts=experts,
         experts_per_token=top_k if experts else 0,
-        state_bytes=states,
+        state_bytes=sum(state.nbytes for state in seen.states),
         resident_bytes_per_token=resident,
         draft_bytes=draft_bytes,
     )
-
-
-def _attention(text: Any, hidden: int) -> tuple[LayerShape, int]:
-    """Return what a layer stores for a token, and the width of its queries."""
-    heads = _first(text, "num_attention_heads", "n_head") or 1
-    width = max(_first(text, "head_dim"), _first(text, "global_head_dim")) or -(-hidden // heads)
-    if _first(text, "kv_lora_rank"):  # latent attention: expanded before it is stored
-        key = _first(text, "qk_nope_head_dim") + _first(text, "qk_rope_head_dim")
-        value = _first(text, "v_head_dim") or width
-        return LayerShape(heads, key, value), heads * key
-    kv_heads = heads
-    if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
-        kv_heads = 1
-    else:
-        for name in ("num_kv_heads", "num_key_value_heads"):
-            if hasattr(type(text), name) and _first(text, name):  # its own, not what a file added
-                kv_heads = max(_first(text, name), _first(text, "num_global_key_value_heads"))
-    return LayerShape(kv_heads, width, width), heads * width
 
 
 def _first(config: Any, *names: str) -> int:
