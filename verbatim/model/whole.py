@@ -63,14 +63,14 @@ class ModelPart(Protocol):
 
     @property
     def entry(self) -> Entry | Callable[[Tensor], Tensor]:
-        """What comes before its first layer; or, for trials, the function of made-up hidden states `[T, H]`
+        """The modules before its first layer; or, for trials, the function of made-up hidden states `[T, H]`
         of ids.
         """
         ...
 
 
 @struct_of("entry")
-class _Entry(ctypes.Structure):
+class _EntryStruct(ctypes.Structure):
     """`Entry` of kernels/layer.cpp."""
 
     _fields_ = (
@@ -189,7 +189,7 @@ class WholeModel:
         packed = [m for m in inner.modules() if isinstance(m, PackedLinear)]
         numbers += sum(m.in_features * m.out_features for m in packed)
         self._most_rows = max(1, _MOST_WORK // max(1, numbers))
-        self._struct, self._entry_struct = _Model(), _Entry()
+        self._struct, self._entry_struct = _Model(), _EntryStruct()
         self._prepare()
         self.fingerprint.record_layouts()
 
@@ -202,7 +202,7 @@ class WholeModel:
         if self._entry is not None:
             self._prepare_entry(self._entry, self._entry_struct)
 
-    def _prepare_entry(self, entry: Entry, struct: _Entry) -> None:
+    def _prepare_entry(self, entry: Entry, struct: _EntryStruct) -> None:
         if type(entry.embedding) is not nn.Embedding:
             raise NotFusable("its ids are not looked up in one table")
         struct.table = address_of(entry.embedding.weight, self.dtype)
