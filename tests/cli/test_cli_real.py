@@ -97,7 +97,7 @@ def test_a_kv_cache_that_can_not_be_allocated_is_one_line(run, monkeypatch):
     def allocate(*_):
         return torch.empty(2**50)
 
-    monkeypatch.setattr("verbatim.placement.resident.KVStore", allocate)
+    monkeypatch.setattr("verbatim.model.draft_layers.KVStore", allocate)
     done = run("generate", "x", "--kv-memory", "1MB")
     assert (done.exit_code, done.stdout) == (1, "")
     assert re.fullmatch(
