@@ -1,9 +1,10 @@
-"""A model in stages on this machine: what a hop costs, what concurrent sessions gain, how long a loss takes.
+"""A model on several processes of this machine: what a hop costs, what concurrent sessions gain, how long a
+loss takes.
 
     python benchmarks/cluster.py [--rounds 5] [--layers 12] [--kills 20] [--picture FILE]
 
-The model has hidden states of (1, 2048) in bfloat16 and random weights. Stages are processes
-of this machine. Whatever is timed has said the resident model's words first, bit for bit.
+The model has hidden states of (1, 2048) in bfloat16 and random weights. It runs in one to three stages, and
+on two tensor-parallel ranks. Whatever is timed has said the resident model's words first, bit for bit.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, cast
 
 import torch
 
-from verbatim import LLM, Cluster, SamplingParams
+from verbatim import LLM, Cluster, SamplingParams, TensorParallel
 from verbatim.placement.distributed.runner import Clustered
 
 TOKENS = 48
@@ -81,10 +82,11 @@ def talk(llm: LLM, count: int) -> tuple[list[Any], float]:
 
 def measure(folder: Path, whole: LLM, said: dict[int, Any], args: argparse.Namespace) -> None:
     print(
-        f"{'stages':>6} {'ms a step':>10} {'against whole':>14} {'hop, ms':>8} {'all else, ms':>13}"
+        f"{'placement':>17} {'ms a step':>10} {'against whole':>14} {'hop, ms':>8} {'all else, ms':>13} "
+        f"{'MB of weights':>14}"
     )
-    for stages in (1, 2, 3):
-        placement = Cluster(stages=stages, spares=1)
+    for stages in (1, 2, 3, None):
+        placement = Cluster(stages=stages, spares=1) if stages else TensorParallel(2)
         with LLM(folder, max_length=256, placement=placement) as llm:
             assert talk(llm, 1)[0] == said[1], "other words"
             ratios, steps = [], []
@@ -93,12 +95,16 @@ def measure(folder: Path, whole: LLM, said: dict[int, Any], args: argparse.Names
                 times = {id(one): talk(one, 1)[1] for one, _ in pair[:: 1 - 2 * (number % 2)]}
                 steps.append(times[id(llm)])
                 ratios.append(times[id(whole)] / times[id(llm)])
-            step = 1e3 * statistics.median(steps) / TOKENS
-            busy, hops = times_of(llm)
-            hop = "-" if stages == 1 else f"{1e3 * statistics.median(hops):.3f}"
-            rest = step - 1e3 * statistics.median(busy)
+            step, hop, rest = 1e3 * statistics.median(steps) / TOKENS, "-", "-"
+            if stages:
+                busy, hops = times_of(llm)
+                hop = f"{1e3 * statistics.median(hops):.3f}" if hops else "-"
+                rest = f"{step - 1e3 * statistics.median(busy):.2f}"
+            info = llm.info()
+            held = [x["weight_bytes"] for x in info.get("stages", ())] or info["rank_weight_bytes"]
             print(
-                f"{stages:6} {step:10.2f} {statistics.median(ratios):14.2f} {hop:>8} {rest:13.2f}"
+                f"{f'{stages} stages' if stages else 'tensor parallel 2':>17} {step:10.2f} "
+                f"{statistics.median(ratios):14.2f} {hop:>8} {rest:>13} {max(held) / 1e6:14.0f}"
             )
             if stages == 2:
                 concurrent(llm, said, args.rounds)

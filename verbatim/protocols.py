@@ -117,7 +117,7 @@ class Runner(Protocol):
         """
         ...
 
-    def load_adapter(self, adapter: Adapter) -> None:
+    def load_adapter(self, adapter: Adapter) -> object:
         """Load an adapter for batches that have its number; nothing is kept after an error.
 
         Raises:

@@ -94,10 +94,10 @@ def test_what_the_engine_refuses_is_one_line(run, args, says):
 
 
 def test_a_kv_cache_that_can_not_be_allocated_is_one_line(run, monkeypatch):
-    def allocate(*_):
+    def allocate(*_, **__):
         return torch.empty(2**50)
 
-    monkeypatch.setattr("verbatim.placement.resident.KVStore", allocate)
+    monkeypatch.setattr("verbatim.placement.resident.open_store", allocate)
     done = run("generate", "x", "--kv-memory", "1MB")
     assert (done.exit_code, done.stdout) == (1, "")
     assert re.fullmatch(

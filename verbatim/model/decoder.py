@@ -153,8 +153,8 @@ class Decoder:
             self.adapters.attach(module, self._unfused, self._layers.layers)
         self._head_reads_body = False  # what the head is given is what the body returns
 
-    def load_adapter(self, adapter: Adapter, *, partial: bool = False) -> list[str]:
-        """Hold an adapter for batches that name its number, as `Adapters.load`.
+    def load_adapter(self, adapter: Adapter) -> list[str]:
+        """Hold an adapter, or what a part of a model has of it, as `Adapters.load`.
 
         Raises:
             NotSupported, InvalidRequest: it does not fit the model.
@@ -163,7 +163,7 @@ class Decoder:
             self.refresh()
             if not self.adapters.numbers:
                 self.adapters.attach(self.held, self._unfused, self._layers.layers)
-            return self.adapters.load(adapter, partial=partial)
+            return self.adapters.load(adapter, partial=self._part is not None)
 
     def unload_adapter(self, number: int) -> None:
         """Drop an adapter; do nothing if it is not held."""

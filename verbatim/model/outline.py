@@ -1,4 +1,4 @@
-"""What a model keeps of each token and of each sequence, found without data in its weights."""
+"""Shapes of K, V and states of a model, found by inspection without data."""
 
 from __future__ import annotations
 

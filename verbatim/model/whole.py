@@ -63,14 +63,14 @@ class ModelPart(Protocol):
 
     @property
     def entry(self) -> Entry | Callable[[Tensor], Tensor]:
-        """What comes before its first layer; or, for trials, the function of made-up hidden states `[T, H]`
+        """The modules before its first layer; or, for trials, the function of made-up hidden states `[T, H]`
         of ids.
         """
         ...
 
 
 @struct_of("entry")
-class _Entry(ctypes.Structure):
+class _EntryStruct(ctypes.Structure):
     """`Entry` of kernels/layer.cpp."""
 
     _fields_ = (
@@ -179,17 +179,17 @@ class WholeModel:
             self._angles = Angles(rotary, forward_of(rotary), self.dtype)
         self._structs = (_POINTER * len(layers))(*(layer.address for layer in layers))
         # The embedding and the angles say themselves what they do at the moment.
-        classes = [type(m) for m in (inner, body, norm, head, rotary) if m is not None]
-        places = tensors_of([head, norm]) if ends else []
-        if self._entry is not None:
-            places += tensors_of(m for m in self._entry if isinstance(m, nn.Module))
-        self.fingerprint = Fingerprint(places, numbers_of([inner, body, norm]), classes)
+        entered = [m for m in self._entry or () if isinstance(m, nn.Module)]
+        classes = [type(m) for m in (inner, body, norm, head, rotary, *entered) if m is not None]
+        places = tensors_of([*([head, norm] if ends else ()), *entered])
+        numbered = numbers_of([inner, body, norm, *entered])
+        self.fingerprint = Fingerprint(places, numbered, classes)
         numbers = sum(p.numel() for p in inner.parameters() if p.ndim < 3)
         numbers += sum(layer.parts.mixture.numbers for layer in layers if layer.parts.mixture)
         packed = [m for m in inner.modules() if isinstance(m, PackedLinear)]
         numbers += sum(m.in_features * m.out_features for m in packed)
         self._most_rows = max(1, _MOST_WORK // max(1, numbers))
-        self._struct, self._entry_struct = _Model(), _Entry()
+        self._struct, self._entry_struct = _Model(), _EntryStruct()
         self._prepare()
         self.fingerprint.record_layouts()
 
@@ -202,7 +202,7 @@ class WholeModel:
         if self._entry is not None:
             self._prepare_entry(self._entry, self._entry_struct)
 
-    def _prepare_entry(self, entry: Entry, struct: _Entry) -> None:
+    def _prepare_entry(self, entry: Entry, struct: _EntryStruct) -> None:
         if type(entry.embedding) is not nn.Embedding:
             raise NotFusable("its ids are not looked up in one table")
         struct.table = address_of(entry.embedding.weight, self.dtype)

@@ -112,7 +112,7 @@ class ExternalDecoder(Decoder):
     def how_experts_run(self) -> dict[str, int]:
         return {}
 
-    def load_adapter(self, adapter: Adapter, *, partial: bool = False) -> list[str]:
+    def load_adapter(self, adapter: Adapter) -> list[str]:
         raise NotSupported(
             f"adapters: not supported for {self.architecture}, whose layers run by its own forward"
         )

@@ -217,8 +217,9 @@ class Resident(DraftRunner):
         """Return what writes new weights to the module, all of them or those that are here."""
         return WeightWriter(self.decoder.owner, self.cuts, whole=whole)
 
-    def load_adapter(self, adapter: Adapter) -> None:
-        self.decoder.load_adapter(adapter)
+    def load_adapter(self, adapter: Adapter) -> list[str]:
+        """See `Runner`. Return the names of the layers that it changes here."""
+        return self.decoder.load_adapter(adapter)
 
     def unload_adapter(self, number: int) -> None:
         self.decoder.unload_adapter(number)

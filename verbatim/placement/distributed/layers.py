@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.batch import Adapter, Batch
+from verbatim.batch import Batch
 from verbatim.errors import VerbatimError
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.store import cache_info
@@ -79,7 +79,7 @@ class Layers(Served):
             part = Part(loaded, first, end, split=self._split, draft=draft, place=place)
             self.part = part
         for adapter in message.get("adapters", ()):
-            part.decoder.load_adapter(adapter, partial=True)
+            part.decoder.load_adapter(adapter)
         spec, report = part.decoder.spec, part.own.packed
         dtype = options.kv_dtype or spec.dtype
         return {
@@ -178,10 +178,6 @@ class Layers(Served):
         if self.runner is None or name not in self.runner.records:
             return None
         return self.runner.record(name, **fields)
-
-    def load_adapter(self, adapter: Adapter) -> list[str]:
-        """Hold an adapter's matrices for the layers here, and return their names."""
-        return list(self.running.decoder.load_adapter(adapter, partial=True))
 
     def close(self) -> None:
         """Free everything."""

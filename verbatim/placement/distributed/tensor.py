@@ -91,9 +91,10 @@ class LeadingRank(Resident):
 
         return write_all
 
-    def load_adapter(self, adapter: Adapter) -> None:
+    def load_adapter(self, adapter: Adapter) -> list[str]:
         """See `Runner`. Each rank holds all of it, and adds it to the gathered columns."""
-        self._together("load_adapter", adapter=adapter)
+        names: list[str] = self._together("load_adapter", adapter=adapter)
+        return names
 
     def unload_adapter(self, number: int) -> None:
         self._together("unload_adapter", number=number)
