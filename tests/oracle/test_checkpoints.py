@@ -356,6 +356,7 @@ def test_new_weights_are_rounded_to_the_format_that_is_held(tmp_path: Path) -> N
         ("compressed-fp8", "weight", lambda x: torch.full_like(x, torch.nan)),
         ("compressed-fp8", "weight_scale", lambda x: x.int()),
         ("compressed-fp8-blocks", "weight_scale", lambda x: x[:, :0]),
+        ("fp8", "weight_scale_inv", lambda x: x[:1, :1]),
         ("nvfp4", "weight_packed", lambda x: x.view(torch.int8)),
         ("nvfp4", "weight_scale", lambda x: x[:, 1:]),
         ("nvfp4", "weight_scale", lambda x: torch.full_like(x, torch.nan)),

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from verbatim.placement.offload.prefetch import Job, Prefetcher
 from verbatim.placement.offload.schedule import HiddenStates, Part
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.sparse import top_k_attention
-from verbatim.placement.offload.stream import Ring
+from verbatim.placement.offload.stream import Ring, Use
 from verbatim.placement.offload.trace import Trace
 from verbatim.weights.files import PAGE
 
@@ -550,3 +551,27 @@ def test_a_sparse_model_says_so_and_has_the_same_words_in_every_schedule(
     assert found[0] == found[1] == found[2] != exact
     with offloaded(folders("gemma2"), kv_dtype="int4", kv=(0, 0, 100), attention_top_k=4) as llm:
         assert run(llm) != found[0]  # K and V are others, and nothing breaks
+
+
+def test_what_is_used_once_more_is_read_again_only_when_it_was_written_again() -> None:
+    file = bytearray(PAGE)
+
+    def move(memory: memoryview, *, write: bool) -> int:
+        file[:] = memory if write else file
+        memory[:] = file
+        return PAGE
+
+    ring = Ring("K and V", Prefetcher("verbatim-test", 1), Trace())
+    first = Use("first", PAGE, [partial(move, write=False)])
+    second = Use("second", PAGE, [partial(move, write=False)], [first])
+    try:
+        ring.reserve(3 * PAGE)
+        ring.follow([first, second], repeat=False)
+        for number, use in enumerate([first, second, first, second]):
+            memory = ring.take(use)
+            assert memory.eq(number).all(), number
+            memory.fill_(number + 1)
+            ring.give_back(partial(move, write=True))
+        ring.finish()
+    finally:
+        ring.close()

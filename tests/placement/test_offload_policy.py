@@ -14,7 +14,7 @@ from support.pairwise import slow_but
 from support.requests_mixed import facts, mixed_requests
 from support.toys import RECURRENT_FAMILIES, RECURRENT_TOYS, TOYS, make_toy
 from verbatim import LLM, InvalidRequest, Offload
-from verbatim.errors import OutOfBlocks
+from verbatim.errors import OutOfBlocks, TierFailed
 from verbatim.heap import Heap
 from verbatim.kv.store import bytes_per_token
 from verbatim.placement.offload import cost
@@ -264,8 +264,13 @@ def test_percents_without_budgets_are_obeyed():
             ["kv=(100.0, 0.0, 0.0)", "batch_size=250", "logits"],
         ),
         (dict(gpu=0, cpu="200MB"), OutOfBlocks, ["gpu=0 and cpu=200000000 allow for 200000000"]),
+        (
+            dict(weights=(100, 0, 0), kv=(0, 0, 100), disk_limit=1000),
+            TierFailed,
+            ["the disk tier is too small", "disk_limit=1000"],
+        ),
     ],
-    ids=["ring", "weights", "batch", "cpu"],
+    ids=["ring", "weights", "batch", "cpu", "disk"],
 )
 def test_a_refusal_names_what_is_needed_and_what_was_given(said, error, says):
     with pytest.raises(error) as refused:

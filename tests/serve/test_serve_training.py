@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from safetensors.torch import save
 from support.serving import Served, serving, until
 from verbatim import LLM, InvalidRequest, SamplingParams, rl
 from verbatim.errors import VerbatimError
+from verbatim.placement.distributed.link import LinkLost
+from verbatim.placement.distributed.wire import MAGIC, PREFIX
 from verbatim.serve.settings import ServeSettings
 
 PROMPT = "Once upon a time"
@@ -436,8 +439,9 @@ def test_trainer_that_sends_something_else(served: Served, weights: Any, others:
     sender = rl.WeightSender(served.url, timeout_s=30)
 
     def send(_: Any) -> None:
-        for tensor in others:
-            sender._link.send({"tensor": tensor})
+        with suppress(LinkLost):  # the server reads no more than was announced
+            for tensor in others:
+                sender._link.send({"tensor": tensor})
         if not others:
             sender._link.close()
 
@@ -445,6 +449,15 @@ def test_trainer_that_sends_something_else(served: Served, weights: Any, others:
     with pytest.raises(VerbatimError, match="announced" if others else "connection is lost"):
         sender.send({"a": torch.ones(100), "b": torch.ones(100)})
     assert generated(served.llm) == before
+    assert rl.WeightSender(served.url, timeout_s=30).send(weights) > 0
+
+
+def test_more_bytes_than_announced_are_not_read(served: Served, weights: Any) -> None:
+    sender = rl.WeightSender(served.url, timeout_s=30)
+    prefix = PREFIX.pack(MAGIC, 64, 1 << 35, 0, 0, 0)  # no such bytes follow
+    sender._send = lambda _: sender._link.send([prefix])  # type: ignore[method-assign]
+    with pytest.raises(VerbatimError, match="34,359,738,432 bytes, and at most"):
+        sender.send({"a": torch.ones(100)})
     assert rl.WeightSender(served.url, timeout_s=30).send(weights) > 0
 
 

@@ -34,6 +34,7 @@ log = logging.getLogger("verbatim.serve")
 MAX_TENSORS = 1 << 20
 _DIMENSIONS = 8
 _ROOM = 8  # default bytes of an update for each parameter: float32, and tied ones may come twice
+_AROUND = 1 << 10  # bytes of a message beside those of its tensor
 _SAFETENSORS = ("application/octet-stream", "application/x-safetensors")
 
 Dimension = Annotated[int, Field(ge=0, lt=1 << 48)]
@@ -204,7 +205,8 @@ class Updates:
 
     async def _next(self, link: Link, dtype: torch.dtype, shape: list[int]) -> Tensor:
         """Return the trainer's next tensor, which must be of this kind."""
-        message = await asyncio.wait_for(asyncio.to_thread(link.receive), self._timeout_s)
+        most = dtype.itemsize * math.prod(shape) + _AROUND
+        message = await asyncio.wait_for(asyncio.to_thread(link.receive, most), self._timeout_s)
         tensor = message.get("tensor")
         found = (tensor.dtype, list(tensor.shape)) if isinstance(tensor, Tensor) else None
         if not isinstance(tensor, Tensor) or found != (dtype, shape):

@@ -112,15 +112,22 @@ class Link:
                 self.close()
                 raise LinkLost(f"the connection is lost: {error}") from None
 
-    def receive(self) -> dict[str, Any]:
+    def receive(self, most: int | None = None) -> dict[str, Any]:
         """Wait for the next message, and return it.
+
+        Args:
+            most: bytes that it may have; what is larger is not read.
 
         Raises:
             LinkLost: the other side is gone.
-            Garbage: it does not speak our language.
+            Garbage: it does not speak our language, or the message is larger.
         """
         try:
             header_size, array_size, mark = sizes(self._take(PREFIX.size))
+            if most is not None and header_size + array_size > most:
+                raise Garbage(
+                    f"a message has {header_size + array_size:,} bytes, and at most {most:,} were announced"
+                )
             if mark is None:
                 return decode(self._take(header_size), self._take(array_size))
             states: bytearray | memoryview | None = self.room(mark, array_size)

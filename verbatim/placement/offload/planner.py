@@ -365,7 +365,6 @@ class Planner:
     def _refuse(self) -> NoReturn:
         """Raise an error that names the chosen values, the limits and a sufficient budget."""
         given, options = self.given, self.options
-        assert self.budget is not None
         chosen = {
             "weights": given.weights,
             "kv": given.kv,
@@ -377,7 +376,7 @@ class Planner:
         }
         choices = ", ".join(f"{name}={v}" for name, v in chosen.items() if v is not None)
         choices = f"with {choices}, " if choices else ""
-        if self._least(self.budget)[1].suffices:
+        if self.budget is None or self._least(self.budget)[1].suffices:
             raise TierFailed(
                 f"placement=Offload: {choices}the disk tier is too small: "
                 f"{given.disk or 'the temporary folder'} has room for {self.disk} bytes "

@@ -216,6 +216,7 @@ class Ring:
         assert at + use.nbytes <= self.nbytes
         region = _Region(use, place, at)
         self._regions.append(region)
+        self._over.discard(use)  # if it is used once more, what reads its data waits once more
         self._next = (place + 1) % len(self._uses) if self._repeats else place + 1
         for read in use.reads:
             region.jobs.append(Job(partial(self._read, region, read)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,9 +48,11 @@ def scaled(
         if blocks not in (width, (shape[0], shape[2], 1)):
             raise checkpoint.wrong(parts[1])
         blocks = width
-    if is_integer and not block:  # as many along K as there are scales
+    if is_integer and not block and count != 1:  # as many along K as there are scales
         block = [1, -(-shape[-1] // max(1, blocks[-1] if len(blocks) > 1 else 1))]
-    if block and count != 1:
+    # One scale is the tensor's, unless it is written as that of a smaller block.
+    is_whole = len(blocks) < len(shape) or all(map(operator.le, shape[-2:], block or shape[-2:]))
+    if block and not (count == 1 and is_whole):
         # The last block of a dimension may be short.
         sizes = [1] * (len(shape) - 2) + list(block)
         found, blocks = blocks, tuple(-(-n // b) for n, b in zip(shape, sizes, strict=True))
