@@ -323,6 +323,16 @@ def send_often(link: Link, message: dict[str, Any]) -> None:
         link.send(message)
 
 
+def test_a_peer_that_accepts_nothing_is_lost() -> None:
+    ours, theirs = socket.socketpair()
+    link = Link(ours)
+    link.limit_sending(1)
+    with theirs, pytest.raises(LinkLost, match="nothing is accepted"):
+        link.send([bytes(1 << 26)])
+    with pytest.raises(LinkLost):
+        link.send({"do": "ping"})
+
+
 def test_who_does_not_is_told_why(guests: Guests, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Refused, match="it does not know the cluster's key"):
         connect(guests.address, b"x" * 32, {"name": "me"})

@@ -32,7 +32,7 @@ class WeightSender:
         url: of the server.
         api_key: of the server.
         host: address of this machine, as the server reaches it.
-        timeout_s: of the connection, and of each tensor.
+        timeout_s: of the connection, and without progress of a tensor.
 
     Raises:
         VerbatimError: the server refuses, or does not answer.
@@ -58,6 +58,7 @@ class WeightSender:
         try:
             self._call("/init_weight_transfer_engine", {"init_info": init, **self._trainer})
             self._link = links.get(timeout=timeout_s)
+            self._link.limit_sending(timeout_s)
         finally:
             listener.close()
         weakref.finalize(self, self._link.close)

@@ -58,18 +58,23 @@ class Link:
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        seconds = struct.pack("ll", int(_SAY_S), 0)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if hasattr(socket, "TCP_USER_TIMEOUT"):  # what was sent and isn't acknowledged in it
-                milliseconds = int(1000 * _SAY_S)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         self.room: Callable[[Mark, int], memoryview | None] = lambda mark, size: None
         self._connection = connection
         self._sending = threading.Lock()
         # It reads ahead, so that a small message is one call to the system.
         self._reader = io.BufferedReader(socket.SocketIO(connection, "rb"), _AHEAD)
+        self.limit_sending(_SAY_S)
+
+    def limit_sending(self, seconds: float) -> None:
+        """Take the other side for dead when it accepts nothing for so long."""
+        connection, whole = self._connection, max(1, int(seconds))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", whole, 0))
+        if connection.family in (socket.AF_INET, socket.AF_INET6) and hasattr(
+            socket, "TCP_USER_TIMEOUT"
+        ):  # what was sent and isn't acknowledged in it
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * whole)
 
     def shake_hands(self, key: bytes, role: bytes, other: bytes) -> None:
         """Prove to the other side that this one knows the key, and check that it does, too.
@@ -110,7 +115,8 @@ class Link:
                     self._connection.sendall(buffer)
             except OSError as error:
                 self.close()
-                raise LinkLost(f"the connection is lost: {error}") from None
+                why = "nothing is accepted" if isinstance(error, BlockingIOError) else error
+                raise LinkLost(f"the connection is lost: {why}") from None
 
     def receive(self, most: int | None = None) -> dict[str, Any]:
         """Wait for the next message, and return it.

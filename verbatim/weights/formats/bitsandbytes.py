@@ -21,6 +21,9 @@ from verbatim.weights.lazy import LazyWeight
 def read_bitsandbytes(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
     """Yield the lazy weight of each matrix."""
     for name in checkpoint.names(".SCB"):
+        scales, stored = (checkpoint.left.get(f"{name}.{key}") for key in ("SCB", "weight"))
+        if scales is not None and stored is not None and scales.shape != stored.shape[:1]:
+            raise checkpoint.wrong(scales)
         yield (
             f"{name}.weight",
             scaled(checkpoint, f"{name}.weight", f"{name}.SCB", None, divisor=127),

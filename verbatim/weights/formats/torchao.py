@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.errors import NotSupported
+from verbatim.errors import ModelError, NotSupported
 from verbatim.model.stored import read_stored
 from verbatim.model.weight_packing import Encoding, unfold
 from verbatim.weights.formats.checkpoint import QuantizedCheckpoint
@@ -46,6 +46,8 @@ def read_torchao(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWei
                 f"{', '.join(readers)}, without act_pre_scale"
             )
         block = [int(n) for n in fields["_data"]["block_size"]][-2:]
+        if len(block) != 2 or min(block) < 1:
+            raise ModelError(f"{checkpoint.folder}: the block_size of {name} is {block}")
         yield name, readers[kind](checkpoint, name, prefix, block)
         checkpoint.drop(*(f"{prefix}{unused}" for unused in _UNUSED))
 
