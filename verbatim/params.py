@@ -445,7 +445,7 @@ def _biases(value: Any) -> dict[int, float]:
     biases: dict[int, float] = {}
     for key, bias in value.items():
         is_text = isinstance(key, str) and key.isascii() and key.isdigit()  # as of JSON
-        token_id = _id("logit_bias", int(key[:20]) if is_text else key)
+        token_id = _id("logit_bias", int(key.lstrip("0")[:20] or "0") if is_text else key)
         real = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
         if not real or not abs(bias) <= _FLOAT32_MAX:
             raise InvalidRequest(

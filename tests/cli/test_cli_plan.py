@@ -80,6 +80,7 @@ def test_no_weight_is_read_for_a_plan(run, folder, monkeypatch):
     [
         (["--gpu", "100KB"], 1, "placement=Offload: at least "),
         (["--gpu", "a lot"], 1, "gpu='a lot': must be bytes"),
+        (["--gpu", "²"], 1, "gpu='²': must be bytes"),
         (["--gpu", "1MB", "--weights", "50,60,0"], 1, "weights=(50.0, 60.0, 0.0): must be"),
         (["--gpu", "1MB", "--weights", "half"], 2, "--weights 'half': must be percents"),
         (["--gpu", "1MB", "--kv", "1;2"], 2, "--kv '1;2': must be percents"),

@@ -110,6 +110,11 @@ def test_params_that_can_not_be_are_refused(fields: dict[str, Any], message: str
     assert isinstance(caught.value, ValueError)
 
 
+def test_biases_may_have_token_ids_as_json_has_them() -> None:
+    given = {"7": 1.0, "0": 2.0, "0" * 30 + "12": 3.0}
+    assert SamplingParams(logit_bias=given).logit_bias == {7: 1.0, 0: 2.0, 12: 3.0}
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [

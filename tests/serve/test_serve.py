@@ -661,6 +661,12 @@ def test_the_document_names_every_endpoint_and_they_need_no_body_of_the_wrong_ki
             "/detokenize", "/v1/logprobs", "/v1/generate", "/health", "/ready", "/metrics",
             "/v1/engine"} <= document["paths"].keys()  # fmt: skip
     assert served.client.get("/docs").status_code == 200
+    fields = document["components"]["schemas"]["ChatCompletions"]["properties"]
+    assert fields["max_tokens"]["minimum"] == 1 and fields["timeout_s"]["exclusiveMinimum"] == 0
+    assert (
+        fields["seed"]["minimum"] == -(2**63) and "negative ones" in fields["seed"]["description"]
+    )
+    assert "only where the server allows it" in fields["priority"]["description"]
 
 
 def test_two_kinds_of_clients_at_once_get_the_words_of_one_alone(served):

@@ -20,7 +20,7 @@ _PAIR = "prompt tokens and new tokens, such as 512,128"
 
 
 def _amount(text: str) -> int | str:
-    return int(text) if text.strip().isdigit() else text
+    return int(text) if text.strip().isdecimal() else text
 
 
 def _policy(text: str) -> str | None:

@@ -83,7 +83,12 @@ class Sampling(Strict):
     temperature: Number = None
     top_p: Number = None
     n: Integer = None
-    seed: Integer = Field(None, json_schema_extra={"minimum": -(2**63)})  # OpenAI's have a sign
+    seed: Integer = Field(
+        None,
+        description="Equal seeds give equal tokens, in any batch; negative ones count as 2**64 more. "
+        "Default: random.",
+        json_schema_extra={"minimum": -(2**63)},  # OpenAI's have a sign
+    )
     stop: Texts = None
     presence_penalty: Number = None
     frequency_penalty: Number = None
@@ -125,8 +130,10 @@ class Sampling(Strict):
     choice: Annotated[list[str], AtMost(MAX_CHOICES)] | None = Field(
         None, json_schema_extra={"minItems": 1}
     )
-    priority: Integer = None
-    timeout_s: Number = None
+    priority: Integer = Field(
+        None, description="Lower runs earlier; below 0 only where the server allows it."
+    )
+    timeout_s: Number = Field(None, json_schema_extra={"exclusiveMinimum": 0})
     cache_salt: str | None = None
     draft: Switch = None
 
@@ -361,7 +368,12 @@ class ChatCompletions(ForTrainers):
     messages: Messages = Field(
         min_length=1, examples=[[{"role": "user", "content": "Tell me a story."}]]
     )
-    max_tokens: Integer = Field(None, ge=1, description="Older name of max_completion_tokens.")
+    max_tokens: Integer = Field(
+        None,
+        ge=1,
+        description="Older name of max_completion_tokens.",
+        json_schema_extra={"minimum": 1},  # not that of `SamplingParams`
+    )
     max_completion_tokens: Integer = Field(
         None, ge=1, description="Maximum number of new tokens. Default: up to the length limit."
     )

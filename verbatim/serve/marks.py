@@ -81,6 +81,7 @@ class Dropped:
     def __init__(self, marks: Sequence[str]) -> None:
         self._marks = marks
         self._pattern = re.compile("|".join(map(re.escape, marks)))
+        self._begins = {mark[0] for mark in marks}  # there may be thousands of marks
 
     def drop(self, text: str, last: bool) -> tuple[str, str]:
         """Return the text without the tokens, and its end if that may begin another one.
@@ -88,7 +89,8 @@ class Dropped:
         A stop string that begins within a token divides it between two deltas of a stream.
         """
         text = self._pattern.sub("", text)
-        cut = len(text) - (0 if last else overlap(text, *self._marks))
+        may_begin = not last and not self._begins.isdisjoint(text)
+        cut = len(text) - (overlap(text, *self._marks) if may_begin else 0)
         return text[:cut], text[cut:]
 
 
