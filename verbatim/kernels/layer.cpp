@@ -224,7 +224,7 @@ void apply_gates(const Layer &l, void *attended, const void *qkv, int64_t rows, 
     else apply_gates(l, (float *)attended, (const float *)qkv, rows, threads);
 }
 
-// attended [rows, heads * value_dim] by the delta rule, as verbatim/model/recurrent.py computes it. The
+// attended [rows, heads * value_dim] by the delta rule, as verbatim/model/recurrent_ops.py computes it. The
 // states are those of the convolution and of the recurrence.
 template <typename T>
 void run_delta_rule(const Layer &l, const Rows &rows, T *conv_state, float *state, const T *hidden,
@@ -288,7 +288,7 @@ void run_delta_rule(const Layer &l, const Rows &rows, T *conv_state, float *stat
     });
 }
 
-// attended [rows, heads * value_dim] by Mamba-2, as verbatim/model/recurrent.py computes it.
+// attended [rows, heads * value_dim] by Mamba-2, as verbatim/model/recurrent_ops.py computes it.
 template <typename T>
 void run_mamba2(const Layer &l, const Rows &rows, T *conv_state, float *state, const T *hidden,
                 T *attended, int threads) {
