@@ -96,6 +96,8 @@ def main() -> int:
     args = parser.parse_args()
     new, same = args.tokens, True
     options = {"draft": args.draft, "quantization": args.quantization}
+    if args.draft:  # adaptive lengths follow measured times, so the number of steps would vary
+        options["num_draft_tokens"] = 2
     if args.stages > 1:
         options["placement"] = PipelineParallel(args.stages)
     with LLM(**options) as engine:
