@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import transformers
 
 from support.mtp_toys import toy
 from support.requests_mixed import facts
@@ -26,10 +25,6 @@ def plain(model: Any, prompts: list[list[int]], **options: Any) -> list[Any]:
         return [facts(llm.generate([prompt], GREEDY)[0]) for prompt in prompts]
 
 
-@pytest.mark.skipif(
-    int(transformers.__version__.split(".")[1]) < 24,
-    reason="MTP layers of Qwen3.5 need transformers 5.24: positions are given in another form before",
-)
 def test_mtp_with_a_prefix_cache_changes_no_bit() -> None:
     """SkyRL 1981, vLLM 47194 and 53912: accuracy fell from 25.6 to 8.8 %."""
     pair = toy("qwen3_5", 1)

@@ -24,7 +24,7 @@ def rotary(
         return forward(hidden, positions, **options)
     except IndexError:
         # transformers 5.17's module of Qwen 3.5 needs time, height and width.
-        return forward(hidden, positions.expand(3, 1, -1), **options)
+        return forward(hidden, positions.expand(3, *positions.shape), **options)
 
 
 class Angles:
