@@ -15,18 +15,19 @@ import gc
 import re
 import statistics
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from decode import Times, run_verbatim
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from support import sweep
-from verbatim import LLM, SamplingParams
+from verbatim import LLM
+from verbatim.bench.machine import LimitMeter
 from verbatim.errors import VerbatimError
 
 VOCAB = 8192
@@ -117,43 +118,15 @@ def step_bytes(model: Any, num_rows: int) -> float:
     return total
 
 
-class Bandwidth:
-    """Memory reads of this moment, in bytes a second."""
-
-    def __init__(self) -> None:
-        self._data = torch.ones(2**27, dtype=torch.float32)
-
-    def __call__(self) -> float:
-        times = []
-        for _ in range(3):
-            begin = time.perf_counter()
-            self._data.sum()
-            times.append(time.perf_counter() - begin)
-        return self._data.nbytes / statistics.median(times)
-
-
 def decode_s(llm: LLM, num_rows: int, num_steps: int) -> float:
     """Return the median time of a decode step."""
-    params = SamplingParams(temperature=0.0, max_tokens=num_steps + 1, ignore_eos=True)
     ids = torch.randint(3, VOCAB, (num_rows, 32), generator=torch.Generator().manual_seed(1))
-    requests = [llm.engine.admission.admit(prompt, params) for prompt in ids.tolist()]
-    for request in requests:
-        llm.engine.submit(request)
-    while not all(request.sequences[0].output_ids for request in requests):
-        llm.engine.step()
-    times = []
-    while not any(request.finished for request in requests):
-        begin = time.perf_counter()
-        llm.engine.step()
-        times.append(time.perf_counter() - begin)
-    while not all(request.finished for request in requests):
-        llm.engine.step()
-    return statistics.median(times)
+    times = Times()
+    run_verbatim(llm, ids.tolist(), num_steps, times)
+    return statistics.median(times.decode)
 
 
-def measure(
-    case: str, bandwidth: Bandwidth, rows: list[int], num_steps: int, num_rounds: int
-) -> Row:
+def measure(case: str, meter: LimitMeter, rows: list[int], num_steps: int, num_rounds: int) -> Row:
     """Measure one architecture."""
     model = build(case)
     with LLM(model, kv_memory="1GB", max_sequences=max(rows)) as llm:
@@ -163,9 +136,9 @@ def measure(
             decode_s(llm, count, 3)
         for _ in range(num_rounds):
             for count in rows:
-                read = bandwidth()
+                read = meter.measure().bandwidth
                 seconds = decode_s(llm, count, num_steps)
-                limit = step_bytes(model, count) / max(read, bandwidth())
+                limit = step_bytes(model, count) / max(read, meter.measure().bandwidth)
                 shares[count].append(limit / seconds)
     fused, total = "all", report["layers"] + report["plain"]
     if report["whole"] != "yes":
@@ -196,14 +169,14 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     options = parser.parse_args()
     known = [n for n in sweep.names() if n not in sweep.REFUSED and n not in sweep.UNBUILDABLE]
-    bandwidth, measured, reference = Bandwidth(), [], []
+    meter, measured, reference = LimitMeter(torch.bfloat16), [], []
     for number, case in enumerate(options.only or known):
         if number % REFERENCE_EVERY == 0:
             reference.append(
-                measure(REFERENCE, bandwidth, options.rows, options.steps, options.rounds).shares
+                measure(REFERENCE, meter, options.rows, options.steps, options.rounds).shares
             )
         try:
-            row = measure(case, bandwidth, options.rows, options.steps, options.rounds)
+            row = measure(case, meter, options.rows, options.steps, options.rounds)
         except (VerbatimError, ValueError, RuntimeError, TypeError) as error:
             print(f"{case}: {type(error).__name__}: {str(error)[:300]}", flush=True)
             continue

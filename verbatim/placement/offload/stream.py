@@ -169,21 +169,21 @@ class Ring:
 
     def drop(self) -> None:
         """Empty the ring, and wait for what is read or written; a second call is harmless."""
-        with self._shield.up():
-            for region in self._regions:
-                region.dropped = True
-            self._readers.finish()
-            self._regions.clear()
-            self._next = None
+        self._empty(self._readers.finish)
 
     def close(self) -> None:
         """End the threads and free the memory, until it is used again; a second call does nothing."""
+        self._empty(self._readers.stop)
+        self._memory = None
+
+    def _empty(self, end: Callable[[], object]) -> None:
+        """Skip what is not read yet, let `end` wait for the rest, and forget all regions."""
         with self._shield.up():
             for region in self._regions:
                 region.dropped = True
-            self._readers.stop()
-        self._regions.clear()
-        self._next, self._memory = None, None
+            end()
+            self._regions.clear()
+            self._next = None
 
     def _check_writes(self) -> None:
         for write in self._writes:
