@@ -25,7 +25,7 @@ class Cluster:
         stages: number of stages. None: one per machine, and two on a single machine.
         address: "host:port" of a Ray cluster, as `verbatim cluster start` prints it. None: the cluster that
             this process is connected to, or `RAY_ADDRESS`; otherwise processes of this machine, which end
-            with the model's `close`, and no Ray.
+            when the model is closed, and no Ray.
         layers: number of layers of each stage, in order. None: assigned by memory and measured speed.
         keep: budget per stage for sent activations, from which a lost stage behind it is recomputed: bytes,
             or "1GB". 0: recompute from the ids, through all stages.

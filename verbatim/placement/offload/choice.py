@@ -34,8 +34,8 @@ class Offload:
             are unnamed and disappear with the process. None: the system's folder for temporary files.
         weights: percents in (gpu, cpu, disk) with sum 100; with two, the rest is on disk. None: chosen by
             the policy, within the budgets.
-        kv: the same for K and V.
-        activations: the same for the hidden states of waiting micro-batches.
+        kv: percents of K and V in (gpu, cpu, disk), as `weights`.
+        activations: percents of the hidden states of waiting micro-batches, as `weights`.
         batch_size: sequences per micro-batch. None: chosen by the policy.
         micro_batches: micro-batches per read of a layer; `batch_size` times this many sequences run at
             once. None: chosen by the policy.
@@ -45,9 +45,9 @@ class Offload:
         attention_top_k: number of likeliest earlier tokens that each query attends to. An approximation:
             outputs differ from those of the full model. None: all.
         policy: "auto": measure this machine and choose the open settings; None: simple defaults.
-        workload: (prompt tokens, new tokens) of a typical request, for the policy.
+        workload: prompt tokens and new tokens of a typical request, for the policy.
         disk_limit: budget of `disk`: bytes, or "100GB". None: no limit.
-        trace: file for a trace of reads, writes and computation in Chrome's format, written by `close`.
+        trace: file for a trace of reads, writes and computation in Chrome's format, written when the model is closed.
 
     Raises:
         InvalidRequest: a value out of range; the message names it and what is allowed.
