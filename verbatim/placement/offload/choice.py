@@ -47,7 +47,8 @@ class Offload:
         policy: "auto": measure this machine and choose the open settings; None: simple defaults.
         workload: prompt tokens and new tokens of a typical request, for the policy.
         disk_limit: budget of `disk`: bytes, or "100GB". None: no limit.
-        trace: file for a trace of reads, writes and computation in Chrome's format, written when the model is closed.
+        trace: file for a trace of reads, writes and computation in Chrome's format, written when the model
+            is closed.
 
     Raises:
         InvalidRequest: a value out of range; the message names it and what is allowed.
