@@ -3,9 +3,10 @@
     python benchmarks/architectures.py [--only llama gemma3] [--rows 1 8] [--rounds 3] [--markdown FILE]
 
 Each model has the layers of its toy in the tests, with the widths of a small real model, and random weights
-in bf16. The limit of a step is the time to read the weights that it uses once, at the bandwidth measured
-beside it. Of experts, those count that random routing would use. Qwen3 is measured every few models; the last
-columns compare with it.
+in bf16. The limit of a step is the time to move the bytes that it needs, at the bandwidth measured beside it:
+weights are read each time their layer runs, of experts those that random routing would use; the states of
+recurrent layers are read and written for each row. Qwen3 is measured every few models; the last columns
+compare with it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import gc
 import re
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +30,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support import sweep
 from verbatim import LLM
 from verbatim.bench.machine import LimitMeter
-from verbatim.errors import VerbatimError
+from verbatim.weights.load import store_by_rows
 
 VOCAB = 8192
 # Factors from a toy's setting to the one here, by a part of its name; the first that is found counts.
 SCALES: list[tuple[str, int]] = [
-    (r"layers|_ids|groups|n_group|topk_group|experts|top_?k|vocab", 0),
-    (r"window|local_attention|chunk|index_topk|budget|rel_extent", 32),
+    (r"index_topk", 32),
+    (r"layers|_ids|groups|n_group|topk_group|experts|top_?k|vocab|indexer_kv", 0),
+    (r"window|local_attention|chunk|budget|rel_extent", 32),
     (r"state|linear_(key|value)_head_dim", 16),
     (r"head_dim|dim_head|d_head|rotary_dim|mrope_section|mamba_head_dim|head_size", 8),
     (r"heads?$|heads_per_layer|n_head", 4),
@@ -57,8 +60,9 @@ class Row:
     shares: dict[int, float]
 
 
-def scaled(settings: dict[str, Any]) -> dict[str, Any]:
+def scaled(case: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Return a toy's settings with the widths of a small real model."""
+    mamba1 = case in ("jamba", "zamba")  # which has states of 16 numbers for each channel
 
     def change(name: str, value: Any) -> Any:
         if isinstance(value, dict):
@@ -68,6 +72,7 @@ def scaled(settings: dict[str, Any]) -> dict[str, Any]:
         if name.startswith("vocab_size"):
             return VOCAB
         factor = next((factor for part, factor in SCALES if re.search(part, name)), 0)
+        factor = 2 if mamba1 and name == "mamba_d_state" else factor
         if factor and isinstance(value, int) and not isinstance(value, bool):
             return value * factor
         if factor and isinstance(value, list) and all(isinstance(entry, int) for entry in value):
@@ -78,23 +83,39 @@ def scaled(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def build(case: str) -> Any:
-    """Return the model of an architecture, in bf16."""
+    """Return the model of an architecture, in bf16, with its weights laid out as those of a folder."""
     import transformers
 
     cls, settings = sweep.settings_of(case)
-    config = cls(**scaled(settings))
+    config = cls(**scaled(case, settings))
     config._attn_implementation = "eager"
     model_cls = getattr(transformers, sweep.names()[case.partition(":")[0]])
     before = torch.get_default_dtype()
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        return model_cls(config).to(torch.bfloat16).eval()
+        model = model_cls(config).to(torch.bfloat16).eval()
     finally:
         torch.set_default_dtype(before)
+    store_by_rows(model)
+    return model
 
 
-def step_bytes(model: Any, num_rows: int) -> float:
+def calls_of(model: Any) -> Counter[torch.nn.Module]:
+    """Return how often each module runs in a forward: some layers run in turns."""
+    calls: Counter[torch.nn.Module] = Counter()
+    handles = [
+        module.register_forward_pre_hook(lambda module, _: calls.update([module]))
+        for module in model.modules()
+    ]
+    with torch.no_grad():
+        model(input_ids=torch.arange(3, 11)[None], use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return calls
+
+
+def step_bytes(model: Any, num_rows: int, calls: Counter[torch.nn.Module]) -> float:
     """Return the bytes of the weights that a step of `num_rows` rows uses."""
     config = model.config.get_text_config(decoder=True)
     names = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
@@ -105,16 +126,20 @@ def step_bytes(model: Any, num_rows: int) -> float:
     head = model.get_output_embeddings()
     if head is not None:
         tables.discard(id(head.weight))
+    unused = r"vision|audio|image|tower|encoder_attn"
+    if any("decoder." in name for name, _ in model.named_modules()):
+        unused += r"|encoder\."
     total = 0.0
     for name, weight in model.named_parameters():
-        if id(weight) in tables or re.search(r"vision|audio|image|tower|encoder\.", name):
+        if id(weight) in tables or re.search(unused, name):
             continue
-        share = 1.0
-        if re.search(r"experts?\.", name) and "shared" not in name:
+        times = float(max(1, calls[model.get_submodule(name.rpartition(".")[0])]))
+        stacked = weight.ndim == 3 and weight.shape[1] > 1  # not a convolution
+        if stacked or (re.search(r"experts?\.", name) and "shared" not in name):
             counted = re.search(r"experts\.(\d+)\.", name)
             count = 8 if counted or weight.ndim < 3 else weight.shape[0]
-            share = 1 - (1 - min(1.0, chosen / count)) ** num_rows
-        total += share * weight.nbytes
+            times *= 1 - (1 - min(1.0, chosen / count)) ** num_rows
+        total += times * weight.nbytes
     return total
 
 
@@ -129,8 +154,10 @@ def decode_s(llm: LLM, num_rows: int, num_steps: int) -> float:
 def measure(case: str, meter: LimitMeter, rows: list[int], num_steps: int, num_rounds: int) -> Row:
     """Measure one architecture."""
     model = build(case)
+    calls = calls_of(model)
     with LLM(model, kv_memory="1GB", max_sequences=max(rows)) as llm:
-        report = llm.info()["fused"]
+        info = llm.info()
+        report, state_bytes = info["fused"], info["state_bytes"]
         shares: dict[int, list[float]] = {count: [] for count in rows}
         for count in rows:
             decode_s(llm, count, 3)
@@ -138,14 +165,15 @@ def measure(case: str, meter: LimitMeter, rows: list[int], num_steps: int, num_r
             for count in rows:
                 read = meter.measure().bandwidth
                 seconds = decode_s(llm, count, num_steps)
-                limit = step_bytes(model, count) / max(read, meter.measure().bandwidth)
+                nbytes = step_bytes(model, count, calls) + 2 * count * state_bytes
+                limit = nbytes / max(read, meter.measure().bandwidth)
                 shares[count].append(limit / seconds)
     fused, total = "all", report["layers"] + report["plain"]
     if report["whole"] != "yes":
         fused = f"{report['layers']} of {total}"
         print(f"{case}: {report}"[:600])
     medians = {count: statistics.median(values) for count, values in shares.items()}
-    return Row(case, fused, step_bytes(model, 1) / 1e6, medians)
+    return Row(case, fused, step_bytes(model, 1, calls) / 1e6, medians)
 
 
 def markdown(rows: list[Row], counts: list[int], reference: dict[int, float]) -> Iterator[str]:
@@ -177,7 +205,7 @@ def main() -> None:
             )
         try:
             row = measure(case, meter, options.rows, options.steps, options.rounds)
-        except (VerbatimError, ValueError, RuntimeError, TypeError) as error:
+        except Exception as error:  # one architecture's failure leaves the others their rows
             print(f"{case}: {type(error).__name__}: {str(error)[:300]}", flush=True)
             continue
         measured.append(row)

@@ -1,7 +1,7 @@
 """A model on several processes of this machine: what a hop costs, what concurrent sessions gain, how long a
 loss takes.
 
-    python benchmarks/cluster.py [--rounds 5] [--layers 12] [--kills 20] [--picture FILE]
+    python benchmarks/cluster.py [--rounds 5] [--layers 12] [--kills 20 [--prompt 64]] [--picture FILE]
 
 The model has hidden states of (1, 2048) in bfloat16 and random weights. It runs in one to three stages, and
 on two tensor-parallel ranks. Whatever is timed has said the resident model's words first, bit for bit.
@@ -40,13 +40,14 @@ def main() -> None:
     parser.add_argument(
         "--kills", type=int, help="only kill stages so often, at random moments, idle and busy"
     )
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="its tokens, with --kills")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), args.layers)
         if args.kills:
-            kill_at_random(Path(folder), args.kills)
+            kill_at_random(Path(folder), args.kills, args.prompt)
             return
-        with LLM(folder, max_length=256) as whole:
+        with LLM(folder, max_length=256, prefix_cache=False) as whole:
             said = {count: talk(whole, count)[0] for count in (1, SESSIONS)}
             measure(Path(folder), whole, said, args)
 
@@ -61,53 +62,55 @@ def make_model(folder: Path, layers: int) -> None:
         num_hidden_layers=layers,
         num_attention_heads=16,
         num_key_value_heads=4,
-        max_position_embeddings=1024,
+        max_position_embeddings=8192,
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
-def prompts(count: int) -> list[list[int]]:
-    return [[(7 * i + 13 * j) % 31_000 + 3 for j in range(PROMPT)] for i in range(count)]
+def prompts(count: int, length: int = PROMPT) -> list[list[int]]:
+    return [[(7 * i + 13 * j) % 31_000 + 3 for j in range(length)] for i in range(count)]
 
 
-def talk(llm: LLM, count: int) -> tuple[list[Any], float]:
-    """What `count` sessions say at once, and seconds from the first token of all to the last."""
+def talk(llm: LLM, count: int) -> tuple[list[Any], float, float]:
+    """What `count` sessions say at once, seconds until all have begun, and seconds of a step from then on."""
     params = [SamplingParams(max_tokens=TOKENS, seed=i, ignore_eos=True) for i in range(count)]
     begin = time.perf_counter()
     results = llm.generate(prompts(count), params)
     spent = time.perf_counter() - begin
-    return [(r.outputs[0].token_ids, r.outputs[0].logprobs) for r in results], spent
+    prefill = max(result.metrics.first_token_s for result in results)
+    said = [(r.outputs[0].token_ids, r.outputs[0].logprobs) for r in results]
+    return said, prefill, (spent - prefill) / (TOKENS - 1)
 
 
 def measure(folder: Path, whole: LLM, said: dict[int, Any], args: argparse.Namespace) -> None:
     print(
-        f"{'placement':>17} {'ms a step':>10} {'against whole':>14} {'hop, ms':>8} {'all else, ms':>13} "
-        f"{'MB of weights':>14}"
+        f"{'':17} | {'one session:':>12} {'ms a step':>10} {'of whole':>9} {'hop, ms':>8} "
+        f"| {SESSIONS} sessions: {'prefill, s':>10} {'ms a step':>10} {'of whole':>9} | MB of weights"
     )
-    for stages in (1, 2, 3, None):
+    for stages in (1, 2, 3, 0):
         placement = Cluster(stages=stages, spares=1) if stages else TensorParallel(2)
-        with LLM(folder, max_length=256, placement=placement) as llm:
-            assert talk(llm, 1)[0] == said[1], "other words"
-            ratios, steps = [], []
-            for number in range(args.rounds):
-                pair = [(llm, steps), (whole, [])]
-                times = {id(one): talk(one, 1)[1] for one, _ in pair[:: 1 - 2 * (number % 2)]}
-                steps.append(times[id(llm)])
-                ratios.append(times[id(whole)] / times[id(llm)])
-            step, hop, rest = 1e3 * statistics.median(steps) / TOKENS, "-", "-"
-            if stages:
-                busy, hops = times_of(llm)
-                hop = f"{1e3 * statistics.median(hops):.3f}" if hops else "-"
-                rest = f"{step - 1e3 * statistics.median(busy):.2f}"
+        hops = ""
+        with LLM(folder, max_length=256, prefix_cache=False, placement=placement) as llm:
+            found = {}
+            for count, expected in said.items():
+                assert talk(llm, count)[0] == expected, "other words"
+                pairs = []
+                for number in range(args.rounds):
+                    pair = [llm, whole][:: 1 - 2 * (number % 2)]
+                    times = {one: talk(one, count)[1:] for one in pair}
+                    pairs.append((*times[llm], times[whole][1] / times[llm][1]))
+                found[count] = [statistics.median(each) for each in zip(*pairs, strict=True)]
+                if count == 1 and stages > 1:
+                    hops = f"{1e3 * statistics.median(hops_of(llm)):.3f}"
             info = llm.info()
             held = [x["weight_bytes"] for x in info.get("stages", ())] or info["rank_weight_bytes"]
+            (_, step, ratio), (prefill, steps, ratios) = found[1], found[SESSIONS]
             print(
-                f"{f'{stages} stages' if stages else 'tensor parallel 2':>17} {step:10.2f} "
-                f"{statistics.median(ratios):14.2f} {hop:>8} {rest:>13} {max(held) / 1e6:14.0f}"
+                f"{f'{stages} stages' if stages else 'tensor parallel 2':>17} | {'':12} {1e3 * step:10.2f} "
+                f"{ratio:9.2f} {hops:>8} | {'':11} {prefill:10.2f} "
+                f"{1e3 * steps:10.2f} {ratios:9.2f} | {max(held) / 1e6:.0f}"
             )
-            if stages == 2:
-                concurrent(llm, said, args.rounds)
             if stages == 3:
                 if args.picture:
                     draw(llm, args.picture)
@@ -117,37 +120,20 @@ def measure(folder: Path, whole: LLM, said: dict[int, Any], args: argparse.Names
 def spans_of(llm: LLM) -> list[list[Any]]:
     """Step, micro-batch, begin, end and rows of the last work of each stage."""
     runner = cast(Clustered, llm.engine.runner)
-    return [status["spans"] for status in runner._each("status")]
+    return runner._each("spans")
 
 
-def times_of(llm: LLM) -> tuple[list[float], list[float]]:
-    """Seconds of all stages' work in each decode step, and of each hop between two stages."""
+def hops_of(llm: LLM) -> list[float]:
+    """Seconds from the end of each stage's work to the begin of the next one's, in each decode step."""
     stages = [
         {step: (begin, end) for step, _, begin, end, n in row if n == 1} for row in spans_of(llm)
     ]
-    steps = [
-        [stage[step] for stage in stages] for step in stages[0] if all(step in s for s in stages)
+    return [
+        behind[step][0] - end
+        for one, behind in itertools.pairwise(stages)
+        for step, (_, end) in one.items()
+        if step in behind
     ]
-    busy = [sum(end - begin for begin, end in step) for step in steps]
-    return busy, [b[0] - a[1] for step in steps for a, b in itertools.pairwise(step)]
-
-
-def concurrent(llm: LLM, said: dict[int, Any], rounds: int) -> None:
-    """Eight sessions at once against the same one after another."""
-    assert talk(llm, SESSIONS)[0] == said[SESSIONS], "other words"
-    params = [SamplingParams(max_tokens=TOKENS, seed=i, ignore_eos=True) for i in range(SESSIONS)]
-    ratios, rates = [], []
-    for _ in range(rounds):
-        together = talk(llm, SESSIONS)[1]
-        begin = time.perf_counter()
-        for prompt, one in zip(prompts(SESSIONS), params, strict=True):
-            llm.generate([prompt], one)
-        ratios.append((time.perf_counter() - begin) / together)
-        rates.append(SESSIONS * TOKENS / together)
-    print(
-        f"       {SESSIONS} sessions at once on 2 stages: {statistics.median(rates):.1f} tokens/s, "
-        f"{statistics.median(ratios):.2f} times one after another (aim 1.5)"
-    )
 
 
 def recovery(llm: LLM, said: dict[int, Any]) -> None:
@@ -171,11 +157,12 @@ def recovery(llm: LLM, said: dict[int, Any]) -> None:
         )
 
 
-def kill_at_random(folder: Path, count: int) -> None:
+def kill_at_random(folder: Path, count: int, length: int) -> None:
     """Kill a stage at random moments, from half a second after opening on: seconds until the next token."""
     params = SamplingParams(max_tokens=4 * TOKENS, seed=0, ignore_eos=True)
-    with LLM(folder, max_length=300) as whole:
-        expected = whole.generate(prompts(1)[0], params)[0].outputs[0].token_ids
+    prompt, limit = prompts(1, length)[0], length + 4 * TOKENS
+    with LLM(folder, max_length=limit) as whole:
+        expected = whole.generate(prompt, params)[0].outputs[0].token_ids
     rng = random.Random(0)
     for busy in (False, True):
         burners = [
@@ -185,14 +172,14 @@ def kill_at_random(folder: Path, count: int) -> None:
         gaps = []
         try:
             for _ in range(count):
-                with LLM(folder, max_length=300, placement=Cluster(stages=2, spares=1)) as llm:
+                with LLM(folder, max_length=limit, placement=Cluster(stages=2, spares=1)) as llm:
                     moment = time.perf_counter() + rng.uniform(0.5, 4.0)
                     pid = llm.info()["stages"][rng.randrange(2)]["pid"]
                     killed, gap = False, 0.0
                     while not killed:
                         ids: list[int] = []
                         last = time.perf_counter()
-                        for delta in llm.stream(prompts(1)[0], params):
+                        for delta in llm.stream(prompt, params):
                             now = time.perf_counter()
                             if killed:
                                 gap = max(gap, now - last)

@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -156,16 +157,16 @@ class Group:
 def limits(folder: Path, runner: Any, rows: int) -> tuple[float, float]:
     """Return bytes/s of direct reads, and seconds of a step's products, with nothing else running."""
     from verbatim.placement.offload import machine
-    from verbatim.placement.offload.cost import products_s
     from verbatim.weights.lazy import Stored
 
     path = max(folder.glob("*.safetensors"), key=lambda p: p.stat().st_size)
     size = path.stat().st_size
     machine._found.clear()  # of the plan
     whole = Stored("file", path, 0, size, torch.uint8, (size,))
-    found, shape = machine.measure([whole], None, torch.bfloat16), runner.forecast.shape
-    used = [unit for unit in shape.units if not unit.gathers]
-    return found.read_rate, sum(products_s(shape, unit, rows, found) for unit in used)
+    found = machine.measure([whole], None, torch.bfloat16)
+    forecast = replace(runner.forecast, machine=found)
+    used = [unit for unit in forecast.shape.units if not unit.gathers]
+    return found.read_rate, sum(forecast.products_s(unit, rows) for unit in used)
 
 
 def prompts(args: argparse.Namespace) -> list[list[int]]:

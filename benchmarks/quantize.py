@@ -192,13 +192,14 @@ def speed(args: argparse.Namespace) -> None:
                 packing = WeightPacking((4096, 4096), dtype, Quantization(bits), columns)
                 packed, out = pack(weight, packing), torch.empty_like(weight)
                 cells = [f"{str(dtype)[6:]}, int{bits}, {'columns' if columns else 'rows'}"]
-                for backend in ("auto", "torch"):
+                for backend in (kernels.instruction_set() or "none", "none"):
                     for threads in (1, 2):
                         torch.set_num_threads(threads)
                         times = []
-                        for _ in range(15 if backend == "auto" else 3):
+                        for _ in range(3 if backend == "none" else 15):
                             begin = time.perf_counter()
-                            unpack(packed, packing, out=out, backend=backend)
+                            with kernels.using(backend):
+                                unpack(packed, packing, out=out)
                             times.append(time.perf_counter() - begin)
                         cells.append(f"{out.nbytes / min(times) / 1e9:.1f}")
                 print(f"| {' | '.join(cells)} |")

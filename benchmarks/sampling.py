@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
+from verbatim import kernels
 from verbatim.batch import SamplePlan, SampleRow
-from verbatim.kernels import instruction_set
 from verbatim.params import SamplingParams
-from verbatim.sampling import fast
 from verbatim.sampling.sampler import sample_rows
 
 CASES: dict[str, dict[str, Any]] = {
@@ -77,7 +76,9 @@ def main() -> None:
     logits = torch.randn(max(args.rows), args.vocab) * 2
     logits += 8 * (torch.rand_like(logits) < 2e-3)
     logits = logits.to(getattr(torch, args.dtype))
-    print(f"{args.vocab} ids, {args.dtype}, {args.threads} threads, kernels: {instruction_set()}")
+    print(
+        f"{args.vocab} ids, {args.dtype}, {args.threads} threads, kernels: {kernels.instruction_set()}"
+    )
     print(f"{'ms a step':28}{'rows':>5}{'kernel':>10}{'(best)':>10}{'reference':>11}{'hf':>10}")
     for name, params in CASES.items():
         for num_rows in args.rows:
@@ -86,15 +87,19 @@ def main() -> None:
                 [SampleRow(SamplingParams(**params), 7, b, 100) for b in range(num_rows)]
             )
 
-            def step(backend: str, some: Tensor = some, plan: SamplePlan = plan) -> Any:
-                return sample_rows(some, plan, backend=backend)
+            def step(some: Tensor = some, plan: SamplePlan = plan) -> Any:
+                return sample_rows(some, plan)
+
+            def reference(step: Callable[[], Any] = step) -> Any:
+                with kernels.using("none"):
+                    return step()
 
             steps: dict[str, Callable[[], Any]] = {
-                "reference": lambda step=step: step("reference"),
+                "reference": reference,
                 "hf": lambda some=some, params=params: transformers_step(some, params),
             }
-            if fast.available():
-                steps["kernel"] = lambda step=step: step("kernel")
+            if kernels.library() is not None:
+                steps["kernel"] = step
             times = measure(steps, args.repeats)
             kernel = times.get("kernel", [float("nan")])
             row = f"{name:28}{num_rows:5}{statistics.median(kernel):10.2f}{min(kernel):10.2f}"

@@ -199,7 +199,7 @@ def _load(url: str, jobs: Any, answers: Any) -> None:
 
 def held(server: Any) -> dict[str, int]:
     """What this process holds, when the server has nothing to do: MB, tasks, file descriptors, threads."""
-    assert server.idle(), server.llm.stats()
+    server.until_idle()
     end = time.monotonic() + 10
     while server.num_connections() and time.monotonic() < end:
         time.sleep(0.02)

@@ -23,13 +23,19 @@ if not os.path.exists("/dev/nvidiactl"):
 import gc
 import random
 import signal
+import sys
+import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+
+from support.backends import BACKENDS
+from verbatim import kernels
 
 # A run looks at the examples that it looked at before, so that one that fails fails again. `pytest
 # --hypothesis-profile=search` looks at others.
@@ -62,6 +68,17 @@ def pytest_collection() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _failures_stay_apart() -> Iterator[None]:
+    """What a failed test left open ends here. Else it would in the next one, which would fail as well."""
+    yield
+    if hasattr(sys, "last_value"):  # with the frames of the failed test
+        for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+            vars(sys).pop(name, None)
+        with warnings.catch_warnings(action="ignore"):
+            gc.collect()
+
+
+@pytest.fixture(autouse=True)
 def _same_numbers() -> None:
     """Whatever ran before, a test that draws from torch's or Python's own generator draws the same."""
     random.seed(0)
@@ -75,16 +92,10 @@ def _threads_put_back() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture
-def one_thread(_threads_put_back: None) -> None:
-    """Compute with one thread: toys are so small that a second one only waits."""
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(autouse=True)
 def poisoned_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scratch, freed and newly taken blocks, and slots of states, hold NaN, which shows in the answer."""
-    from support.poison import poison_blocks
+    from support.poison import poison, poison_blocks
     from verbatim import opening
 
     plain = opening.open_engine
@@ -96,19 +107,25 @@ def poisoned_kv(monkeypatch: pytest.MonkeyPatch) -> None:
             return opened
         if store.nbytes > 64 * 2**20:  # reserved memory that is not touched stays free of charge
             return opened
-        # Looked up when it is called, as tests replace it.
-        poison_blocks(pool, store, lambda blocks: store.poison(blocks), store.num_blocks)
+        poison_blocks(pool, store, partial(poison, store), store.num_blocks)
         if (states := store.states) is not None:
             slots = opened.scheduler.states.pool
-            poison_blocks(slots, store, states.poison, states.num_slots, states)
+            poison_blocks(slots, store, partial(poison, states), states.num_slots, states)
         return opened
 
     monkeypatch.setattr(opening, "open_engine", poisoned)
     monkeypatch.setattr("verbatim.llm.open_engine", poisoned)
 
 
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Compute by the kernels of each instruction set, and by torch ("none")."""
+    with kernels.using(request.param):
+        yield request.param
+
+
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Toys on the disk, each saved once."""
     from support import toys
 

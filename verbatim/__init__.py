@@ -2,103 +2,67 @@
 
 from __future__ import annotations
 
-from verbatim._version import __version__
+from verbatim._version import __version__ as __version__
 
 # Without `typing`, the command handles Ctrl-C some milliseconds earlier.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from verbatim.core import Completion, Delta, FinishReason, Result
-    from verbatim.engine.lockstep import run_together
-    from verbatim.errors import (
-        EngineClosed,
-        InvalidRequest,
-        ModelError,
-        NotSupported,
-        OutOfBlocks,
-        PromptTooLong,
-        QueueFull,
-        RequestFailed,
-        SessionBusy,
-        StageFailed,
-        TierFailed,
-        UnsupportedModel,
-        VerbatimError,
-    )
-    from verbatim.llm import LLM
-    from verbatim.model.kempner.config import KempnerConfig
-    from verbatim.model.quantization import Quantization
-    from verbatim.params import SamplingParams
-    from verbatim.placement.distributed.choice import (
-        Cluster,
-        ExpertParallel,
-        PipelineParallel,
-        TensorParallel,
-    )
-    from verbatim.placement.offload.choice import Offload
-    from verbatim.sampling.sampler import sample
-    from verbatim.session import Session
-    from verbatim.tensors import generate, open_forward
+    from verbatim.core import Completion as Completion
+    from verbatim.core import Delta as Delta
+    from verbatim.core import FinishReason as FinishReason
+    from verbatim.core import Result as Result
+    from verbatim.engine.lockstep import run_together as run_together
+    from verbatim.errors import EngineClosed as EngineClosed
+    from verbatim.errors import InvalidRequest as InvalidRequest
+    from verbatim.errors import ModelError as ModelError
+    from verbatim.errors import NotSupported as NotSupported
+    from verbatim.errors import OutOfBlocks as OutOfBlocks
+    from verbatim.errors import PromptTooLong as PromptTooLong
+    from verbatim.errors import QueueFull as QueueFull
+    from verbatim.errors import RequestFailed as RequestFailed
+    from verbatim.errors import SessionBusy as SessionBusy
+    from verbatim.errors import StageFailed as StageFailed
+    from verbatim.errors import TierFailed as TierFailed
+    from verbatim.errors import UnsupportedModel as UnsupportedModel
+    from verbatim.errors import VerbatimError as VerbatimError
+    from verbatim.llm import LLM as LLM
+    from verbatim.model.kempner.config import KempnerConfig as KempnerConfig
+    from verbatim.model.quantization import Quantization as Quantization
+    from verbatim.params import SamplingParams as SamplingParams
+    from verbatim.placement.distributed.choice import Cluster as Cluster
+    from verbatim.placement.distributed.choice import ExpertParallel as ExpertParallel
+    from verbatim.placement.distributed.choice import PipelineParallel as PipelineParallel
+    from verbatim.placement.distributed.choice import TensorParallel as TensorParallel
+    from verbatim.placement.offload.choice import Offload as Offload
+    from verbatim.sampling.sampler import sample as sample
+    from verbatim.session import Session as Session
+    from verbatim.tensors import generate as generate
+    from verbatim.tensors import open_forward as open_forward
 
-__all__ = [
-    "LLM",
-    "Cluster",
-    "Completion",
-    "Delta",
-    "EngineClosed",
-    "ExpertParallel",
-    "FinishReason",
-    "InvalidRequest",
-    "KempnerConfig",
-    "ModelError",
-    "NotSupported",
-    "Offload",
-    "OutOfBlocks",
-    "PipelineParallel",
-    "PromptTooLong",
-    "Quantization",
-    "QueueFull",
-    "RequestFailed",
-    "Result",
-    "SamplingParams",
-    "Session",
-    "SessionBusy",
-    "StageFailed",
-    "TensorParallel",
-    "TierFailed",
-    "UnsupportedModel",
-    "VerbatimError",
-    "__version__",
-    "generate",
-    "open_forward",
-    "run_together",
-    "sample",
-]
-
-# The module of each public name. Names are imported on first use, so that `verbatim --help` does not wait
+# The public names of each module. They are imported on first use, so that `verbatim --help` does not wait
 # for torch.
 _HOMES = {
-    **dict.fromkeys(__all__, "verbatim.errors"),  # the names that are not below
-    "LLM": "verbatim.llm",
-    "SamplingParams": "verbatim.params",
-    "Cluster": "verbatim.placement.distributed.choice",
-    "Offload": "verbatim.placement.offload.choice",
-    "TensorParallel": "verbatim.placement.distributed.choice",
-    "ExpertParallel": "verbatim.placement.distributed.choice",
-    "PipelineParallel": "verbatim.placement.distributed.choice",
-    "Quantization": "verbatim.model.quantization",
-    "Session": "verbatim.session",
-    "sample": "verbatim.sampling.sampler",
-    "KempnerConfig": "verbatim.model.kempner.config",
-    "run_together": "verbatim.engine.lockstep",
-    **dict.fromkeys(("generate", "open_forward"), "verbatim.tensors"),
-    **dict.fromkeys(("Completion", "Delta", "FinishReason", "Result"), "verbatim.core"),
+    "verbatim.core": "Completion Delta FinishReason Result",
+    "verbatim.engine.lockstep": "run_together",
+    "verbatim.errors": "EngineClosed InvalidRequest ModelError NotSupported OutOfBlocks PromptTooLong "
+    "QueueFull RequestFailed SessionBusy StageFailed TierFailed UnsupportedModel VerbatimError",
+    "verbatim.llm": "LLM",
+    "verbatim.model.kempner.config": "KempnerConfig",
+    "verbatim.model.quantization": "Quantization",
+    "verbatim.params": "SamplingParams",
+    "verbatim.placement.distributed.choice": "Cluster ExpertParallel PipelineParallel TensorParallel",
+    "verbatim.placement.offload.choice": "Offload",
+    "verbatim.sampling.sampler": "sample",
+    "verbatim.session": "Session",
+    "verbatim.tensors": "generate open_forward",
 }
+__all__ = sorted(["__version__", *" ".join(_HOMES.values()).split()])
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
+    home = next((home for home, names in _HOMES.items() if name in names.split()), None)
     if home is None:
         raise AttributeError(f"module 'verbatim' has no attribute {name!r}")
     import importlib

@@ -285,6 +285,11 @@ class SamplePlan:
     rows: list[SampleRow]
     logits_rows: list[int] | None = None  # the logits row of each; None: one each, in order
 
+    def of(self, numbers: Sequence[int]) -> SamplePlan:
+        """Return the plan of some of the rows."""
+        where = self.logits_rows or range(len(self.rows))
+        return SamplePlan([self.rows[i] for i in numbers], [where[i] for i in numbers])
+
 
 class Candidate(NamedTuple):
     """One continuation of a beam."""

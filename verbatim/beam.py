@@ -22,7 +22,6 @@ import ctypes
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
@@ -32,7 +31,14 @@ _MAX_EXPONENT = 250.0  # limits `l ** length_penalty` to 10 ** 250, so that scor
 
 
 class BeamState(Protocol):
-    """The caller's state of a beam: its ids, its text, its KV blocks."""
+    """The caller's state of a beam: its ids, its text, its KV blocks.
+
+    Attributes:
+        score: the sum of its candidates' scores for a live beam; for a hypothesis, that sum divided by
+            length ** length_penalty.
+    """
+
+    score: float
 
     @property
     def finished(self) -> bool:
@@ -41,22 +47,6 @@ class BeamState(Protocol):
 
 
 State = TypeVar("State", bound=BeamState)
-
-
-@dataclass(frozen=True, slots=True)
-class Beam(Generic[State]):
-    """A live beam, or a hypothesis.
-
-    Attributes:
-        state: the caller's.
-        score: the sum of its candidates' scores for a live beam; for a hypothesis, that sum divided by
-            length ** length_penalty.
-        parent: index of its parent among the live beams of the step before.
-    """
-
-    state: State
-    score: float
-    parent: int
 
 
 class BeamSearch(Generic[State]):
@@ -94,8 +84,8 @@ class BeamSearch(Generic[State]):
     ) -> None:
         assert num_beams >= 1 and max_tokens >= 1 and num_eos >= 0
         assert early_stopping in (True, False, "never")
-        self.live: list[Beam[State]] = [Beam(root, 0.0, 0)]
-        self.finished: list[Beam[State]] = []
+        self.live: list[State] = [root]
+        self.finished: list[State] = []
         self.over = False
         self.num_candidates = max(2, 1 + num_eos) * num_beams
         self._num_beams = num_beams
@@ -107,7 +97,7 @@ class BeamSearch(Generic[State]):
 
     def advance(
         self, rows: Sequence[Iterable[Candidate]], grow: Callable[[State, Candidate], State]
-    ) -> list[Beam[State]]:
+    ) -> list[State]:
         """Advance the search by one token.
 
         Args:
@@ -122,18 +112,19 @@ class BeamSearch(Generic[State]):
         """
         assert not self.over and len(rows) == len(self.live)
         self._num_tokens += 1
-        live: list[Beam[State]] = []
-        ended: list[Beam[State]] = []
+        live: list[State] = []
+        ended: list[State] = []
         for rank, (score, parent, candidate) in enumerate(self._ranked(rows)):
-            state = grow(self.live[parent].state, candidate)
+            state = grow(self.live[parent], candidate)
+            state.score = score
             if not state.finished:
-                live.append(Beam(state, score, parent))
+                live.append(state)
                 if len(live) == self._num_beams:
                     break
             elif rank < self._num_beams:
-                ended.append(Beam(state, self._final(score, self._num_tokens), parent))
+                ended.append(state)
         self.live = live
-        self._keep(ended)
+        self._keep(ended, self._num_tokens)
         self.over = not (live and self._may_improve())
         if self.over:
             self.live = []
@@ -141,13 +132,8 @@ class BeamSearch(Generic[State]):
 
     def cut(self) -> None:
         """End the search now; the live beams become hypotheses."""
-        length = max(1, self._num_tokens)
         live, self.live, self.over = self.live, [], True
-        self._keep([Beam(b.state, self._final(b.score, length), b.parent) for b in live])
-
-    def best(self, n: int) -> list[Beam[State]]:
-        """Return the `n` best hypotheses, best first; fewer if fewer were found."""
-        return self.finished[:n]
+        self._keep(live, max(1, self._num_tokens))
 
     def _ranked(
         self, rows: Sequence[Iterable[Candidate]]
@@ -171,7 +157,9 @@ class BeamSearch(Generic[State]):
         )
         return islice(merged, self.num_candidates)
 
-    def _keep(self, ended: list[Beam[State]]) -> None:
+    def _keep(self, ended: list[State], length: int) -> None:
+        for beam in ended:
+            beam.score = self._final(beam.score, length)
         merged = sorted(self.finished + ended, key=lambda beam: -beam.score)  # a stable sort
         self.finished = merged[: self._num_beams]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import numbers
 import operator
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 from verbatim.errors import InvalidRequest
@@ -101,25 +103,32 @@ def switch(name: str, value: Any) -> bool:
     return value
 
 
+def check_fields(settings: Any, numbers: Mapping[str, tuple[Any, ...]]) -> None:
+    """Check the numbers and the switches of a dataclass; numbers become Python's.
+
+    Args:
+        numbers: by field, one of the functions above and its limits.
+    """
+    for name, (check, *limits) in numbers.items():
+        object.__setattr__(settings, name, check(name, getattr(settings, name), *limits))
+    for each in dataclasses.fields(settings):
+        if each.type == "bool":
+            switch(each.name, getattr(settings, each.name))
+
+
 def memory_bytes(value: int | str, total: int) -> int:
     """Return the bytes of 5000000, "512MB", "2GiB" or "40%" (of `total`).
 
     Raises:
         InvalidRequest: anything else, nothing, or more than `total`.
     """
-    if isinstance(value, int) and not isinstance(value, bool):
-        amount = value
-    else:
-        match = _AMOUNT.match(value) if isinstance(value, str) else None
-        unit = match[2].upper() if match else "?"
-        if match is None or (unit != "%" and unit not in _UNITS):
-            raise InvalidRequest(
-                f"kv_memory={value!r}: must be bytes, an amount such as '512MB', or a share such as '40%'"
-            )
-        number = float(match[1])
-        if unit == "%" and number > 100:
-            raise InvalidRequest(f"kv_memory={value!r}: a share is at most 100%")
-        amount = int(number * total / 100) if unit == "%" else int(number * _UNITS[unit])
+    amount = _bytes_of(value, total)
+    if amount is None:
+        raise InvalidRequest(
+            f"kv_memory={value!r}: must be bytes, an amount such as '512MB', or a share such as '40%'"
+        )
+    if amount > total and isinstance(value, str) and "%" in value:
+        raise InvalidRequest(f"kv_memory={value!r}: a share is at most 100%")
     if not 0 < amount <= total:
         raise InvalidRequest(
             f"kv_memory={value!r} is {amount} bytes; must be between 1 and {total}, this machine's memory"
@@ -129,18 +138,22 @@ def memory_bytes(value: int | str, total: int) -> int:
 
 def budget(name: str, value: Any) -> int:
     """Return the bytes of 0, 5000000 or "16GB", which may be more than this machine has."""
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        value = int(value)
-        if value == 0:
-            return 0
-    try:
-        if isinstance(value, str) and "%" in value:
-            raise InvalidRequest("")
-        return memory_bytes(value, _ANY_SIZE)
-    except InvalidRequest:
+    amount = _bytes_of(value)
+    if amount is None or not 0 <= amount <= _ANY_SIZE:
         raise InvalidRequest(
             f"{name}={value!r}: must be bytes, 0 or more, or an amount such as '16GB'"
-        ) from None
+        )
+    return amount
+
+
+def _bytes_of(value: Any, total: int | None = None) -> int | None:
+    """Return the bytes of a number, an amount or, with `total`, a share; None for anything else."""
+    match = _AMOUNT.match(value) if isinstance(value, str) else None
+    if match is None:
+        return as_index(value)
+    share = total / 100 if total is not None and match[2] == "%" else None
+    unit = _UNITS.get(match[2].upper(), share)
+    return None if unit is None else int(min(float(match[1]) * unit, 2.0**63))
 
 
 def field_docs(settings: type) -> dict[str, str]:

@@ -9,68 +9,22 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from verbatim.batch import Candidates, Support
+from verbatim.batch import Candidates, SampleRow, Support
 from verbatim.beam import BeamSearch
 from verbatim.params import SamplingParams
+from verbatim.sampling.stopping import FinishReason as FinishReason
+from verbatim.sampling.stopping import StopReason as StopReason
+from verbatim.sampling.stopping import StopWatch
+
+if TYPE_CHECKING:
+    from verbatim.sampling.grammar import StructureState
 
 TopLogprobs = list[tuple[int, float]]  # (id, log-prob), likeliest first
-
-
-class FinishReason(StrEnum):
-    """Why a completion ended."""
-
-    STOP = "stop"  # end of sequence, a stop id or a stop string; `stop_reason` says which
-    LENGTH = "length"  # `max_tokens`, or the length limit
-    TIMEOUT = "timeout"  # `timeout_s` passed
-    ABORT = "abort"  # aborted by the caller
-    ERROR = "error"
-
-
-StopReason = int | str | tuple[int, ...] | None  # the id, the string or the ids; None for length
-
-
-class Watch(Protocol):
-    """Detokenizes one completion token by token, and detects its end.
-
-    Attributes:
-        finish_reason, stop_reason: why it ended; None until then.
-    """
-
-    finish_reason: FinishReason | None
-    stop_reason: StopReason
-
-    @property
-    def text(self) -> str:
-        """The text so far, cut where a stop string begins, without the text before a resume."""
-        ...
-
-    @property
-    def whole_text(self) -> str:
-        """The text so far, with the text before a resume."""
-        ...
-
-    def push(self, token_id: int) -> bool:
-        """Append the next token; return whether it ends the completion."""
-        ...
-
-    def take(self) -> str:
-        """Return the final text that no earlier call returned."""
-        ...
-
-    def finish(self, reason: FinishReason) -> None:
-        """End the completion for a reason other than its last token."""
-        ...
-
-    def fork(self) -> Watch:
-        """Return an independent copy."""
-        ...
 
 
 class BadWords:
@@ -99,40 +53,6 @@ class BadWords:
             if length <= end
         ]
         return list(dict.fromkeys(token_id for ids in blocked for token_id in ids))
-
-
-class GrammarState(Protocol):
-    """The state of one completion in its grammar."""
-
-    @property
-    def is_slow(self) -> bool:
-        """True if its masks take long."""
-        ...
-
-    @property
-    def ready(self) -> bool:
-        """True if `mask` returns at once."""
-        ...
-
-    def prepare(self) -> Future[Tensor] | None:
-        """Start computing the mask in a thread; return the computation under way, None once it is over."""
-        ...
-
-    def mask(self) -> Tensor:
-        """Return the allowed next ids: int32 `[ceil(V / 32)]`, bit `i % 32` of word `i // 32`."""
-        ...
-
-    def push(self, token_id: int) -> bool:
-        """Append the next token; return whether it is an end of sequence."""
-        ...
-
-    def is_complete(self) -> bool:
-        """Return whether no token can follow, not even an end of sequence."""
-        ...
-
-    def fork(self) -> GrammarState:
-        """Return an independent copy."""
-        ...
 
 
 @dataclass(slots=True)
@@ -279,8 +199,8 @@ class Sequence:
 
     request: Request
     index: int
-    watch: Watch
-    grammar: GrammarState | None = None
+    watch: StopWatch
+    grammar: StructureState | None = None
     output_ids: list[int] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)  # the record of each of `output_ids`
     routing: Tensor | None = None  # read from its blocks when it ends
@@ -299,6 +219,8 @@ class Sequence:
     next_token: Token = field(default_factory=Token)
     score: float = 0.0  # of a beam
     num_sent: int = 0  # tokens already sent as deltas
+    # Of a finished sequence whose choices were lost with a stage: positions to compute again to record them.
+    num_recorded: int | None = None
 
     @property
     def sample_index(self) -> int:
@@ -310,9 +232,14 @@ class Sequence:
         return len(self.request.prompt_ids) + len(self.output_ids)
 
     @property
+    def num_needed(self) -> int:
+        """Number of tokens that must be computed: before the next one can be drawn, or to be recorded."""
+        return self.num_tokens if self.num_recorded is None else self.num_recorded
+
+    @property
     def num_uncomputed(self) -> int:
-        """Number of tokens to compute before the next one can be drawn."""
-        return self.num_tokens - self.num_computed
+        """Number of needed tokens that are not computed yet."""
+        return self.num_needed - self.num_computed
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -336,16 +263,6 @@ class Sequence:
         """Scheduling order: the smallest is scheduled first and preempted last."""
         return (self.request.rank, self.number)
 
-    @property
-    def is_ready(self) -> bool:
-        """True if its next token can be drawn without a wait for its grammar."""
-        return self.grammar is None or self.grammar.ready
-
-    @property
-    def has_slow_grammar(self) -> bool:
-        """True if the masks of its grammar take long."""
-        return self.grammar is not None and self.grammar.is_slow
-
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Return the ids at positions `start` to `stop` of prompt and completion."""
         prompt = self.request.prompt_ids
@@ -354,6 +271,37 @@ class Sequence:
         if start >= len(prompt):
             return self.output_ids[start - len(prompt) : stop - len(prompt)]
         return prompt[start:] + self.output_ids[: stop - len(prompt)]
+
+    def draw_row(self, ahead: SequenceOf[int] = (), mask: Tensor | None = None) -> SampleRow:
+        """Return the row that draws the token after this sequence and the ids `ahead`.
+
+        It equals the row of plain decoding after those ids.
+
+        Args:
+            mask: the ids that the grammar allows there, as `SampleRow.mask`; None allows all.
+        """
+        request, params = self.request, self.request.params
+        output_ids = [*self.output_ids, *ahead] if ahead else self.output_ids
+        banned = sorted(request.stop_ids) if len(output_ids) < params.min_tokens else []
+        if request.bad_words:
+            start = max(0, self.num_tokens - request.bad_words.num_history)
+            banned += request.bad_words.blocked([*self.token_ids(start, self.num_tokens), *ahead])
+        if request.allowed_mask is not None:
+            mask = request.allowed_mask if mask is None else mask & request.allowed_mask
+        penalized = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        needs_history = penalized != (1.0, 0.0, 0.0)
+        return SampleRow(
+            params,
+            request.seed,
+            self.sample_index,
+            self.num_tokens + len(ahead),
+            prompt_ids=request.prompt_ids if needs_history else (),
+            output_ids=output_ids if needs_history else (),
+            banned_ids=banned,
+            num_logprobs=params.logprobs or 0,
+            mask=mask,
+            num_candidates=0 if request.search is None else request.search.num_candidates,
+        )
 
     def truncate_draft_cache(self, num_slots: int) -> None:
         """Keep at most the first `num_slots` draft-cache slots of each MTP layer valid."""
@@ -399,9 +347,7 @@ class SessionCache:
         num_indexed, states, num_draft_computed: as in `Sequence`.
         is_private: the blocks must not enter the prefix cache: they were loaded from a file, or computed
             before the prefix cache was cleared.
-        num_reserved: number of pool blocks reserved for this session.
-        in_use: a turn is under way.
-        last_used: end of the last turn, on the monotonic clock.
+        last_used: end of the last turn, on the monotonic clock; infinite during a turn.
         closed: the session is closed and keeps no more blocks.
         turn: the sequence that holds the blocks during a turn.
     """
@@ -415,8 +361,6 @@ class SessionCache:
     states: dict[int, int] = field(default_factory=dict)
     num_draft_computed: dict[int, int] = field(default_factory=dict)
     is_private: bool = False
-    num_reserved: int = 0
-    in_use: bool = False
     last_used: float = field(default_factory=time.monotonic)
     closed: bool = False
     turn: Sequence | None = None
@@ -440,7 +384,7 @@ class Request:
     params: SamplingParams
     seed: int
     max_tokens: int  # with `resumed_ids`; from `params.max_tokens` and the length limit
-    eos_ids: frozenset[int]  # empty with `ignore_eos`
+    stop_ids: frozenset[int]  # that end a completion: `stop_token_ids` of one id, end of sequence
     bad_words: BadWords  # sequences of several ids
     arrival: float  # time.monotonic()
     begin: Callable[[Request], None]  # creates its initial sequences
@@ -450,6 +394,7 @@ class Request:
     resumed_ids: list[int] = field(default_factory=list)  # completion tokens of an earlier request
     resumed_text: str = ""  # their text, already sent
     session_cache: SessionCache | None = None  # of a session's turn
+    shown_ids: frozenset[int] = frozenset()  # special tokens that stay in the text
     adapter: int = 0  # `Adapter.number`; 0: none
     sequences: list[Sequence] = field(default_factory=list)
     search: BeamSearch[Sequence] | None = None  # with `num_beams`
@@ -457,16 +402,24 @@ class Request:
     prompt_tokens: list[Token] = field(default_factory=list)
     metrics: Metrics = field(default_factory=Metrics)
     was_scheduled: bool = False
+    num_lost: int = 0  # of its steps, with a stage, since its last result
     num_ended: int = 0  # sequences with a final delta
     weight_version: int = 0  # of the weights that generate its next token
-    on_end: Callable[[], None] | None = None  # called in the thread of the step that ended it
-    streamed: bool = False  # its deltas are sent to a reader, so it can't restart once one was sent
+    # Called with its deltas in the thread of the step; None: they are not read.
+    deliver: Callable[[Delta], object] | None = None
+    on_end: Callable[[], object] | None = None  # called in the thread of the step that ended it
     error: BaseException | None = None
     result: Result | None = None  # set once, when the last sequence has ended
 
     @property
     def finished(self) -> bool:
         return self.result is not None or self.error is not None
+
+    @property
+    def deadline(self) -> float:
+        """The time at which it ends with the reason "timeout", on the monotonic clock."""
+        timeout_s = self.params.timeout_s
+        return math.inf if timeout_s is None else self.arrival + timeout_s
 
     @property
     def num_input_tokens(self) -> int:
@@ -491,11 +444,6 @@ class Request:
         New arrivals get ever larger ranks, so no request starves.
         """
         return self.arrival + PRIORITY_STEP_S * self.params.priority
-
-    def note_token(self) -> None:
-        """Record the time of the first token."""
-        if self.metrics.first_token_s == 0.0:
-            self.metrics.first_token_s = time.monotonic() - self.arrival
 
     @property
     def needs_prompt_rows(self) -> bool:

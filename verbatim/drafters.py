@@ -9,7 +9,7 @@ from typing import Any
 from verbatim.checks import memory_bytes
 from verbatim.draft.config import NAMES, Drafter, DraftModel
 from verbatim.draft.layers import LayersProposer
-from verbatim.draft.model import DraftModelProposer
+from verbatim.draft.model import DraftModelLayers, DraftModelProposer
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.lengths import DraftLengths
 from verbatim.errors import InvalidRequest, ModelError, NotSupported, OutOfBlocks
@@ -47,21 +47,12 @@ def open_drafting(
     if draft is None:
         return None
     proposer: Any = draft
-    live = False
     if isinstance(draft, Mtp | EarlyExit):
-        drafting_runner: Any = runner  # opened with these layers
-        proposer = LayersProposer(drafting_runner, options.max_batch_tokens)
-        live = loaded.live
+        proposer = LayersProposer(runner, options.max_batch_tokens, live=loaded.live)
     elif isinstance(draft, DraftModel):
         proposer = _open_draft_model(draft, runner, options, loaded)
-        live = proposer.live
-    return Drafting(
-        proposer,
-        DraftLengths(num_tokens),
-        runner.vocab_size,
-        owns=proposer is not draft,
-        runs_live_module=live,
-    )
+    owns = proposer is not draft
+    return Drafting(proposer, DraftLengths(num_tokens), runner.vocab_size, owns=owns)
 
 
 def _open_draft_model(
@@ -100,13 +91,16 @@ def _open_draft_model(
         draft_runner = open_resident(decoder, small, replace(options, kv_bytes=kv_bytes), limit)
     except OutOfBlocks as error:
         raise OutOfBlocks(f"DraftModel: {error}") from None
+    num_embeddings = _num_embeddings(inner, spec.vocab_size)
+    draft_runner.draft_layers = DraftModelLayers(
+        decoder, runner.vocab_size, num_embeddings, draft_runner.graphs
+    )
     return DraftModelProposer(
         draft_runner,
-        vocab_size=runner.vocab_size,
-        num_embeddings=_num_embeddings(inner, spec.vocab_size),
+        options.max_batch_tokens,
         max_length=limit,
-        max_rows=options.max_batch_tokens,
         live=small.live,
+        shares=options.prefix_cache,
     )
 
 

@@ -78,7 +78,8 @@ def without_waiting(path: str, flags: int) -> int:
 def replacing(path: Path, prefix: str = "") -> Iterator[BinaryIO]:
     """Write a file atomically: the block writes to a temporary file, which then replaces `path`.
 
-    A killed process leaves a file that ends in ".part" in the folder of `path`.
+    A killed process leaves a file that ends in ".part" in the folder of `path`. A link keeps leading where it
+    leads, and a device or a pipe is written to and stays what it is.
 
     Args:
         prefix: prefix of the temporary file's name.
@@ -86,9 +87,14 @@ def replacing(path: Path, prefix: str = "") -> Iterator[BinaryIO]:
     Raises:
         OSError: the file can't be written.
     """
+    if path.exists() and not path.is_file():  # as `/dev/stdout`, which may lead to a nameless pipe
+        with open(path, "wb") as file:
+            yield file
+        return
+    path = Path(os.path.realpath(path))
     handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=prefix, suffix=".part")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(unfinished, "wb", opener=lambda *_: handle) as file:
             yield file
         os.replace(unfinished, path)
     except BaseException:

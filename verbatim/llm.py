@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -19,19 +18,19 @@ from verbatim.draft.config import resolve_draft, resolve_draft_tokens
 from verbatim.engine.admission import Prompt
 from verbatim.engine.handle import EngineHandle, check_not_forked
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
-from verbatim.model.limits import eos_ids_of, pad_id_of
+from verbatim.model.limits import pad_id_of
 from verbatim.model.loader import ModelSource
 from verbatim.model.quantization import Quantization
 from verbatim.model.unused import check_unused_weights
-from verbatim.opening import open_engine, open_runner
+from verbatim.opening import open_engine
+from verbatim.options import on_cpu
 from verbatim.params import SamplingParams
 from verbatim.placement.distributed.choice import Cluster, PipelineParallel, Ranked
 from verbatim.placement.distributed.runner import Clustered
 from verbatim.placement.offload.choice import Offload
-from verbatim.placement.options import DEFAULT_FOLDER_BYTES, EngineOptions, engine_options
+from verbatim.placement.options import DEFAULT_FOLDER_BYTES, engine_options
 from verbatim.progress import progress_bar
 from verbatim.prompts import as_params, as_prompts
-from verbatim.protocols import Runner
 from verbatim.session import Session
 from verbatim.source import open_model
 from verbatim.spelling import suggests_names
@@ -101,7 +100,7 @@ class LLM:
     Attributes:
         engine: the `EngineHandle` that all calls go through.
         name: name of the model.
-        tokenizer: None if there is none.
+        tokenizer: with `encode`, `decode`, and transformers' own tokenizer, `hf`; None if there is none.
         max_length: maximum tokens of prompt and completion together.
 
     Raises:
@@ -193,56 +192,35 @@ class LLM:
         matrices = {_adapter_name(n): read_adapter(f) for n, f in (adapters or {}).items()}
 
         source = ModelSource(model, dtype, revision, trust_remote_code, config, unused_weights)
-        if placement is not None:
-            loaded = open_model(source, tokenizer, in_memory=False)
-            loaded.quantization = quantized
-        else:
-            loaded = open_weights(partial(open_model, source), quantized, tokenizer)
-        handle = open_engine(
-            loaded,
-            options,
-            draft=draft,
-            num_draft_tokens=num_draft_tokens,
-            weak=_weak,
-            placement=placement,
-            source=None if isinstance(model, nn.Module) else source.plain(loaded),
-            max_unread=max_unread,
-        )
+        with on_cpu():
+            if placement is not None:
+                loaded = open_model(source, tokenizer, in_memory=False)
+                loaded.quantization = quantized
+            else:
+                loaded = open_weights(partial(open_model, source), quantized, tokenizer)
+            handle = open_engine(
+                loaded,
+                options,
+                draft=draft,
+                num_draft_tokens=num_draft_tokens,
+                weak=_weak,
+                placement=placement,
+                source=None if isinstance(model, nn.Module) else source.plain(loaded),
+                max_unread=max_unread,
+            )
         self._start(handle)
         try:
             for name, layers in matrices.items():
-                handle.load_adapter(name, layers)
+                handle.together(partial(handle.adapters.load, name, layers))
         except BaseException:
             self.close()
             raise
 
     @classmethod
-    def _over(
-        cls,
-        runner: Runner,
-        options: EngineOptions,
-        *,
-        name: str,
-        max_length: tuple[int | None, str] = (None, ""),
-        config: Any = None,
-    ) -> LLM:
-        """Return an LLM over an existing runner, for a model that `LLM(...)` does not open.
-
-        Args:
-            max_length: tokens, and the source of the limit. None: the capacity of the KV cache.
-        """
+    def _over(cls, engine: EngineHandle) -> LLM:
+        """Return an LLM over the engine of a model that `LLM(...)` does not open."""
         llm = cls.__new__(cls)
-        handle = open_runner(
-            runner,
-            options,
-            name=name,
-            tokenizer=None,
-            limit=max_length,
-            eos_ids=eos_ids_of(None, config),
-            live=True,
-            config=config,
-        )
-        llm._start(handle)
+        llm._start(engine)
         return llm
 
     def _start(self, engine: EngineHandle) -> None:
@@ -290,12 +268,8 @@ class LLM:
 
     def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
         """Run `stream` in asyncio: a thread runs the steps, and cancelling aborts the request."""
-        return self._astream(self.engine.admission.admit(prompt, params or SamplingParams()))
-
-    async def _astream(self, request: Request) -> AsyncIterator[Delta]:
-        async with aclosing(self.engine.astream([request])) as deltas:
-            async for _, delta in deltas:
-                yield delta
+        request = self.engine.admission.admit(prompt, params or SamplingParams())
+        return self.engine.astream([request])
 
     def score(
         self,
@@ -536,9 +510,9 @@ class LLM:
             NotSupported: another kind of adapter, layers that can't have one, or a placement without them.
             ModelError: the folder can't be read.
         """
-        layers = read_adapter(folder)
-        replace = switch("replace", replace)
-        self.engine.load_adapter(_adapter_name(name), layers, replace=replace)
+        layers, replace = read_adapter(folder), switch("replace", replace)
+        name, loaded = _adapter_name(name), self.engine.adapters
+        self.engine.together(partial(loaded.load, name, layers, replace=replace))
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter: new requests can't name it, and running ones finish with it.
@@ -546,12 +520,12 @@ class LLM:
         Raises:
             InvalidRequest: no adapter has this name.
         """
-        self.engine.unload_adapter(_adapter_name(name))
+        self.engine.together(partial(self.engine.adapters.unload, _adapter_name(name)))
 
     @property
     def adapters(self) -> list[str]:
         """The names of the loaded adapters."""
-        return self.engine.adapters
+        return self.engine.adapters.names
 
     def default_params(self) -> SamplingParams:
         """Return the sampling defaults of the model's generation_config.json.
@@ -601,21 +575,12 @@ class LLM:
         each = as_params(params, len(many))
         return [self.engine.admission.admit(p, q) for p, q in zip(many, each, strict=True)]
 
-    def _generate_rows(self, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
-        """Return the new ids of each prompt, all under one seed; row b draws with sample index b."""
-        results = self.engine.run(self._admit_rows(prompts, params))
-        return [result.outputs[0].token_ids for result in results]
-
     def _admit_rows(self, prompts: list[list[int]], params: SamplingParams) -> list[Request]:
+        """Return a request for each prompt, all under one seed; row b draws with sample index b."""
         return [
             self.engine.admission.admit(prompt, params, first_sample=row)
             for row, prompt in enumerate(prompts)
         ]
-
-    def shape_of(self, name: str) -> tuple[int, int]:
-        """Number of layers whose "routing" or "indices" are recorded, and choices of each for a token."""
-        choices = self.engine.runner.choices[name]
-        return choices.layers, choices.k
 
     @property
     def pad_token_id(self) -> int:

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from verbatim import kernels
 from verbatim.draft.config import Drafter
 from verbatim.drafters import open_drafting
@@ -18,7 +16,6 @@ from verbatim.engine.drafting import Drafting
 from verbatim.engine.engine import Engine
 from verbatim.engine.handle import EngineHandle
 from verbatim.engine.lockstep import collective_of
-from verbatim.engine.recompute import recompute_batches
 from verbatim.engine.scheduler import Scheduler
 from verbatim.errors import EngineClosed, InvalidRequest, NotSupported
 from verbatim.kv.blocks import BlockPool
@@ -46,7 +43,8 @@ from verbatim.placement.distributed.rank_opening import (
 from verbatim.placement.distributed.runner import Clustered
 from verbatim.placement.kv_caches import open_kv_caches, speaks_kv_caches
 from verbatim.placement.offload.choice import Offload
-from verbatim.placement.offload.forecast import Forecast, forecast
+from verbatim.placement.offload.cost import Forecast
+from verbatim.placement.offload.forecast import forecast
 from verbatim.placement.offload.runner import open_offloaded
 from verbatim.placement.offload.tiers import units_of
 from verbatim.placement.options import EngineOptions, Placed, ToOpen
@@ -199,10 +197,17 @@ def _open_prefix_folder(handle: EngineHandle, options: EngineOptions, files: str
 
 
 def _enable_recovery(runner: Clustered, scheduler: Scheduler) -> None:
-    """Let the cluster's supervisor recompute the used K and V after a failure."""
-    size, rows = scheduler.block_size, scheduler.max_batch_tokens
-    runner.supervisor.held = lambda: recompute_batches(scheduler.keep_running_only(), size, rows)
-    runner.supervisor.at_rest = lambda: not any(s.num_computed for s in scheduler.running)
+    """Let the cluster evict all sequences when a stage is lost, which are recomputed then."""
+    # The stages end when the runner is forgotten, which the scheduler may refer to.
+    ours = weakref.proxy(scheduler)
+
+    def evict() -> int:
+        num_computed: int = sum(s.num_computed for s in ours.running)
+        ours.evict_all()
+        return num_computed
+
+    runner.group.evict = evict
+    runner.group.at_rest = lambda: not any(s.num_computed for s in ours.running)
 
 
 def resolve_length(
@@ -222,10 +227,10 @@ def open_runner(
     runner: Runner,
     options: EngineOptions,
     *,
-    tokenizer: Any,
-    limit: tuple[int | None, str],
-    eos_ids: frozenset[int],
-    live: bool,
+    tokenizer: Any = None,
+    limit: tuple[int | None, str] = (None, ""),
+    eos_ids: frozenset[int] = frozenset(),
+    live: bool = True,
     placeholders: Mapping[int, str] = MappingProxyType({}),
     drafting: Drafting | None = None,
     **handle: Any,
@@ -234,7 +239,8 @@ def open_runner(
 
     Args:
         tokenizer: a transformers tokenizer, or None to work with ids only.
-        limit: maximum length of prompt and completion together, and the source of the number.
+        limit: maximum length of prompt and completion together, and the source of the number. None: what the
+            KV cache holds.
         live: the caller owns the module, and may change its weights.
         placeholders: ids that prompts must not contain, as in `Admission`.
         handle: further arguments of `EngineHandle`.
@@ -274,26 +280,13 @@ def open_runner(
     return EngineHandle(engine, admission, **handle)
 
 
-def plan_offload(
-    model: Any,
-    offload: Offload,
-    options: EngineOptions,
-    *,
-    dtype: str | torch.dtype = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    config: Any = None,
-) -> Forecast:
+def plan_offload(source: ModelSource, offload: Offload, options: EngineOptions) -> Forecast:
     """Forecast memory and speed of an offloaded model, from the headers of its files.
-
-    Args:
-        model, dtype, revision, trust_remote_code, config: as for `LLM`.
 
     Raises:
         ModelError, NotSupported: the model can't be opened like this; see also `forecast`.
     """
-    source = ModelSource(model, dtype, revision, trust_remote_code, config)
     loaded = open_model(source, False, in_memory=False)
-    units = units_of(loaded, offload, options)
     limit, _ = resolve_length(options, *max_length_of(inner_model(loaded.module).config))
-    return forecast(loaded, units, offload, options, limit)
+    opened = ToOpen(loaded, source, options, limit, None)
+    return forecast(opened, offload, units_of(opened, offload))

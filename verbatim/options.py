@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -55,7 +56,10 @@ SENT_DTYPES = {
 
 def on_cpu() -> AbstractContextManager[Any]:
     """Run the block with the CPU as torch's default device."""
-    if torch.get_default_device().type == "cpu":
+    # Without modes there is no other device, which costs a step next to nothing to know. A finalizer may be
+    # called when the interpreter ends, and can't import what torch would to look for one.
+    is_empty = not torch._C._len_torch_function_stack()
+    if is_empty or sys.is_finalizing() or torch.get_default_device().type == "cpu":
         return nullcontext()
     return torch.device("cpu")
 

@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from verbatim.checks import as_index, integer, number, optional_integer, optional_seconds, switch
+from verbatim.checks import (
+    as_index,
+    check_fields,
+    integer,
+    number,
+    optional_integer,
+    optional_seconds,
+)
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.spelling import suggests_names
 
@@ -190,10 +197,7 @@ class SamplingParams:
         return {name: value for name, value, default in pairs if not _same(value, default)}
 
     def _check_numbers(self) -> None:
-        for name, (check, *limits) in NUMBERS.items():
-            object.__setattr__(self, name, check(name, getattr(self, name), *limits))
-        for name in _SWITCHES:
-            switch(name, getattr(self, name))
+        check_fields(self, NUMBERS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}"
@@ -377,7 +381,9 @@ def _schema(value: Any) -> str:
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
         if not isinstance(parsed, dict | bool):
-            raise ValueError("a schema is an object, true or false")
+            raise ValueError(
+                "a schema is an object, true or false; of a pydantic model, pass model_json_schema()"
+            )
         return json.dumps(parsed)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"json_schema is not a JSON schema: {error}") from None
@@ -476,5 +482,4 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     "logprobs": (optional_integer, 0, MAX_LOGPROBS),
     "prompt_logprobs": (optional_integer, 0, MAX_LOGPROBS),
 }
-_SWITCHES = [field.name for field in dataclasses.fields(SamplingParams) if field.type == "bool"]
 _DEFAULTS = SamplingParams()

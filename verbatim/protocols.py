@@ -11,6 +11,22 @@ from torch import Tensor
 
 from verbatim.batch import Adapter, Batch, Choices, Draws, SamplePlan
 from verbatim.core import Sequence
+from verbatim.errors import StageFailed
+
+
+class CacheLost(StageFailed):
+    """The K and V of all sequences were lost with a stage, and the sequences are evicted.
+
+    The step is computed again.
+
+    Attributes:
+        limit: how often in a row a request may lose its step; above it the request fails with this message.
+            None: nothing went wrong.
+    """
+
+    def __init__(self, message: str, limit: int | None = None) -> None:
+        super().__init__(message)
+        self.limit = limit
 
 
 @dataclass(slots=True)
@@ -24,7 +40,8 @@ class Forward:
 class Runner(Protocol):
     """A model in its placement, as the engine uses it.
 
-    Methods with a body are those of a model that has no other users.
+    Methods with a body are those of a model that has no other users. `forward`, `sample` and `logits` may
+    raise CacheLost.
     """
 
     vocab_size: int
@@ -32,7 +49,8 @@ class Runner(Protocol):
     num_blocks: int  # scratch included
     num_states: int  # slots of recurrent states, including the zero state; 0 without such layers
     num_forwards: int  # since it was opened
-    hidden_reason: str | None  # the reason why `Batch.wants_hidden` is not supported; None if it is
+    hidden_reason: str | None  # why `Batch.wants_hidden` is not supported; None if it is
+    draft_info: dict[str, int]  # `info` of the layers that draft for the model, `DraftLayers`
 
     @property
     def choices(self) -> Mapping[str, Choices]:
@@ -47,6 +65,20 @@ class Runner(Protocol):
         """Draw one id for each row of `forward`, on the device of its logits."""
         ...
 
+    def draft(
+        self, k: int, batch: Batch, plan: SamplePlan | None, lengths: list[int]
+    ) -> list[list[int]]:
+        """Run draft layer `k`, and draw by `plan` from its logits; without a plan nothing is drawn.
+
+        Args:
+            lengths: number of tokens to draft from each row of logits; empty: one.
+
+        Returns:
+            For each row of logits one token, or all of `lengths` if they are drawn in one call; -1 where none
+            can be drawn.
+        """
+        ...
+
     def logits(self, forward: Forward, rows: list[int]) -> Tensor:
         """Copy some rows of the logits: `[len(rows), V]`, float32 on the CPU."""
         ...
@@ -59,7 +91,8 @@ class Runner(Protocol):
                 recorded them.
 
         Returns:
-            `[num_tokens, layers, k]`, int16 experts or int32 positions, a copy.
+            `[num_tokens, layers, k]`, int16 experts or int32 positions, a copy. No rows while a
+            stage is lost.
 
         Raises:
             NotSupported: the model has no such layers, or they can't be recorded.
@@ -159,37 +192,13 @@ class Runner(Protocol):
         ...
 
 
-class DraftRunner(Runner, Protocol):
-    """A runner of a model with layers that draft for it.
-
-    Attributes:
-        draft_info: `info` of these layers, `model.draft_layers.DraftLayers`.
-    """
-
-    draft_info: dict[str, int]
-
-    def draft(
-        self, k: int, batch: Batch, plan: SamplePlan | None, lengths: list[int]
-    ) -> list[list[int]]:
-        """Run draft layer `k`, and draw by `plan` from its logits; without a plan nothing is drawn.
-
-        Args:
-            lengths: number of tokens to draft from each row of logits; empty: one.
-
-        Returns:
-            For each row of logits one token, or all of `lengths` if they are drawn in one call; -1 where none
-            can be drawn.
-        """
-        ...
-
-
 @runtime_checkable
 class Proposer(Protocol):
     """Proposes draft tokens for sequences.
 
     Outputs do not depend on the drafts: the model draws every token itself, with its own logits and noise,
     and keeps the drafts that equal its draws. A draft that is drawn as the engine draws
-    (`verbatim.sampling.rows.draw_row`: same seed, position and noise) is kept far more often than any other.
+    (`Sequence.draw_row`: same seed, position and noise) is kept far more often than any other.
     """
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> SequenceOf[SequenceOf[int]]:

@@ -10,13 +10,12 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
-from typing import Any
 
 from verbatim.checks import integer, optional_seconds, switch
 from verbatim.core import Delta, FinishReason, Request, Result, SessionCache
 from verbatim.engine.admission import Prompt
 from verbatim.engine.handle import EngineHandle
-from verbatim.errors import EngineClosed, InvalidRequest, SessionBusy
+from verbatim.errors import InvalidRequest, SessionBusy
 from verbatim.params import SamplingParams
 from verbatim.session_file import SessionState, read_session, write_session
 from verbatim.text.detokenizer import Detokenizer
@@ -64,7 +63,12 @@ class Session:
         if max_length is None:
             state.max_length = min(state.max_length, longest)
         else:
-            state.max_length = _resolve_length(max_length, len(state.token_ids), engine)
+            limit_source, length = engine.admission.limit_source, len(state.token_ids)
+            state.max_length = integer("max_length", max_length, 1, longest, why=limit_source)
+            if state.max_length < length:
+                raise InvalidRequest(
+                    f"max_length={max_length}: the loaded session already has {length} tokens"
+                )
         self._busy = threading.Lock()
         self._request: Request | None = None
         self._cache = SessionCache(
@@ -189,7 +193,7 @@ class Session:
         with self._turn(inputs, params) as request:
             await self._areserve()
             async with aclosing(self._handle.astream([request])) as deltas:
-                async for _, delta in deltas:
+                async for delta in deltas:
                     if delta.result is not None:
                         self._take(request, delta.result)
                     yield delta
@@ -208,7 +212,7 @@ class Session:
             SessionBusy, EngineClosed: as in `generate`.
         """
         switch("kv", kv)
-        self._check_open()
+        self._handle.sessions.check_open(self._cache)
         with self._claimed():
             self._state.params = self.params
             write_session(path, self._handle, self._state, self._cache if kv else None)
@@ -231,7 +235,7 @@ class Session:
     @contextmanager
     def _turn(self, inputs: Prompt | None, params: SamplingParams | None) -> Iterator[Request]:
         """Run a block with the request of one turn; another call is refused meanwhile."""
-        self._check_open()
+        self._handle.sessions.check_open(self._cache)
         with self._claimed():
             self._request = self._admit(inputs, self.params if params is None else params)
             try:
@@ -258,12 +262,6 @@ class Session:
             yield
         finally:
             self._busy.release()
-
-    def _check_open(self) -> None:
-        if self._handle.closed:
-            raise EngineClosed("this LLM has been closed")
-        if self._cache.closed:
-            raise EngineClosed("this session has been closed")
 
     def _admit(self, inputs: Prompt | None, params: SamplingParams) -> Request:
         if not isinstance(params, SamplingParams):
@@ -320,25 +318,14 @@ class Session:
         return "".join(map(detokenizer.push, self._state.token_ids[begin:])) + detokenizer.flush()
 
     def _bos_id(self) -> int:
-        opened, tokenizer = self._handle, self._handle.admission.tokenizer
-        known = [None if tokenizer is None else tokenizer.bos_id]
-        known += [
-            getattr(c, "bos_token_id", None) for c in (opened.generation_config, opened.config)
-        ]
-        found = next((i for i in known if isinstance(i, int)), None)
-        if found is None or not 0 <= found < self._handle.admission.vocab_size:
+        handle, admission = self._handle, self._handle.admission
+        configs = handle.generation_config, handle.config
+        known = [getattr(admission.tokenizer, "bos_id", None)]
+        known += [getattr(config, "bos_token_id", None) for config in configs]
+        found = next((i for i in known if isinstance(i, int)), -1)
+        if not 0 <= found < admission.vocab_size:
             raise InvalidRequest(
                 "inputs=None in an empty session starts from the model's BOS, and this model has none; "
                 "pass a string or ids"
             )
         return found
-
-
-def _resolve_length(max_length: Any, num_tokens: int, engine: EngineHandle) -> int:
-    admission = engine.admission
-    length = integer("max_length", max_length, 1, admission.max_length, why=admission.limit_source)
-    if length < num_tokens:
-        raise InvalidRequest(
-            f"max_length={length}: the loaded session already has {num_tokens} tokens"
-        )
-    return length

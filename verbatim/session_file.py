@@ -36,23 +36,6 @@ _NUM_PROBED = 32  # tokens of the log-probs that identify the weights
 
 
 @dataclass(slots=True)
-class SavedKV:
-    """K and V of a session's first tokens, with all that is kept beside them, as of `Runner.read_cache`.
-
-    Attributes:
-        rows: "blocks" and, of a model with recurrent layers, "states": that after these tokens.
-        num_tokens: computed positions; the rest of the last block is zero.
-        layout: `_layout` of the engine.
-        probe: `_probe` of the weights that computed them.
-    """
-
-    rows: dict[str, Tensor]
-    num_tokens: int
-    layout: list[Any]
-    probe: str
-
-
-@dataclass(slots=True)
 class SessionState:
     """The state of a session, as it is kept and saved.
 
@@ -61,7 +44,9 @@ class SessionState:
         completions: start and end of each in `token_ids`.
         text: text of the completion at the end of `token_ids`; "" if there is none.
         skips_special_tokens: whether `text` omits special tokens.
-        kv: K and V that were loaded, until `put_kv`.
+        kv: loaded K and V of the first tokens, until `put_kv`: what identifies them, and rows of
+            `Runner.read_cache`: "blocks" and, of a model with recurrent layers, "states", that after these
+            tokens. The rest of the last block is zero.
     """
 
     seed: int
@@ -71,7 +56,7 @@ class SessionState:
     completions: list[tuple[int, int]] = field(default_factory=list)
     text: str = ""
     skips_special_tokens: bool = True
-    kv: SavedKV | None = None
+    kv: tuple[dict[str, Any], dict[str, Tensor]] | None = None
 
     def put_kv(self, engine: EngineHandle, cache: SessionCache) -> None:
         """Move loaded K and V, if any, to the session's blocks.
@@ -80,28 +65,28 @@ class SessionState:
         in the next turn.
         """
         kv, self.kv = self.kv, None
-        if kv is None or _layout(engine) != kv.layout or _probe(engine, self.token_ids) != kv.probe:
+        if kv is None or kv[0] != _identity_of_kv(engine, self.token_ids, kv[0]["num_tokens"]):
             return
-        runner = engine.runner
+        runner, (saved, found) = engine.runner, kv
 
         def put() -> None:
             pool, slots = engine.scheduler.pool, engine.scheduler.states
-            count = -(-kv.num_tokens // engine.scheduler.block_size)
+            count = -(-saved["num_tokens"] // engine.scheduler.block_size)
             try:
-                empty = {kind: runner.read_cache(kind, []) for kind in kv.rows}
+                empty = {kind: runner.read_cache(kind, []) for kind in found}
             except NotSupported:
                 return
             counts = {"blocks": count} | ({"states": 1} if slots.enabled else {})
-            fits = counts == {kind: len(rows) for kind, rows in kv.rows.items()}
+            fits = counts == {kind: len(rows) for kind, rows in found.items()}
             for kind, like in empty.items():
-                fits = fits and like is not None and like.shape[1:] == kv.rows[kind].shape[1:]
+                fits = fits and like is not None and like.shape[1:] == found[kind].shape[1:]
             if not fits or pool.num_free < count or not slots.num_free(1) or cache.closed:
                 return
-            slots.reserve(cache, [kv.num_tokens])
+            slots.reserve(cache, [saved["num_tokens"]])
             blocks = pool.take(count)
             numbers = {"blocks": blocks, "states": list(cache.states.values())}
-            if all(runner.write_cache(kind, numbers[kind], rows) for kind, rows in kv.rows.items()):
-                engine.sessions.load(cache, self.token_ids[: kv.num_tokens], blocks)
+            if all(runner.write_cache(kind, numbers[kind], rows) for kind, rows in found.items()):
+                engine.sessions.load(cache, self.token_ids[: saved["num_tokens"]], blocks)
             else:
                 pool.give_back(blocks)
                 slots.keep(cache, -1)
@@ -133,17 +118,12 @@ def write_session(
         "params": _plain_params(saved.params),
         "skip_special_tokens": saved.skips_special_tokens,
         "model": _identity(engine),
-        "numerics_key": _numerics_key(engine),
+        "numerics_key": engine.info()["numerics_key"],
     }
     kv = None if cache is None else _copy_kv(engine, saved.token_ids, cache)
     if kv is not None:
-        plain["kv"] = {
-            "rows": list(kv.rows),
-            "num_tokens": kv.num_tokens,
-            "layout": kv.layout,
-            "probe": kv.probe,
-        }
-        tensors |= kv.rows
+        plain["kv"] = kv[0] | {"rows": list(kv[1])}
+        tensors |= kv[1]
     session = json.dumps(plain)
     metadata = {"format": FORMAT, "version": str(VERSION), "session": session}
     metadata["digest"] = _digest(session, tensors)
@@ -183,7 +163,7 @@ def read_session(path: str | os.PathLike[str], engine: EngineHandle) -> SessionS
             saved_key = plain["numerics_key"]
             if "kv" in plain:
                 kv = plain["kv"]
-                rows = {kind: file.get_tensor(kind) for kind in kv["rows"]}
+                rows = {kind: file.get_tensor(kind) for kind in kv.pop("rows")}
                 tensors |= rows
                 if "blocks" not in rows or not rows.keys() <= {"blocks", "states"}:
                     raise ValueError(f"K and V as {list(rows)}")
@@ -192,7 +172,7 @@ def read_session(path: str | os.PathLike[str], engine: EngineHandle) -> SessionS
                 num_tokens = kv["num_tokens"]
                 if type(num_tokens) is not int or not 0 < num_tokens <= len(saved.token_ids):
                     raise ValueError(f"K and V of {num_tokens} tokens")
-                saved.kv = SavedKV(rows, num_tokens, kv["layout"], kv["probe"])
+                saved.kv = kv, rows
     except InvalidRequest:
         raise
     except SafetensorError:  # its message may quote the file
@@ -211,7 +191,7 @@ def read_session(path: str | os.PathLike[str], engine: EngineHandle) -> SessionS
         )
     if metadata.get("digest") != _digest(metadata["session"], tensors):
         raise refuse("a damaged file: its contents do not match their digest")
-    if saved_key != (key := _numerics_key(engine)):
+    if saved_key != (key := engine.info()["numerics_key"]):
         saved.kv = None
         warnings.warn(
             f"the session was saved with numerics key {saved_key} and continues with {key}: "
@@ -302,19 +282,13 @@ def _other_model(saved: dict[str, Any], current: dict[str, Any]) -> str | None:
     return None
 
 
-def _numerics_key(engine: EngineHandle) -> str:
-    return str(engine.info()["numerics_key"])
+def _identity_of_kv(engine: EngineHandle, token_ids: list[int], num_tokens: int) -> dict[str, Any]:
+    """Return what identifies K and V of a session's first tokens, beside its numerics key.
 
-
-def _layout(engine: EngineHandle) -> list[Any]:
-    """Return what K and V depend on beside the weights and the numerics key."""
+    The log-probs of some tokens tell other weights.
+    """
     info = engine.info()
     kept_as = info["kv_dtype"], info.get("attention", "exact"), info.get("ranks")
-    return [engine.scheduler.block_size, *kept_as]
-
-
-def _probe(engine: EngineHandle, token_ids: list[int]) -> str:
-    """Return a digest of the log-probs of the session's first tokens, to detect other weights."""
     first = token_ids[: min(_NUM_PROBED, engine.admission.max_length) - 1]
     # One more token after them: its log-prob depends on the last one's K and V.
     params = SamplingParams(max_tokens=0, prompt_logprobs=0)
@@ -322,11 +296,17 @@ def _probe(engine: EngineHandle, token_ids: list[int]) -> str:
     assert result.prompt_logprobs is not None
     scores = result.prompt_logprobs[1:]
     packed = struct.pack(f"<{len(scores)}d", *scores)
-    return hashlib.blake2b(packed, digest_size=16).hexdigest()
+    return {
+        "num_tokens": num_tokens,
+        "layout": [engine.scheduler.block_size, *kept_as],
+        "probe": hashlib.blake2b(packed, digest_size=16).hexdigest(),
+    }
 
 
-def _copy_kv(engine: EngineHandle, token_ids: list[int], cache: SessionCache) -> SavedKV | None:
-    """Return a copy of the K and V of a session; None if there are none."""
+def _copy_kv(
+    engine: EngineHandle, token_ids: list[int], cache: SessionCache
+) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+    """Return a copy of the K and V of a session, as `SessionState.kv`; None if there are none."""
     runner, size = engine.runner, engine.scheduler.block_size
 
     def take() -> tuple[dict[str, Tensor | None], int]:
@@ -351,4 +331,4 @@ def _copy_kv(engine: EngineHandle, token_ids: list[int], cache: SessionCache) ->
     rows = {kind: each for kind, each in found.items() if each is not None}
     if not num_tokens or len(rows) < len(found):  # a stage is lost just now
         return None
-    return SavedKV(rows, num_tokens, _layout(engine), _probe(engine, token_ids))
+    return _identity_of_kv(engine, token_ids, num_tokens), rows

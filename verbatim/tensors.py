@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -21,6 +22,7 @@ from verbatim.errors import (
 )
 from verbatim.llm import LLM
 from verbatim.model.limits import eos_ids_of, pad_id_of
+from verbatim.opening import open_runner
 from verbatim.options import on_cpu
 from verbatim.params import SamplingParams
 from verbatim.placement.actor import ActorDecoder, StepForward, limit_of
@@ -51,32 +53,21 @@ def engine_of(model: LLM | nn.Module) -> LLM:
             f"model={model!r}: must be an LLM, or a module, either transformers' or one with kv_caches"
         )
     with on_cpu():
-        return _engine_of(model)
-
-
-def _engine_of(model: nn.Module) -> LLM:
-    while (kept := _kept(model)) is not None:
-        try:
-            kept.engine.runner.refresh()
-            if not kept.engine.closed:
-                return kept
-        except (ModelChanged, EngineClosed):
-            pass
+        while (kept := _engines.get(model)) is not None:
+            with suppress(ModelChanged, EngineClosed):
+                kept.engine.runner.refresh()
+                if not kept.engine.closed:
+                    return kept
+            with _engines_lock:
+                if _engines.get(model) is kept:
+                    del _engines[model]
+            kept.close()
+        opened = LLM(model, _weak=True)
         with _engines_lock:
-            if _engines.get(model) is kept:
-                del _engines[model]
-        kept.close()
-    opened = LLM(model, _weak=True)
-    with _engines_lock:
-        engine = _engines.setdefault(model, opened)
-    if engine is not opened:  # another thread was faster
-        opened.close()
-    return engine
-
-
-def _kept(model: nn.Module) -> LLM | None:
-    with _engines_lock:
-        return _engines.get(model)
+            engine = _engines.setdefault(model, opened)
+        if engine is not opened:  # another thread was faster
+            opened.close()
+        return engine
 
 
 def has_known_layers(model: Any) -> bool:
@@ -153,6 +144,7 @@ def open_forward(
         max_sequences=max_sequences,
         prefix_cache=False,
     )
+    eos_ids = eos_ids_of(None, config)
     decoder: RowsDecoder
     if hooks is None:
         decoder = ActorDecoder(model, arguments)
@@ -160,11 +152,14 @@ def open_forward(
         assert batch is not None
         (ids, mask), pad = batch, pad_token_id
         if pad is None:
-            pad = pad_id_of([config], eos_ids_of(None, config))
+            pad = pad_id_of([config], eos_ids)
         prepare, update = hooks
         decoder = CallbackDecoder(model, prepare, update, ids, mask, arguments, pad)
     runner = RowsRunner(decoder, block_size=_ID_BLOCK, num_blocks=1 + rows)
-    return LLM._over(runner, options, name=name, max_length=(limit, source), config=config)
+    handle = open_runner(
+        runner, options, limit=(limit, source), eos_ids=eos_ids, name=name, config=config
+    )
+    return LLM._over(handle)
 
 
 def _check_hooks(hooks: Any, batch: Any) -> None:
@@ -213,18 +208,45 @@ def generate(
     _check_names(params)
     pad_token_id = optional_integer("pad_token_id", pad_token_id, -(2**63), 2**63 - 1)
     if params.get("seed") is None:
-        params["seed"] = int(torch.randint(2**53, (), device="cpu"))
+        params["seed"] = draw_seed()
     settings = SamplingParams(max_tokens=max_new_tokens, **params)
     llm = engine_of(model)
     prompts = rows_of(input_ids, attention_mask)
     with on_cpu():
-        new = llm._generate_rows(prompts, settings)
-    width = max(map(len, new), default=0)
+        results = llm.engine.run(llm._admit_rows(prompts, settings))
+    new = [result.outputs[0].token_ids for result in results]
     pad = llm.pad_token_id if pad_token_id is None else pad_token_id
     with torch.inference_mode(False), on_cpu():
-        tail = torch.tensor([row + [pad] * (width - len(row)) for row in new], dtype=torch.int64)
-        tail = tail.reshape(len(new), width).to(input_ids.device)
-        return torch.cat([input_ids.long(), tail], dim=1)
+        return torch.cat([input_ids.long(), pad_rows(new, pad).to(input_ids.device)], dim=1)
+
+
+def pad_rows(
+    rows: Sequence[Sequence[int]],
+    fill_id: int,
+    *,
+    num_rows: int | None = None,
+    width: int | None = None,
+    left: bool = False,
+) -> Tensor:
+    """Return `rows` as an int64 tensor `[num_rows, width]`, filled up with `fill_id`.
+
+    Args:
+        num_rows: missing rows hold only `fill_id`; None takes `len(rows)`.
+        width: longer rows are cut at the end; None takes the longest row's length.
+        left: put the padding in front of the ids.
+    """
+    if width is None:
+        width = max(map(len, rows), default=0)
+    batch = torch.full((len(rows) if num_rows is None else num_rows, width), fill_id)
+    for target, row in zip(batch, rows, strict=False):
+        ids = torch.tensor(row[:width], dtype=torch.int64)
+        target[width - len(ids) if left else 0 :][: len(ids)] = ids
+    return batch
+
+
+def draw_seed() -> int:
+    """Draw a seed from torch's default generator, so that `torch.manual_seed` repeats a run."""
+    return int(torch.randint(2**53, (), device="cpu"))
 
 
 _NOT_TAKEN = frozenset(
@@ -252,8 +274,15 @@ def check_padded(input_ids: Any, attention_mask: Any, *, name: str = "input_ids"
         name: name of the ids in messages.
     """
     plain = isinstance(input_ids, Tensor) and input_ids.ndim == 2
-    if not plain or input_ids.dtype not in _ID_DTYPES or input_ids.device.type == "meta":
-        raise InvalidRequest(f"{name} must be an integer tensor of shape [rows, length]")
+    has_values = plain and input_ids.layout == torch.strided and not input_ids.is_meta
+    if not has_values or input_ids.dtype not in _ID_DTYPES:
+        shown = type(input_ids).__name__
+        if isinstance(input_ids, Tensor):
+            shown = f"{input_ids.dtype} {list(input_ids.shape)} on {input_ids.device}"
+            shown += "" if input_ids.layout == torch.strided else f", {input_ids.layout}"
+        raise InvalidRequest(
+            f"{name} must be an integer tensor of shape [rows, length], not {shown}"
+        )
     if attention_mask is None:
         return
     if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
@@ -279,11 +308,8 @@ def rows_of(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]
     Raises:
         InvalidRequest: a row with padding only.
     """
-    return [_row(input_ids, attention_mask, b) for b in range(input_ids.shape[0])]
-
-
-def _row(input_ids: Tensor, attention_mask: Tensor | None, b: int) -> list[int]:
-    row = input_ids[b] if attention_mask is None else input_ids[b][attention_mask[b].bool()]
-    if not len(row):
-        raise InvalidRequest(f"row {b} of input_ids has no tokens")
-    return [int(i) for i in row.tolist()]
+    kept = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    rows = [row[mask.bool()].tolist() for row, mask in zip(input_ids, kept, strict=True)]
+    if [] in rows:
+        raise InvalidRequest(f"row {rows.index([])} of input_ids has no tokens")
+    return rows

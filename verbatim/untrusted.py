@@ -24,11 +24,6 @@ _LAYERS = re.compile(
 )
 _PARTS = re.compile(r"^(num|n)_\w*(heads?|experts?|groups?|blocks?|codebooks)$")
 _IMPLEMENTATIONS = re.compile(r"^_?(attn|experts)_implementation(_internal)?$")
-# Decoded by `weights/formats`, not by transformers, whose quantizers need packages or load kernels.
-QUANTIZATIONS = (
-    *("auto-round", "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq"),
-    *("modelopt", "mxfp4", "torchao"),
-)
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _MOST_POINTER_BYTES = 1024  # Git LFS's own limit
 
@@ -124,7 +119,7 @@ def check_config(source: str, config: Mapping[str, Any], trust_remote_code: bool
     """Refuse a config, as plain data, that would load code or build a model of absurd size.
 
     Raises:
-        NotSupported: it names a kernel of the hub, or an unsupported quantization.
+        NotSupported: it names a kernel of the hub.
         ModelError: a number of layers or parts out of range, or weights in no file of its folder.
     """
     for key, value in _fields(config):
@@ -136,14 +131,6 @@ def check_config(source: str, config: Mapping[str, Any], trust_remote_code: bool
                         f"{source}: config.json: {key}={name[:200]!r} is code of a hub repository, which "
                         "is not loaded; remove the field"
                     )
-        elif key == "quantization_config" and isinstance(value, dict):
-            by_bits = "bitsandbytes" if value.keys() & {"load_in_4bit", "load_in_8bit"} else None
-            method = value.get("quant_method") or by_bits
-            if method not in QUANTIZATIONS:
-                raise NotSupported(
-                    f"{source}: config.json: quant_method={str(method)[:80]!r} is not supported: must be "
-                    f"one of {', '.join(QUANTIZATIONS)}; or open the model unquantized, with quantization="
-                )
         elif key == "transformers_weights" and value is not None:
             if not isinstance(value, str):
                 raise ModelError(

@@ -22,19 +22,22 @@ def build(
 ) -> tuple[ov.Model, int, list[np.ndarray]]:
     """The model, the bytes of its matrices as they are stored, and the arrays that must outlive it.
 
-    Inputs: `ids` and `positions` `[rows, tokens]` int64, `beam_idx` `[rows]` int32. Output: `[rows, vocab]`.
+    Inputs, named as by its exporters: `input_ids` and `position_ids` `[rows, tokens]` int64, `beam_idx`
+    `[rows]` int32. Output: `[rows, 1, vocab]`.
     """
     graph = _Graph(checkpoint, fmt)
     shape = checkpoint.shape
-    ids = op.parameter([-1, -1], ov.Type.i64, name="ids")
-    positions = op.parameter([-1, -1], ov.Type.i64, name="positions")
-    beams = op.parameter([-1], ov.Type.i32, name="beam_idx")
+    ids = op.parameter([-1, -1], ov.Type.i64)
+    positions = op.parameter([-1, -1], ov.Type.i64)
+    beams = op.parameter([-1], ov.Type.i32)
+    for node, name in ((ids, "input_ids"), (positions, "position_ids"), (beams, "beam_idx")):
+        node.output(0).set_names({name})
     graph.start(positions, beams, op.gather(op.shape_of(ids), ints([0]), ints(0)))
     table = graph.constant(checkpoint.bits("model.embed_tokens.weight"), ov.Type.bf16)
     hidden = op.convert(op.gather(table, ids, ints(0)), "f32")
     for layer in range(shape.layers):
         hidden = graph.layer(hidden, f"model.layers.{layer}.")
-    hidden = op.gather(hidden, ints(-1), ints(1))  # the last position: [rows, hidden]
+    hidden = op.gather(hidden, ints([-1]), ints(1))  # the last position: [rows, 1, hidden]
     hidden = graph.norm(hidden, "model.norm.weight")
     head_fmt = "int8" if fmt == "int4" and head_bits == 8 else fmt
     logits = graph.linear(hidden, "model.embed_tokens.weight", head_fmt)

@@ -93,11 +93,31 @@ def decode(value: Any) -> Any:
     return value
 
 
-def enough(times: list[float], steps: int, seconds: float) -> bool:
-    """Have so many steps been timed, or so many seconds in at least three?"""
-    return len(times) >= steps or (len(times) >= 3 and sum(times) >= seconds)
-
-
 def random_ids(count: int, seed: int, vocab: int) -> list[int]:
     """The same ids in every system."""
     return np.random.default_rng(seed).integers(0, vocab, count).tolist()
+
+
+class PeerSystem:
+    """What workers share whose system `verbatim.bench` measures as well; `load` sets the attributes.
+
+    Attributes:
+        peer: a `verbatim.bench.converted.Converted`, or something with its `prefill` and `decode`.
+        vocab: number of ids.
+    """
+
+    peer: Any
+    vocab: int
+
+    def check(self, prompts: list[list[int]], forced: list[list[int]]) -> np.ndarray:
+        with self.peer.context(len(prompts), len(prompts[0]) + len(forced[0])) as context:
+            logits = context(prompts)
+            for ids in zip(*forced, strict=True):  # decoded one by one
+                logits = context([[token] for token in ids])
+            return logits.copy()
+
+    def prefill(self, length: int) -> float:
+        return self.peer.prefill(random_ids(length, 0, self.vocab))
+
+    def decode(self, rows: int, length: int, steps: int, seconds: float) -> list[float]:
+        return self.peer.decode([random_ids(length, 0, self.vocab)] * rows, steps, seconds)

@@ -19,6 +19,7 @@ import verbatim
 from support.scripted_llm import ScriptedLLM, interrupted_after, run
 from verbatim import kernels
 from verbatim._version import __version__
+from verbatim.cli.commands import COMMANDS
 from verbatim.cli.generate import generate
 from verbatim.cli.options import ADAPTERS, GENERATE_ONLY, MODEL, SAMPLING, helps, prepare
 from verbatim.cli.placing import CLUSTER, OFFLOAD, PLACING
@@ -228,6 +229,16 @@ def test_ctrl_c_prints_what_there_is_and_ends_the_request():
     several = run("generate", "Hello", "--n", "2", engine=interrupted_after(2))
     assert (several.exit_code, several.stdout.count("Once ")) == (130, 2)
     assert run("generate", "Hello", "--json", engine=interrupted_after(1)).stdout == ""
+
+
+def test_ctrl_c_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as of a shell's background job
+    try:
+        done = run("generate", "Hello", engine=interrupted_after(2))
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (done.exit_code, done.stdout) == (0, "Once there was a 🦊.\n")
 
 
 @pytest.mark.parametrize("error", [StageFailed("stage 1 was lost"), KeyboardInterrupt])
@@ -478,6 +489,11 @@ def test_info_prints_facts_aligned_or_as_json():
 
 def test_version():
     assert run("--version").stdout == f"verbatim {__version__}\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_of_commands_says_what_the_help_of_each_says(name):
+    assert COMMANDS[name] in " ".join(run(name, "--help").stdout.split())
 
 
 @pytest.mark.parametrize(

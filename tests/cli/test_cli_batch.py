@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
+import itertools
 import json
 import os
 import random
@@ -13,12 +15,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
-from support.programs import VERBATIM
+from support.programs import FROM_THE_DOT, VERBATIM, started
 from verbatim import LLM, SamplingParams
+from verbatim.cli.batch import _shown
 from verbatim.cli.commands import app
 from verbatim.errors import InvalidRequest, StageFailed, VerbatimError
 from verbatim.files import lines_of
@@ -163,6 +167,23 @@ def test_a_seed_that_was_drawn_gives_the_same_again(answer, tmp_path):
     (tmp_path / "out.jsonl").unlink()
     _, again = answer([line("a", {"prompt": "The", "seed": seeds["a"]})])
     assert texts_of(again)["a"] == texts_of(records)["a"]
+
+
+def test_the_progress_of_a_run_that_goes_on_is_shown_after_each_answer(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    seconds, records = itertools.count(), SimpleNamespace(num_errors=0)
+    run = SimpleNamespace(num_bytes=1000, bytes_skipped=900, bytes_done=900, records=records)
+    run.num_skipped, run.num_done, run.num_tokens, run.seconds = 90, 0, 5, 1.0
+    monkeypatch.setattr("tqdm.std.time", lambda: next(seconds))
+    monkeypatch.setattr("sys.stderr", Terminal())
+    with _shown(run) as advance:
+        for _ in range(3):
+            run.bytes_done, run.num_done = run.bytes_done + 10, run.num_done + 1
+            advance()
+            assert f"{run.bytes_done // 10}%: {90 + run.num_done} lines" in sys.stderr.getvalue()
 
 
 def test_many_lines_run_at_once_and_no_more_than_allowed(answer, llm, tmp_path):
@@ -370,6 +391,7 @@ def test_paths_that_can_not_be_are_refused_before_a_model_is_opened(tmp_path, mo
     assert "must be a regular file" in refused(tmp_path / "pipe", target)
     assert "must be a regular file" in refused(source, tmp_path / "pipe")
     assert "can't write to" in refused(source, tmp_path)
+    assert f"can't write to {'x' * 300}: File name too long" in refused(source, "x" * 300)
     assert "can't be written to the request file" in refused(source, source)
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     assert "batch needs prometheus_client: pip install '.[serve]'" in refused(source, target)
@@ -452,8 +474,9 @@ def test_wherever_a_run_ends_each_line_is_answered_once(command, disturbed, tmp_
 def test_a_process_that_ends_at_any_moment_answers_each_line_once(tmp_path):
     source, out, whole = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "whole.jsonl"))
     source.write_text(mixed(1500))
-    args = [*VERBATIM, "batch", str(source)]
-    assert subprocess.run([*args, str(whole)], stderr=subprocess.DEVNULL).returncode == 1
+    args = ["batch", str(source)]
+    done = subprocess.run([*VERBATIM, *args, str(whole)], stderr=subprocess.DEVNULL)
+    assert done.returncode == 1
     expected = answers_of(read(whole))
     assert set(expected.values()) == {1}
     seed = random.SystemRandom().randrange(2**32)
@@ -468,27 +491,26 @@ def test_a_process_that_ends_at_any_moment_answers_each_line_once(tmp_path):
         def full(target=target):
             resource.setrlimit(resource.RLIMIT_FSIZE, (target, resource.RLIM_INFINITY))
 
-        run = subprocess.Popen(
-            [*args, str(out), "--in-flight", "4"],
-            stderr=subprocess.PIPE,
-            preexec_fn=full if how == "disk" else None,
-        )
-        early = draw.random() < 0.2  # while it starts
-        deadline = time.monotonic() + (draw.random() * 3 if early else 60)
-        while time.monotonic() < deadline and run.poll() is None:
-            if how != "disk" and out.stat().st_size > target:
-                break
-            time.sleep(0.001)
-        if how != "disk" or run.poll() is None:
-            run.send_signal(signal.SIGINT if how == "interrupt" else signal.SIGKILL)
-        said = run.communicate(timeout=60)[1].decode()
+        line = [sys.executable, "-P", "-c", FROM_THE_DOT, *args, str(out), "--in-flight", "4"]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        with started(line, preexec_fn=full if how == "disk" else None, **pipes) as run:
+            assert run.stdout.read(1) == b"."
+            early = draw.random() < 0.2  # while it starts
+            deadline = time.monotonic() + (draw.random() * 3 if early else 60)
+            while time.monotonic() < deadline and run.poll() is None:
+                if how != "disk" and out.stat().st_size > target:
+                    break
+                time.sleep(0.001)
+            if how != "disk" or run.poll() is None:
+                run.send_signal(signal.SIGINT if how == "interrupt" else signal.SIGKILL)
+            said = run.communicate()[1].decode()
         ends[how, run.returncode] += 1
         assert run.returncode in (1, 130, -signal.SIGKILL), said
         assert "Traceback" not in said
         if how != "kill":
             assert out.read_bytes()[-1:] in (b"", b"\n")
     print(ends)
-    done = subprocess.run([*args, str(out)], capture_output=True, text=True)
+    done = subprocess.run([*VERBATIM, *args, str(out)], capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     assert "from earlier runs)" in done.stderr
     assert answers_of(read(out)) == expected

@@ -8,10 +8,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from verbatim.bench.machine import Limits, Needs, random_ids
+from verbatim.bench.machine import Limits, Needs
 from verbatim.bench.peers import Ours
 from verbatim.bench.plan import BenchPlan
 from verbatim.bench.run import Cell, measure
+from verbatim.bench.timing import random_ids
 from verbatim.cli.commands import app
 from verbatim.errors import InvalidRequest
 from verbatim.llm import LLM
@@ -89,6 +90,7 @@ def test_what_is_too_long_for_the_model_is_left_out_and_said() -> None:
         (("--rounds", "0"), "--rounds=0: must be an integer, 1 or more"),
         (("--mixed", "-1"), "--mixed=-1: must be an integer, 0 or more"),
         (("--plot", "a.txt"), "must end in .png, .svg or .pdf"),
+        (("--plot", "nowhere/a.png"), "no such folder"),
         (("--gguf", "no.gguf"), "--gguf no.gguf"),
         (("--openvino", "nowhere"), "--openvino nowhere"),
         (("--rows", "", "--prefills", "", "--mixed", "0"), "nothing to measure"),
@@ -171,7 +173,7 @@ def test_the_engine_really_reads_so_many_tokens_and_is_as_before() -> None:
 def test_rows_that_end_before_all_are_taken_in_are_refused() -> None:
     with LLM(path(), prefix_cache=False, max_length=64, max_batch_tokens=16) as llm:
         store = llm.engine.runner.store
-        store.poison = lambda blocks: None  # prompts that nobody computes have numbers
+        del store.copy_blocks  # which poisons: prompts that nobody computes have numbers
         for layer in store.layers:
             for tensor in layer:
                 tensor.zero_()

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch._dynamo", "torch.distributed.tensor", "scipy", "sympy", "torchao")
+HEAVY = ("torch._dynamo", "torch.distributed.tensor", "scipy", "sympy", "torchao", "accelerate")
 
 OPEN = f"""
 import json, sys

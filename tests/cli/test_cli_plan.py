@@ -81,6 +81,7 @@ def test_no_weight_is_read_for_a_plan(run, folder, monkeypatch):
         (["--gpu", "100KB"], 1, "placement=Offload: at least "),
         (["--gpu", "a lot"], 1, "gpu='a lot': must be bytes"),
         (["--gpu", "²"], 1, "gpu='²': must be bytes"),
+        (["--kv-memory", "9" * 400], 1, f"kv_memory='{'9' * 400}' is 9223372036854775808 bytes"),
         (["--gpu", "1MB", "--weights", "50,60,0"], 1, "weights=(50.0, 60.0, 0.0): must be"),
         (["--gpu", "1MB", "--weights", "half"], 2, "--weights 'half': must be percents"),
         (["--gpu", "1MB", "--kv", "1;2"], 2, "--kv '1;2': must be percents"),
@@ -132,12 +133,6 @@ def test_options_of_offloading_reach_the_engine(tmp_path):
     assert notes[-1].split() == ["tokens/s", "4", "2", "0.50"]
     given = {option.name for option in OFFLOAD} - {"no_overlap", "stats"} | {"overlap"}
     assert given <= set(Offload.__slots__)  # names are those of Python
-
-
-def test_without_such_options_there_is_no_placement():
-    done = run_scripted("generate", "Hello")
-    assert "placement" not in ScriptedLLM.last.settings
-    assert "offload" not in done.stderr
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve", "bench"])

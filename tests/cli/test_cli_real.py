@@ -10,13 +10,12 @@ import shutil
 import signal
 import subprocess
 
-import jsonschema
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from support import toy_tokenizers
-from support.programs import VERBATIM
+from support.programs import VERBATIM, started
 from support.toys import make_toy
 from verbatim import LLM, SamplingParams
 from verbatim.cli.commands import app
@@ -106,26 +105,6 @@ def test_a_kv_cache_that_can_not_be_allocated_is_one_line(run, monkeypatch):
     )
 
 
-def test_the_storyteller_keeps_to_a_schema(tmp_path):
-    schema = {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 20},
-            "age": {"type": "integer", "minimum": 0, "maximum": 99},
-            "friends": {"type": "array", "items": {"enum": ["fox", "owl"]}, "maxItems": 2},
-        },
-        "required": ["name", "age", "friends"],
-        "additionalProperties": False,
-    }
-    path = tmp_path / "animal.json"
-    path.write_text(json.dumps(schema, indent=4))
-    for seed in range(2):
-        args = ["generate", "Once", "--seed", str(seed), "--max-tokens", "900", "--json-schema"]
-        told = CliRunner().invoke(app, [*args, json.dumps(schema)]).stdout
-        jsonschema.validate(json.loads(told), schema)
-        assert CliRunner().invoke(app, [*args, f"@{path}"]).stdout == told
-
-
 def test_models_that_cannot_be_opened_are_one_line(run, folder, tmp_path):
     truncated = shutil.copytree(folder, tmp_path / "truncated") / "model.safetensors"
     truncated.write_bytes(truncated.read_bytes()[:-1000])
@@ -153,41 +132,38 @@ def test_info_tells_the_same_as_python(run, folder):
     assert str(expected["architecture"]) in text
 
 
-def _start(*args):
+def _started(*args):
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(
-        [*VERBATIM, *args],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment,
-    )
+    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return started([*VERBATIM, "generate", "Once upon a time", *args], env=environment, **pipes)
 
 
 def test_the_storyteller_tells_a_story_without_network():
-    stdout, stderr = _start(
-        "generate", "Once upon a time", "--max-tokens", "60", "--seed", "0"
-    ).communicate()
+    with _started("--max-tokens", "60", "--seed", "0") as process:
+        stdout, stderr = process.communicate()
     assert len(stdout.split()) > 10
     assert stderr.splitlines()[-1].split(b" in ")[0].endswith(b"new tokens"), stderr
 
 
 @pytest.mark.slow
-def test_ctrl_c_and_a_closed_pipe_end_a_real_run_quietly():
-    long = ("generate", "Once upon a time", "--max-tokens", "900", "--ignore-eos")
-    interrupted = _start(*long)
-    assert interrupted.stdout.read(1)
-    interrupted.send_signal(signal.SIGINT)
-    _, stderr = interrupted.communicate(timeout=60)
-    assert interrupted.returncode == 130
-    assert stderr.endswith(b"interrupted\n"), stderr
-
-    piped = _start(*long)
-    assert piped.stdout.read(1)
-    piped.stdout.close()
-    assert piped.wait(timeout=60) == 141
-    assert piped.stderr.read() == b""
-    piped.stderr.close()
+@pytest.mark.parametrize(
+    ("act", "status", "end"),
+    [
+        (lambda process: process.send_signal(signal.SIGINT), 130, rb".*interrupted\n"),
+        (lambda process: process.stdout.close(), 141, b""),
+    ],
+    ids=["ctrl-c", "closed pipe"],
+)
+def test_ctrl_c_and_a_closed_pipe_end_a_real_run_quietly(act, status, end):
+    found = 0
+    while not found:  # else it was at its end before that
+        with _started("--max-tokens", "900", "--ignore-eos") as process:
+            assert process.stdout.read(1)
+            act(process)
+            said = process.stderr.read()
+            found = process.wait()
+    assert found == status
+    assert re.fullmatch(end, said, re.DOTALL), said
 
 
 @pytest.mark.parametrize(

@@ -11,19 +11,8 @@ import time
 
 import pytest
 
-from support.programs import VERBATIM
+from support.programs import FROM_THE_DOT, VERBATIM, started
 
-# Ctrl-C may come at any time after the dot, which the command writes as soon as it handles signals.
-FROM_THE_DOT = """
-import os
-from verbatim.cli import interrupts, main
-handle = interrupts.handle
-def handle_from_the_dot():
-    handle()
-    os.write(1, b".")
-interrupts.handle = handle_from_the_dot
-main()
-"""
 COMMANDS = {
     "help": ["--help"],
     "usage": ["generate", "x", "--n", "two"],
@@ -35,20 +24,13 @@ COMMANDS = {
 
 def signalled(command, delay_s, number=signal.SIGINT):
     """Send a signal some time after the start; return the exit status and the lines on stderr."""
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", FROM_THE_DOT, *COMMANDS[command]],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
+    line = [sys.executable, "-P", "-c", FROM_THE_DOT, *COMMANDS[command]]
+    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with started(line, text=True, **pipes) as process:
         assert process.stdout.read(1) == "."
         time.sleep(delay_s)
         process.send_signal(number)
-        _, stderr = process.communicate(timeout=60)
-    finally:
-        process.kill()
+        _, stderr = process.communicate()
     return process.returncode, [x for x in stderr.splitlines() if "compiled kernels" not in x]
 
 
@@ -80,6 +62,7 @@ TURNED = {
     "another error": "raise RuntimeError from error",
     "a status": "sys.exit(1)",
     "said by the command": "print('verbatim: interrupted', file=sys.stderr); sys.exit(130)",
+    "swallowed before the model is open": "interrupts.opened(); sys.exit(0)",
     "ignored in a destructor": "A.__del__ = lambda self: throw(error); A()",
 }
 
@@ -88,7 +71,7 @@ TURNED = {
 def test_ctrl_c_that_turns_into_something_else_is_one_line(turned):
     code = f"""
 import signal, sys
-from verbatim.cli import commands, main
+from verbatim.cli import commands, interrupts, main
 def throw(error): raise error
 class A: pass
 def app(prog_name):
@@ -101,6 +84,37 @@ commands.app = app
 main()"""
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "verbatim: interrupted\n")
+
+
+def test_a_second_ctrl_c_does_not_interrupt_the_end():
+    code = """
+import signal
+from verbatim.cli import commands, interrupts, main
+interrupts._terminal.restore = lambda: signal.raise_signal(signal.SIGINT)
+commands.app = lambda prog_name: signal.raise_signal(signal.SIGINT)
+main()"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "verbatim: interrupted\n")
+
+
+def test_ctrl_c_in_a_destructor_after_the_model_is_open_interrupts_what_follows():
+    code = """
+import signal, time
+from verbatim.cli import commands, interrupts, main
+class A:
+    def __del__(self): signal.raise_signal(signal.SIGINT)
+def app(prog_name):
+    interrupts.opened()
+    try:
+        A()
+        time.sleep(3600)
+    finally:
+        print("closed")
+commands.app = app
+main()"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (130, "closed\n")
+    assert done.stderr == "verbatim: interrupted\n"
 
 
 @pytest.mark.slow
@@ -152,9 +166,7 @@ def test_ctrl_c_that_is_ignored_stays_ignored():
 
 def shell(line):
     """Run a line of the shell in which "$@" is the command."""
-    return subprocess.run(
-        ["bash", "-c", line, "bash", *VERBATIM], capture_output=True, text=True, timeout=60
-    )
+    return subprocess.run(["bash", "-c", line, "bash", *VERBATIM], capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("args", ["--help", "--version"])

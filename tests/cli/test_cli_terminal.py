@@ -11,11 +11,10 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 
 import pytest
 
-from support.programs import environment
+from support.programs import environment, state_of, until
 
 # The commands on the scripted engine, whose answers take as long as a test needs.
 SCRIPT = """
@@ -23,7 +22,7 @@ import sys, time
 import verbatim
 from support.scripted_llm import ScriptedLLM
 class Slow(ScriptedLLM):
-    WORDS = ["Once "] * 200
+    WORDS = ["Once "] * 100_000
     def _deltas(self, *args):
         for delta in super()._deltas(*args):
             time.sleep(0.02)
@@ -51,13 +50,10 @@ class Terminal:
             start_new_session=True,
         )
 
-    def until(self, text, within_s=60.0):
+    def until(self, text):
         """Read the output until it has a text after what was awaited before."""
-        begun = time.monotonic()
-        while (at := self.output.find(text, self._seen)) < 0:
-            assert time.monotonic() - begun < within_s, self.output
-            self._read(0.05)
-        self._seen = at + len(text)
+        self._read_until(lambda: text in self.output[self._seen :])
+        self._seen = self.output.index(text, self._seen) + len(text)
 
     def press(self, keys):
         os.write(self._end, keys)
@@ -66,29 +62,32 @@ class Terminal:
         fcntl.ioctl(self._end, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def until_raw(self):
-        """Wait until readline reads keys."""
-        begun = time.monotonic()
-        while termios.tcgetattr(self.fd)[3] & termios.ICANON:
-            assert time.monotonic() - begun < 60, self.output
-            self._read(0.02)
-        time.sleep(0.2)  # Python's readline misses a signal just before it waits for the first key
+        """Wait until readline waits for a key; it misses a signal that comes just before that."""
+        self._read_until(
+            lambda: (
+                not termios.tcgetattr(self.fd)[3] & termios.ICANON
+                and state_of(os.tcgetpgrp(self._end)) == "S"
+            )
+        )
 
     def ended(self):
         """Return the exit status; the terminal must be as it was, with the cursor at a line's start."""
-        begun = time.monotonic()
-        while self.process.poll() is None:
-            assert time.monotonic() - begun < 60, self.output
-            self._read(0.05)
-        self._read(0)
+        self._read_until(lambda: self.process.poll() is not None)
+        self._read()
         assert termios.tcgetattr(self.fd) == self.found
         assert self.output.rfind(HIDE) <= self.output.rfind(SHOW)
         assert b"Traceback" not in self.output
         return self.process.returncode
 
-    def _read(self, within_s):
-        while select.select([self._end], [], [], within_s)[0]:
+    def _read_until(self, done):
+        try:
+            until(lambda: self._read() or done())
+        except AssertionError:
+            raise AssertionError(self.output) from None
+
+    def _read(self):
+        while select.select([self._end], [], [], 0)[0]:
             self.output += os.read(self._end, 65536)
-            within_s = 0
 
     def close(self):
         self.process.kill()
@@ -121,7 +120,8 @@ def test_ctrl_c_ends_an_answer_on_a_line_of_its_own(terminal):
 
 
 @pytest.mark.slow
-def test_chat_at_the_prompt_and_in_an_answer(terminal):
+def test_chat_at_the_prompt_and_in_an_answer(terminal, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-8:strict")  # as where the locale is not C
     started = terminal("chat")
     started.until(b"> ")
     started.until_raw()
@@ -132,8 +132,12 @@ def test_chat_at_the_prompt_and_in_an_answer(terminal):
     started.until(b"(interrupted, seed ")
     started.until(b"\r\n> ")
     started.until_raw()
+    started.press(b"\xff\r")
+    started.until(b"this line is not UTF-8 text\r\n> ")
+    started.until_raw()
     started.press(b"half a line")
     started.until(b"line")
+    started.until_raw()
     started.press(b"\x03")
     assert started.ended() == 0
     assert started.output.endswith(b"\r\n")
@@ -175,7 +179,7 @@ os._exit(os.waitstatus_to_exitcode(status))
     started.until_raw()
     started.press(b"Hi")
     started.until(b"Hi")
-    time.sleep(0.5)  # as in `until_raw`
+    started.until_raw()
     started.press(b"\x1a")
     started.until(b"stopped")
     assert termios.tcgetattr(started.fd) == started.found
@@ -206,11 +210,13 @@ with _shown(["again"]):
 def test_a_signal_during_a_progress_display_shows_the_cursor_again(
     terminal, tmp_path, number, status
 ):
-    (tmp_path / "slow_import.py").write_text("import time; time.sleep(60)")
+    (tmp_path / "slow_import.py").write_text(
+        "import os, time; os.write(2, b'begun'); time.sleep(3600)"
+    )
     body = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import slow_import"
     started = terminal(script=PROGRESS.format(body))
     started.until(HIDE)
-    time.sleep(0.3)
+    started.until(b"begun")
     started.process.send_signal(number)
     assert started.ended() == status
     if number == signal.SIGINT:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from support.lora import save_adapter
 from support.stages import ThreadHosts
 from support.toys import make_toy
-from verbatim import LLM, Cluster, SamplingParams
+from verbatim import LLM, Cluster, SamplingParams, storyteller
 from verbatim.cli.commands import app
 from verbatim.errors import InvalidRequest
 from verbatim.kv.store import KVStore
@@ -141,12 +141,15 @@ def test_a_broken_attention_is_found_in_the_rows_that_it_breaks(toy, monkeypatch
         assert name in report.verdict()
 
 
-def test_the_command_tells_which_rows_broke(monkeypatch):
+def test_the_command_tells_which_rows_broke(monkeypatch, tmp_path):
     monkeypatch.setattr("verbatim.kernels.missing", lambda: False)
     broken(monkeypatch, many_sequences)
-    args = ["verify", "--no-fused", "--only", "again", "--only", "batched", "--tokens", "8"]
+    model = tmp_path / "[b] model"  # which is no markup
+    model.symlink_to(storyteller.path())
+    args = ["verify", str(model), *"--no-fused --only again --only batched --tokens 8".split()]
     done = CliRunner().invoke(app, args)
     assert done.exit_code == 1
+    assert "[b] model" in done.stdout
     *_, where, verdict = done.stdout.splitlines()
     assert where.startswith("batched (")
     assert ", not " in where

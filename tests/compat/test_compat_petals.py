@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import gc
-import inspect
-import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
     GenerationConfig,
-    GenerationMixin,
     LogitsProcessorList,
     NoRepeatNGramLogitsProcessor,
     StoppingCriteriaList,
@@ -25,6 +22,7 @@ from transformers.generation import MaxLengthCriteria, SynthIDTextWatermarkingCo
 
 import verbatim
 import verbatim.compat.petals.model as petals_model
+from support.programs import in_thread
 from support.stages import ThreadHosts, serving
 from support.toy_tokenizers import byte_level
 from support.toys import make_toy, random_ids
@@ -40,7 +38,6 @@ from verbatim import (
     SamplingParams,
     SessionBusy,
 )
-from verbatim.compat import petals
 from verbatim.compat.petals import (
     AutoDistributedModelForCausalLM,
     DistributedBloomForCausalLM,
@@ -48,7 +45,6 @@ from verbatim.compat.petals import (
     DistributedModelForCausalLM,
     RemoteGenerationMixin,
     RemotePastKeyValues,
-    settings,
 )
 
 STORYTELLER = str(Path(verbatim.__file__).parent / "storyteller")
@@ -172,20 +168,6 @@ def test_a_length_of_the_call_wins_over_its_config(model: Any) -> None:
     config.max_length = 12
     with pytest.raises(InvalidRequest, match="give one of them"):
         model.generate(ROWS, config)
-
-
-def test_rows_without_their_pads_get_what_they_get_alone(model: Any) -> None:
-    short = random_ids(4, 3)
-    both = torch.tensor([random_ids(7, 1), [0, 0, 0, *short]])
-    alone = model.generate(torch.tensor([short]), max_new_tokens=9, **FREE)
-    for kwargs in ({}, dict(attention_mask=(both != 0).long()), dict(no_repeat_ngram_size=9)):
-        wide = model.generate(both, max_length=16, **FREE, **kwargs)
-        assert wide.shape == (2, 16) and torch.equal(wide[1:, 3:], alone)
-        assert torch.equal(wide[:, :7], both)
-    seen = model.generate(
-        both, attention_mask=torch.ones_like(both), max_new_tokens=9, repetition_penalty=3.0
-    )
-    assert not torch.equal(seen[1:, 3:], alone)  # a mask wins: these zeros are tokens
 
 
 def test_sampling_repeats_by_seed_and_row(model: Any) -> None:
@@ -395,11 +377,7 @@ def test_whose_session_a_call_belongs_to(model: Any, toy: Any) -> None:
             with model.use_session(None):
                 assert model.active_session is None
                 alone = model.generate(ROWS, max_new_tokens=3, **FREE)
-            seen: list[Any] = []
-            thread = threading.Thread(target=lambda: seen.append(model.active_session))
-            thread.start()
-            thread.join()
-            assert seen == [None]
+            assert in_thread(lambda: model.active_session).result() is None
         assert model.active_session is outer and inner.closed
         assert torch.equal(outer.output_ids, alone) and inner.position == 10
         with AutoDistributedModelForCausalLM.from_pretrained(toy) as other:
@@ -510,7 +488,7 @@ def test_criteria_see_each_token_of_an_accepted_draft(toy: Any) -> None:
         assert llm.stats()["draft"]["accepted"] > 8
 
 
-def test_stop_strings_and_streams() -> None:
+def test_stop_strings_and_streams(capsys: pytest.CaptureFixture[str]) -> None:
     tok = byte_level().hf
     toy = make_toy("llama", vocab_size=340)
     with LLM(toy, tokenizer=tok, kv_memory="1MB") as llm:
@@ -526,36 +504,24 @@ def test_stop_strings_and_streams() -> None:
             [],
         )
 
-        class Notes:
-            def __init__(self) -> None:
-                self.put_ids: list[torch.Tensor] = []
-                self.ended = 0
+        def notes(**kwargs: Any) -> tuple[torch.Tensor, list[Any]]:
+            put: list[Any] = []
+            streamer = SimpleNamespace(put=put.append, end=lambda: put.append("end"))
+            return model.generate(**kwargs, streamer=streamer), put
 
-            def put(self, value: torch.Tensor) -> None:
-                self.put_ids.append(value)
-
-            def end(self) -> None:
-                self.ended += 1
-
-        notes = Notes()
-        made = model.generate(
-            **asked, max_new_tokens=9, streamer=notes, eos_token_id=int(free[1, -4])
+        made, (first, *columns, end) = notes(
+            **asked, max_new_tokens=9, eos_token_id=int(free[1, -4])
         )
-        assert torch.equal(notes.put_ids[0], asked["input_ids"]) and notes.ended == 1
-        assert torch.equal(torch.stack(notes.put_ids[1:], dim=1), made[:, width:])
+        assert torch.equal(first, asked["input_ids"]) and end == "end"
+        assert torch.equal(torch.stack(columns, dim=1), made[:, width:])
         with model.inference_session(max_length=64):
             model.generate(**asked, max_new_tokens=2, **FREE)
-            model.generate(None, max_new_tokens=2, streamer=(notes := Notes()), **FREE)
-        assert [list(ids.shape) for ids in notes.put_ids] == [[2, 0], [2], [2]]
-
-
-def test_a_text_streamer_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    tok = byte_level().hf
-    with LLM(make_toy("llama", vocab_size=340), tokenizer=tok, kv_memory="1MB") as llm:
-        model = AutoDistributedModelForCausalLM.from_pretrained(llm)
-        ids = tok(["the quick"], return_tensors="pt")["input_ids"]
-        made = model.generate(ids, max_new_tokens=9, streamer=TextStreamer(tok, skip_prompt=True))
-    assert capsys.readouterr().out == tok.decode(made[0, ids.shape[1] :]) + "\n"
+            _, put = notes(inputs=None, max_new_tokens=2, **FREE)
+        assert [list(ids.shape) for ids in put[:-1]] == [[2, 0], [2], [2]]
+        made = model.generate(
+            ids[:1], max_new_tokens=9, streamer=TextStreamer(tok, skip_prompt=True)
+        )
+        assert capsys.readouterr().out == tok.decode(made[0, width:]) + "\n"
 
 
 # ---- what is refused
@@ -663,6 +629,8 @@ def test_embeddings_and_an_assistant_are_transformers_own(model: Any, toy: Any) 
     mask = torch.ones_like(ROWS)
     made = model.generate(inputs_embeds=embeds, attention_mask=mask, max_new_tokens=4)
     assert torch.equal(made, model.generate(ROWS, max_new_tokens=4)[:, ROWS.shape[1] :])
+    with pytest.raises(InvalidRequest, match=r"inputs must be an integer tensor .* not list"):
+        model.generate([[5, 6]], guidance_scale=2.0, max_new_tokens=2)
     row, assistant = ROWS[:1], make_toy("llama", max_position_embeddings=128, seed=9)
     made = model.generate(row, assistant_model=assistant, max_new_tokens=4)
     assert torch.equal(made, model.generate(row, max_new_tokens=4))
@@ -692,6 +660,10 @@ def test_sessions_refuse_what_they_cannot_do(model: Any) -> None:
         model.generate(ROWS, max_new_tokens=1)
         with pytest.raises(InvalidRequest, match="seed=5: this session's is 4"):
             model.generate(None, max_new_tokens=1, seed=5)
+        for wrong in (-1, "x", 1.5):
+            with pytest.raises(InvalidRequest, match="seed="):
+                session.seed = wrong
+        assert session.seed == 4
 
 
 # ---- opening
@@ -791,16 +763,6 @@ def test_options_become_those_of_the_engine(
 def test_options_that_mean_nothing_here_are_refused(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AutoDistributedModelForCausalLM.from_pretrained("name", **options)
-
-
-def test_the_page_names_everything() -> None:
-    page = (Path(__file__).parents[2] / "docs/coming-from/petals.md").read_text()
-    ours = set(petals.__all__) | set(settings.DONE)
-    assert all(hasattr(petals, name) for name in petals.__all__)
-    for name in ours | set(settings.REFUSED):
-        assert re.search(rf"\b{name}\b", page), name
-    arguments = inspect.signature(RemoteGenerationMixin.generate).parameters
-    assert list(arguments)[1:8] == list(inspect.signature(GenerationMixin.generate).parameters)[1:8]
 
 
 # ---- the module itself

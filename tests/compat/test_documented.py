@@ -1,7 +1,8 @@
-"""The tables "At a glance" of docs/coming-from: what works is there, and a refusal names what it refuses."""
+"""The pages of docs/coming-from: what works is there, a refusal names what it refuses, and examples run."""
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import re
@@ -10,10 +11,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import GenerationMixin
 
+from support.kempner_toys import kempner_toy
+from support.toy_tokenizers import byte_level
 from support.toys import make_toy
-from verbatim.compat import coati, flexllmgen, megatron, petals
-from verbatim.compat.kempnerforge.config import parse
+from verbatim import LLM, EngineClosed
+from verbatim.compat import coati, flexllmgen, kempnerforge, megatron, petals
+from verbatim.compat.kempnerforge.command import parse
+from verbatim.compat.megatron.controller import _ELSEWHERE
+from verbatim.compat.petals import settings
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
 
 PAGES = Path(__file__).parents[2] / "docs/coming-from"
@@ -82,9 +89,13 @@ REFUSED = {
 }
 
 
+def page(door):
+    return (PAGES / f"{door}.md").read_text()
+
+
 def table(door):
     """The names of each row, and what is said of them."""
-    text = (PAGES / f"{door}.md").read_text().split("## At a glance")[1].split("\n## ")[0]
+    text = page(door).split("## At a glance")[1].split("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
     return [(re.findall("`([^`]+)`", names), said) for names, said in rows]
 
@@ -124,3 +135,123 @@ def test_what_is_refused_is_refused_by_name(name):
     assert isinstance(refusal.value, NotSupported | InvalidRequest) or name.startswith("--")
     words = re.findall("[a-z_]{3,}", name.partition("(")[2]) or re.findall("[a-z_]+", name)
     assert any(word in str(refusal.value) for word in words), str(refusal.value)
+
+
+# The arguments of the documents' signatures.
+COATI = (
+    "model input_ids tokenizer max_length num_beams=1 do_sample=True early_stopping={} top_k=None "
+    "top_p=None temperature=None prepare_inputs_fn=None update_model_kwargs_fn=None model_kwargs"
+)
+SIGNATURES = {
+    coati.generate: COATI.format(True),
+    coati.generate_streaming: COATI.format(False),
+    flexllmgen.OptLM: "config env=None path=None policy=None",
+    flexllmgen.OptLM.generate: "self inputs max_new_tokens=32 do_sample=False temperature=1.0 stop=None "
+    "debug_mode=None cut_gen_len=None verbose=0",
+    kempnerforge.sample: "logits temperature=1.0 top_k=0 top_p=1.0",
+    kempnerforge.generate: "model prompt_tokens max_new_tokens temperature=1.0 top_k=0 top_p=1.0 "
+    "eos_token_id=None",
+    petals.RemoteGenerationMixin.generate: " ".join(
+        f"{p.name}={p.default!r}" if p.default is not p.empty else p.name
+        for p in list(inspect.signature(GenerationMixin.generate).parameters.values())[:8]
+    ),
+}
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__qualname__)
+def test_signatures_begin_as_the_documented_ones(function):
+    parameters = inspect.signature(function).parameters.values()
+    spelled = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters]
+    documented = SIGNATURES[function].split()
+    assert spelled[: len(documented)] == documented
+
+
+# What a page names beside all of `__all__`: these words, and the arguments of these functions.
+NAMED = {
+    "coati": "max_new_tokens stop_token_ids stream_interval attention_mask seed pad_token_id use_cache "
+    "apply_loss_mask",
+    "flexllmgen": [getattr(flexllmgen, n) for n in ("Policy", "CompressionConfig", "OptConfig")],
+    "kempnerforge": [kempnerforge.sample, kempnerforge.generate],
+    "megatron": [megatron.SamplingParams, " ".join(_ELSEWHERE)],
+    "petals": " ".join([*settings.DONE, *settings.REFUSED]),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_the_page_names_everything(door):
+    adapter = importlib.import_module(f"verbatim.compat.{door}")
+    named = [NAMED[door]] if isinstance(NAMED[door], str) else list(NAMED[door])
+    named += [f for f in SIGNATURES if f.__module__.startswith(f"{adapter.__name__}.")]
+    if door == "petals":
+        named.pop()
+    names = [*adapter.__all__]
+    for each in named:
+        names += each.split() if isinstance(each, str) else inspect.signature(each).parameters
+    for name in {*names} - {"self", "model_kwargs"}:
+        assert hasattr(adapter, name) or name not in adapter.__all__
+        assert re.search(rf"\b{name}\b", page(door)), name
+
+
+def test_every_name_of_megatrons_tables_is_a_method():
+    tables = page("megatron").split("## Public methods")[1].split("## Fields")[0].splitlines()
+    cells = [line.split(" | ")[0] for line in tables if line.startswith("| `")]
+    names = [name for cell in cells for name in re.findall("`([^`]+)`", cell)]
+    assert len(names) > 35
+    for name in names:
+        assert callable(getattr(megatron.TextGenerationController, name)), name
+
+
+def run_example(door, scope, changes):
+    """Run the page's code behind "After", with some strings changed."""
+    code = "".join(part.split("```")[0] for part in page(door).split("```python\n")[2:])
+    for old, new in changes.items():
+        assert old in code
+        code = code.replace(old, new)
+    exec(code, scope)
+    return scope
+
+
+def test_the_example_of_coatis_page_runs():
+    """It is the document's, with only the import and the length changed."""
+    torch.manual_seed(3)
+    with LLM(kv_memory="32MB") as llm:
+        hf = copy.deepcopy(llm.tokenizer.hf)
+        ids = hf(["Once upon a time", "The fox"], padding=True, padding_side="left")["input_ids"]
+        given = dict(actor_model=llm, tokenizer=hf, input_ids=torch.tensor(ids))
+        scope = run_example("coati", given, {"max_length=256": "max_length=2048"})
+    new = scope["sequences"][:, len(ids[0]) :]
+    assert scope["sequences"][:, : len(ids[0])].tolist() == ids and new.shape[1] < 2048
+    assert (new == hf.eos_token_id).any(dim=1).all()
+    assert scope["partial_output"].shape == (2, 2048)
+    assert scope["decoded"].startswith("Once upon a time")
+
+
+def test_the_examples_of_kempnerforges_page_run_and_are_one():
+    ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    given = dict(model=kempner_toy(), prompt_tokens=ids, eos_id=127, torch=torch)
+    scope = run_example("kempnerforge", given, {})
+    assert torch.equal(scope["tokens"][:, : scope["out"].shape[1]], scope["out"])
+
+
+def test_the_example_of_megatrons_page_runs():
+    scope = run_example("megatron", {}, {"LLM()": "LLM(kv_memory='16MB')"})
+    requests = scope["requests"]
+    assert all(len(r.generated_log_probs) == r.generated_length for r in requests.values())
+    assert requests[0].text.startswith("Once upon a time")
+    scope["llm"].close()
+
+
+def test_the_example_of_flexllmgens_page_runs(tmp_path):
+    hf = copy.deepcopy(byte_level().hf)
+    hf.add_special_tokens({"pad_token": "<pad>"})
+    hf.save_pretrained(tmp_path / "opt-toy")
+    ids = dict(pad_token_id=hf.pad_token_id, bos_token_id=2, eos_token_id=2)
+    make_toy("opt", vocab_size=len(hf), **ids).save_pretrained(tmp_path / "opt-toy")
+    hf.padding_side = "left"
+    scope = dict(tokenizer=hf, prompts=["the quick brown", "fox", "one two three"])
+    changes = {"~/flexllmgen_offload_dir": str(tmp_path / "disk"), "~/opt_weights": str(tmp_path)}
+    scope = run_example("flexllmgen", scope, changes | {"facebook/opt-1.3b": "opt-toy"})
+    assert scope["output_ids"].shape == (3, 160) and len(scope["outputs"]) == 3
+    assert list((tmp_path / "disk").iterdir()) == []
+    with pytest.raises(EngineClosed):
+        scope["model"].generate([[3]], 1)

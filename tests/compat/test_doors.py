@@ -8,10 +8,17 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import verbatim.compat
+from support.doors import DOORS
+from support.kempner_toys import as_llama, kempner_toy
+from support.toys import make_toy, random_ids
+from verbatim import LLM, InvalidRequest
+from verbatim.compat import coati, flexllmgen, petals
 
 MODEL_CALLS = {
     "forward",
@@ -62,10 +69,10 @@ def sins(source):
     return found
 
 
-DOORS = sorted(Path(verbatim.compat.__file__).parent.rglob("*.py"))
+FILES = sorted(Path(verbatim.compat.__file__).parent.rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", DOORS, ids=lambda path: f"{path.parent.name}/{path.name}")
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_no_door_has_a_token_loop_or_calls_a_model(path):
     assert sins(path.read_text()) == []
 
@@ -92,10 +99,13 @@ NOUNS = "batch checks cli compat core errors llm options params protocols tensor
 
 
 def test_doors_import_public_names_nouns_and_the_handle():
-    nodes = [node for path in DOORS for node in ast.walk(ast.parse(path.read_text()))]
+    nodes = [node for path in FILES for node in ast.walk(ast.parse(path.read_text()))]
     found = {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
     found |= {a.name for node in nodes if isinstance(node, ast.Import) for a in node.names}
-    found -= {*verbatim._HOMES.values(), "verbatim", "verbatim.engine.handle"}
+    found -= {*verbatim._HOMES, "verbatim", "verbatim.engine.handle"}
+    found -= {
+        "verbatim.placement.actor"
+    }  # what Petals' sessions run on hidden states, by the handle
     inner = {name[9:] for name in found if name.startswith("verbatim.")}
     assert not {name for name in inner if name.split(".")[0] not in NOUNS}
 
@@ -164,3 +174,110 @@ def test_a_path_is_imported_first_and_another_one_is_not_found():
     for path in ("coati.models.loss", "coati.model", "petals.cli", "flexllmgen.flex"):
         with pytest.raises(ModuleNotFoundError, match=path):
             importlib.import_module(f"verbatim.compat.{path}")
+
+
+# ---- what all of them do alike, without a seed of the call and without an end of sequence
+
+ROWS = torch.tensor([random_ids(6, seed) for seed in range(3)])
+every_door = pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+
+
+@every_door
+def test_torchs_seed_repeats_a_run_and_equal_rows_differ(door):
+    model, same = make_toy("llama"), ROWS[:1].repeat(4, 1)
+    torch.manual_seed(41)
+    first, second = (door(model, same, 12, True) for _ in range(2))
+    torch.manual_seed(41)
+    assert torch.equal(door(model, same, 12, True), first) and not torch.equal(first, second)
+    assert len({tuple(row) for row in first.tolist()}) == 4
+    state = torch.get_rng_state()
+    door(model, same, 2, False)
+    drawn = not torch.equal(torch.get_rng_state(), state)
+    assert drawn == (door in (DOORS["llm"], DOORS["megatron"]))  # one number for each call
+
+
+@every_door
+@pytest.mark.parametrize("sampled", [False, True])
+def test_every_kind_of_model_gives_the_engines_tokens(door, sampled):
+    toy = kempner_toy()
+    with LLM(as_llama(toy), kv_memory="1MB") as llm:
+        torch.manual_seed(3)
+        expected = DOORS["llm"](llm, ROWS, 8, sampled)
+        for model in (llm, as_llama(toy), toy):
+            torch.manual_seed(3)
+            assert torch.equal(door(model, ROWS, 8, sampled), expected)
+
+
+@every_door
+def test_the_models_own_end_of_sequence_ends_nothing(door):
+    llama = make_toy("llama", eos_token_id=list(range(128)))
+    assert door(llama, ROWS, 6, False).shape == (3, 12)
+
+
+@every_door
+def test_results_are_ordinary_tensors_of_any_integers(door):
+    model = make_toy("llama")
+    expected = door(model, ROWS, 3, False)
+    for dtype in (torch.int32, torch.int16, torch.uint8):
+        out = door(model, ROWS.to(dtype), 3, False)
+        assert torch.equal(out, expected) and out.dtype is torch.int64
+    if door not in (DOORS["megatron"], DOORS["flexllmgen"]):  # which return no tensor of all rows
+        with torch.inference_mode():
+            out = door(model, ROWS, 3, False)
+        assert not out.is_inference() and not out.requires_grad
+        torch.nn.Embedding(128, 4)(out).sum().backward()
+
+
+@every_door
+def test_ids_outside_the_vocabulary_are_refused_before_any_forward(door):
+    with LLM(make_toy("llama"), kv_memory="1MB") as llm:
+        for wrong in (-1, 128):
+            with pytest.raises(InvalidRequest, match=str(wrong)):
+                door(llm, torch.tensor([[5, 6], [7, wrong]]), 2, False)
+        if door is not DOORS["petals"]:  # which refuses no new tokens, as transformers does
+            assert torch.equal(door(llm, ROWS, 0, False), ROWS)
+        assert llm.stats()["forwards"] == 0
+
+
+# ---- the doors that take padded rows; 0 pads
+
+TOKENIZER = SimpleNamespace(padding_side="left", eos_token_id=None, pad_token_id=0)
+
+
+def through_petals(model, ids, mask, **more):
+    more |= dict(attention_mask=mask, max_new_tokens=6, eos_token_id=None)
+    return petals.DistributedModelForCausalLM(model).generate(ids, **more)
+
+
+PADDED = {
+    "coati": lambda model, ids, mask: coati.generate(
+        model, ids, TOKENIZER, ids.shape[1] + 6, do_sample=False, attention_mask=mask
+    ),
+    "flexllmgen": lambda model, ids, mask: torch.from_numpy(
+        flexllmgen.OptLM(model).generate(ids, 6, attention_mask=mask)
+    ),
+    "petals": through_petals,
+    "petals with a processor": lambda *call: through_petals(*call, no_repeat_ngram_size=9),
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("door", PADDED.values(), ids=PADDED)
+def test_leading_pads_are_no_tokens_unless_a_mask_says_so(door, name):
+    model, ids = make_toy(name, pad_token_id=0), torch.tensor([[0, 0, 7, 9], [5, 0, 6, 8]])
+
+    def alone(*row):
+        return DOORS["llm"](model, torch.tensor([row]), 6, False)[0, len(row) :].tolist()
+
+    inner = alone(5, 0, 6, 8)
+    assert len({str(new) for new in (alone(7, 9), alone(0, 7, 9), alone(0, 0, 7, 9))}) == 3
+    for given, seen in (
+        (None, (7, 9)),
+        ([0, 0, 1, 1], (7, 9)),
+        ([0, 1, 1, 1], (0, 7, 9)),
+        ([1, 1, 1, 1], (0, 0, 7, 9)),
+    ):
+        for dtype in (torch.int64, torch.bool, torch.float32):
+            mask = None if given is None else torch.tensor([given, [1] * 4], dtype=dtype)
+            out = door(model, ids, mask)
+            assert out.tolist() == [[*ids[0].tolist(), *alone(*seen)], [*ids[1].tolist(), *inner]]

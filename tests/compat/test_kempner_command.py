@@ -9,7 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ import torch.distributed.checkpoint as dcp
 
 import verbatim
 from support import kempner_reference, toy_tokenizers
+from support.programs import started, state_of, until
 from verbatim import LLM, SamplingParams
 from verbatim.cli.terminal import WrongUsage
-from verbatim.compat.kempnerforge.command import main
-from verbatim.compat.kempnerforge.config import parse
+from verbatim.compat.kempnerforge.command import main, parse
 from verbatim.errors import InvalidRequest
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -313,9 +313,9 @@ def test_a_prompt_that_is_too_long_is_one_line(run: Any) -> None:
 # The prompt after prompt, by hand.
 
 
-def interactive(run_dir: Path, *more: str) -> subprocess.Popen[str]:
-    options = [*shlex.split(ASK.replace('--prompt "the quick"', "")), "--interactive", *more]
-    return subprocess.Popen(
+def interactive(run_dir: Path) -> AbstractContextManager[subprocess.Popen[str]]:
+    options = [*shlex.split(ASK.replace('--prompt "the quick"', "")), "--interactive"]
+    return started(
         [sys.executable, "-m", MODULE, "x.toml", *options],
         cwd=run_dir,
         env={
@@ -332,8 +332,8 @@ def interactive(run_dir: Path, *more: str) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 def test_prompts_are_read_to_the_end_of_stdin(run_dir: Path) -> None:
-    process = interactive(run_dir)
-    out, err = process.communicate(f"{PROMPT}\n\n   \n{'fox ' * 190}\nlazy dog\n", timeout=120)
+    with interactive(run_dir) as process:
+        out, err = process.communicate(f"{PROMPT}\n\n   \n{'fox ' * 190}\nlazy dog\n")
     assert process.returncode == 0, err
     assert re.findall(r"--- Prompt ---\n(.*)\n", out) == [PROMPT, "lazy dog"]
     assert out.count(">>> ") == 6  # five lines, two of them blank and one too long; and the end
@@ -345,14 +345,14 @@ def test_prompts_are_read_to_the_end_of_stdin(run_dir: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_at_the_prompt_leaves_with_status_0(run_dir: Path) -> None:
-    process = interactive(run_dir)
-    assert process.stdout is not None and process.stdin is not None
-    seen = ""
-    while not seen.endswith(">>> "):
-        seen += process.stdout.read(1)
-    time.sleep(0.2)  # until `input` waits
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    with interactive(run_dir) as process:
+        assert process.stdout is not None
+        seen = ""
+        while not seen.endswith(">>> "):
+            seen += process.stdout.read(1)
+        until(lambda: state_of(process.pid) == "S")  # `input` waits
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
     assert process.returncode == 0, err
     assert out.endswith("Exiting.\n")
     assert "Traceback" not in err

@@ -30,8 +30,6 @@ from support.toys import make_toy, random_ids
 from verbatim import LLM, SamplingParams
 from verbatim.draft import DraftModel, EarlyExit
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PROMPT = random_ids(21, seed=5)
 LONG = SamplingParams(seed=1, max_tokens=30, ignore_eos=True)
 
@@ -146,7 +144,7 @@ def test_sleep_releases_the_drafters_memory_and_waking_goes_on_with_the_same_tok
         modules = [llm.engine.runner.module]  # type: ignore[attr-defined]
         if name == "itself":
             proposer: Any = llm.engine.drafting.proposer  # type: ignore[union-attr]
-            assert proposer.cache.num_used == 0
+            assert proposer.pool.num_used == 0
             modules.append(proposer.runner.module)
         parameters = [p for module in modules for p in module.parameters()]
         assert all(p.isnan().all() for p in parameters) == weights
@@ -183,11 +181,10 @@ def test_aborts_and_ctrl_c_anywhere_in_a_draft_lose_neither_tokens_nor_blocks(
         proposer: Any = llm.engine.drafting.proposer  # type: ignore[union-attr]
         places: list[tuple[float, Any, str]] = [(0.05, runner, "forward")]
         if name == "itself":
-            places += [(0.003, proposer.cache, "entry"), (0.01, proposer.cache, "reserve")]
-            places += [(0.05, proposer.runner, "forward"), (0.02, proposer.runner, "sample")]
-            places += [(0.003, proposer, "computed")]
-        else:
-            places += [(0.2, runner, "draft"), (0.1, runner.draft_layers, "run")]
+            runner = proposer.runner
+            places += [(0.01, proposer, "update"), (0.01, proposer, "_reserve")]
+            places += [(0.01, proposer.pool, "share"), (0.01, proposer.pool, "take")]
+        places += [(0.2, runner, "draft"), (0.1, runner.draft_layers, "run")]
         for chance, owner, function in places:
             press_ctrl_c(monkeypatch, rng, chance, owner, function)
         results, raised = finish_despite_ctrl_c(llm, *requests)

@@ -11,8 +11,6 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from draft_acceptance import Pair, pairs
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize("pair", pairs(16), ids=lambda pair: pair.name)
 def test_acceptance_with_shared_noise_lies_between_bound_and_limit(pair: Pair) -> None:

@@ -11,7 +11,7 @@ import pytest
 from verbatim import SamplingParams
 from verbatim.core import Request, Sequence
 from verbatim.engine.lengths import MAX_ADAPTIVE, DraftLengths
-from verbatim.engine.work import Chunk, Draft
+from verbatim.engine.work import Chunk
 
 
 def sequences(count: int) -> list[Sequence]:
@@ -54,14 +54,14 @@ class Machine:
                 spent = self._noisy(sum(map(self.draft_s, lines)))
                 for chunk in asking:
                     size = chunk.max_draft if self.random.random() < self.proposes else 0
-                    chunk.draft = Draft([5] * size, [None] * size)
+                    chunk.draft_ids = [5] * size
                 self.lengths.note_proposal(asking, spent)
                 self.seconds += spent
-            spent = self._noisy(self.forward_s(len(chunks) + sum(len(c.draft.ids) for c in chunks)))
+            spent = self._noisy(self.forward_s(len(chunks) + sum(len(c.draft_ids) for c in chunks)))
             self.lengths.note_step(chunks, spent)
             self.seconds += spent
             for chunk in chunks:
-                places = range(len(chunk.draft.ids))
+                places = range(len(chunk.draft_ids))
                 stands = (self.random.random() < self.acceptance(j) for j in places)
                 accepted = sum(1 for _ in itertools.takewhile(bool, stands))
                 if chunk.max_draft:
@@ -204,9 +204,8 @@ def test_prefill_that_never_ends_does_not_end_drafting() -> None:
         wants = machine.lengths.begin_step()
         size = machine.lengths.choose({decoding: 99}).get(decoding, 0) if wants else 0
         asked.append(size)
-        draft = Draft([5] * size, [None] * size)
         chunks = [
-            Chunk(decoding, 1, 0, True, max_draft=size, draft=draft),
+            Chunk(decoding, 1, 0, True, max_draft=size, draft_ids=[5] * size),
             Chunk(sequences(1)[0], 64, 0, False),
         ]
         machine.lengths.note_step(chunks, 9.0)

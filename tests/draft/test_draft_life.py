@@ -18,8 +18,6 @@ from verbatim import LLM, FinishReason, InvalidRequest, NotSupported, SamplingPa
 from verbatim.core import DraftStats, Request
 from verbatim.draft.ngram import Ngram
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PROMPTS = [random_ids(5 + 6 * i, seed=i) for i in range(4)]
 LONG = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.9)
 ASKED = [LONG.replace(seed=i, n=1 + i % 2) for i in range(4)]
@@ -286,9 +284,3 @@ def test_beams_are_refused_by_name_where_somebody_drafts_and_work_without() -> N
 def test_what_cannot_draft_is_refused_with_what_can(options: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         LLM(make_toy("llama"), kv_memory="1MB", **options)
-
-
-@pytest.mark.parametrize("value", [0, 1, None, "no"])
-def test_the_switch_of_a_request_is_true_or_false(value: Any) -> None:
-    with pytest.raises(InvalidRequest, match=f"draft={value!r}: must be True or False"):
-        SamplingParams(draft=value)

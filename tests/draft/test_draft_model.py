@@ -21,8 +21,6 @@ from verbatim.draft.model import DraftModelProposer
 from verbatim.engine import drafting, scheduler
 from verbatim.errors import ModelError, OutOfBlocks
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PROMPT = random_ids(21, seed=5)
 
 
@@ -30,6 +28,31 @@ def proposer_of(llm: LLM) -> DraftModelProposer:
     proposer = llm.engine.drafting.proposer  # type: ignore[union-attr]
     assert isinstance(proposer, DraftModelProposer)
     return proposer
+
+
+def note_calls(llm: LLM) -> list[tuple[int, int]]:
+    """Rows of each call of the draft model from now on, and its last position."""
+    runner, calls = proposer_of(llm).runner, []
+    plain = runner.draft
+
+    def noting(k: int, batch: Any, *rest: Any) -> Any:
+        drawn = plain(k, batch, *rest)
+        more = [
+            len(ids) - 1 for ids in drawn
+        ]  # tokens of one call are computed one after the other
+        last = int(batch.positions.max()) + max(more, default=0)
+        calls.append((batch.num_tokens + sum(more), last))
+        return drawn
+
+    runner.draft = noting  # type: ignore[method-assign]
+    return calls
+
+
+def rows_of(calls: list[tuple[int, int]]) -> int:
+    """The rows of all calls, which are dropped."""
+    rows = sum(count for count, _ in calls)
+    calls.clear()
+    return rows
 
 
 # ---- the words
@@ -77,29 +100,21 @@ def test_a_structure_is_kept_in_mind_while_drafting(monkeypatch: pytest.MonkeyPa
 
 def test_nothing_is_computed_twice_and_samples_share_their_prompt() -> None:
     model = make_toy("qwen3")
-    twin, rows = make_toy("qwen3"), [0]
+    twin = make_toy("qwen3")
     with LLM(model, draft=twin, num_draft_tokens=3, block_size=4) as llm:
-        runner = proposer_of(llm).runner
-        plain = runner.forward
-
-        def counting(batch: Any) -> Any:
-            rows[0] += batch.num_tokens
-            return plain(batch)
-
-        runner.forward = counting  # type: ignore[method-assign]
+        calls = note_calls(llm)
         params = SamplingParams(seed=1, max_tokens=30, ignore_eos=True)
         llm.generate(PROMPT, params)
-        assert rows[0] < len(PROMPT) + 30
+        assert (one := rows_of(calls)) < len(PROMPT) + 30
         forwards = llm.stats()["forwards"]
         assert forwards == 1 + math.ceil(29 / 4)  # and none of the draft model's
-        one, rows[0] = rows[0], 0
-        llm.generate(PROMPT, params.replace(n=4))
-        assert rows[0] < 4 * one - 3 * 18  # of 21 ids of the prompt, 20 are in full blocks
+        llm.generate(PROMPT[::-1], params.replace(n=4))
+        assert rows_of(calls) < 4 * one - 3 * 18  # of 21 ids of the prompt, 20 are in full blocks
         # Behind an end of sequence nothing is drafted.
-        rows[0], two = 0, dict(allowed_token_ids=[5, 2], min_tokens=2, logit_bias={2: 60.0})
+        two: dict[str, Any] = dict(allowed_token_ids=[5, 2], min_tokens=2, logit_bias={2: 60.0})
         result = llm.generate(PROMPT, SamplingParams(seed=1, max_tokens=30, **two))[0]
         assert result.outputs[0].token_ids == [5, 5, 2]
-        assert rows[0] == len(PROMPT) + 2
+        assert rows_of(calls) == len(PROMPT) + 2
         check_no_drafts_left(llm)
 
 
@@ -122,7 +137,7 @@ def test_drafts_are_those_of_a_draft_model_that_computes_all_of_it_each_time() -
                 lengths: Any,
                 plain: Any = plain,
                 drafts: Any = drafts,
-                forget: Any = proposer.cache.clear if afresh else lambda: None,
+                forget: Any = proposer.clear if afresh else lambda: None,
             ) -> Any:
                 answers = []
                 for sequence, length in zip(sequences, lengths, strict=True):
@@ -168,23 +183,62 @@ def test_where_its_memory_runs_out_drafts_get_shorter_and_words_stay() -> None:
     assert drafted == sorted(drafted) and drafted[0] == 0 < drafted[1] < drafted[-1]
 
 
+def test_a_later_request_computes_no_more_than_the_end_of_a_known_prefix(tmp_path: Path) -> None:
+    model = make_toy("qwen3")
+    model.save_pretrained(tmp_path)
+    params = SamplingParams(seed=1, max_tokens=30, ignore_eos=True)
+    with LLM(model, draft=tmp_path, num_draft_tokens=3, block_size=4) as llm:
+        poison_draft_model(llm)
+        calls = note_calls(llm)
+        spent = []
+        with llm.session(seed=1) as session:
+            for prompt in (PROMPT, [7], [8]):
+                session.generate(prompt, params)
+                spent.append(rows_of(calls))
+        llm.generate(PROMPT, params)
+        again = rows_of(calls)
+        assert spent[0] - 20 == again
+        assert max(spent[1:]) < again + 3 * 4  # the last blocks of a turn are not shared
+        assert llm.stats()["draft"]["acceptance"] == [1.0] * 3
+        check_no_drafts_left(llm)
+
+
+def test_samples_that_wait_for_a_first_block_are_no_refused_drafts() -> None:
+    model, twin = make_toy("qwen3"), make_toy("qwen3")
+    with LLM(model, draft=twin, num_draft_tokens=3, block_size=4) as llm:
+        assert llm.engine.drafting is not None
+        lengths, noted = llm.engine.drafting._lengths, list[tuple[int, int]]()
+        lengths.note_draft = lambda sequence, *counts: noted.append(counts)  # type: ignore[method-assign]
+        llm.generate(PROMPT, SamplingParams(seed=1, max_tokens=10, n=6, ignore_eos=True))
+        assert len(noted) >= 12 and all(length == accepted for length, accepted in noted)
+
+
+def test_without_a_prefix_cache_only_samples_share_blocks(tmp_path: Path) -> None:
+    model = make_toy("qwen3")
+    model.save_pretrained(tmp_path)
+    params = SamplingParams(seed=1, max_tokens=9, ignore_eos=True)
+    options: dict[str, Any] = dict(num_draft_tokens=3, block_size=4, prefix_cache=False)
+    with LLM(model, draft=tmp_path, **options) as llm:
+        calls = note_calls(llm)
+        llm.generate(PROMPT, params)
+        one = rows_of(calls)
+        llm.generate(PROMPT, params)
+        assert rows_of(calls) == one
+        llm.generate([PROMPT] * 4, params)
+        assert rows_of(calls) == 4 * one
+        llm.generate(PROMPT, params.replace(n=4))
+        assert rows_of(calls) < 4 * one - 3 * 18
+
+
 def test_its_position_limit_ends_drafts_and_not_the_request() -> None:
     model, draft = make_toy("gpt2"), make_toy("gpt2", max_position_embeddings=32, n_positions=32)
     params = SamplingParams(seed=2, max_tokens=40, ignore_eos=True)
     with LLM(model) as llm:
         expected = facts(llm.generate(PROMPT, params)[0])
-    seen = []
     with LLM(model, draft=draft, num_draft_tokens=4) as llm:
-        proposer = proposer_of(llm)
-        plain = proposer.runner.forward
-
-        def noting(batch: Any) -> Any:
-            seen.extend(batch.positions.tolist())
-            return plain(batch)
-
-        proposer.runner.forward = noting  # type: ignore[method-assign]
+        calls = note_calls(llm)
         assert facts(llm.generate(PROMPT, params)[0]) == expected
-        assert max(seen) == 31
+        assert max(last for _, last in calls) == 31
         check_no_drafts_left(llm)
 
 
@@ -196,12 +250,13 @@ def test_k_and_v_of_other_weights_are_forgotten() -> None:
     with LLM(model, draft=draft, num_draft_tokens=2) as llm:
         stream = llm.stream(PROMPT, SamplingParams(seed=1, max_tokens=40, ignore_eos=True))
         next(stream), next(stream)
-        (entry,) = list(proposer_of(llm).cache._entries.values())
+        (cache,) = proposer_of(llm)._caches.values()
         with torch.no_grad():
             draft.lm_head.weight.mul_(2)
         next(stream)
-        (again,) = list(proposer_of(llm).cache._entries.values())
-        assert again is not entry and again.num_valid > len(PROMPT)
+        proposer_of(llm).update()
+        (again,) = proposer_of(llm)._caches.values()
+        assert again is not cache and again.num_computed > len(PROMPT)
         stream.close()
     # A model that drafts for itself, and is updated.
     with LLM(model, draft=model, num_draft_tokens=3) as llm:
@@ -254,7 +309,8 @@ def test_a_draft_model_of_nan_or_one_that_raises_costs_no_word() -> None:
         assert all_facts(llm.generate(prompts, params)) == expected
         assert llm.stats()["draft"]["errors"] > 0
         assert llm.stats()["draft"]["last_error"] == "OSError: no more"
-        assert proposer_of(llm).cache.num_used == 0
+        proposer_of(llm).update()
+        assert proposer_of(llm).pool.num_used == 0
     # One that is edited beyond what can be followed.
     with LLM(model, draft=(draft := make_toy("llama")), num_draft_tokens=3) as llm:
         del draft.model.layers[2]

@@ -19,8 +19,6 @@ from support.toys import make_toy, random_ids
 from verbatim import LLM, Delta, RequestFailed, Result, SamplingParams
 from verbatim.draft.ngram import Ngram
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LONG = SamplingParams(max_tokens=40, ignore_eos=True, seed=1)
 
 

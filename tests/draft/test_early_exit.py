@@ -27,10 +27,7 @@ from verbatim.model.early_exit import EarlyExitLayers
 from verbatim.model.patching import patched
 
 # What importing some architectures of older versions of transformers says.
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 
 PROMPT = random_ids(21, seed=5)
 

@@ -23,7 +23,7 @@ from transformers.modeling_layers import MtpModel
 from support import toys
 from support.mtp_toys import Toy, save_as_qwen, save_with_mtp, toy
 from support.pairwise import slow_but
-from support.poison import poison_blocks
+from support.poison import poison, poison_blocks
 from support.requests_mixed import all_facts, generated, mixed_requests
 from verbatim import (
     LLM,
@@ -37,8 +37,6 @@ from verbatim import (
 from verbatim.batch import Batch
 from verbatim.model.mtp_source import Mtp, load_mtp
 from verbatim.model.whole import WholeModel
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, seed=1)
 STORY = "Once upon a time, there was a"
@@ -69,7 +67,7 @@ class Spy:
         poison_blocks(
             pool,
             stores[-1],  # the others have copied before
-            lambda blocks: [s.poison(blocks) for s in stores],
+            lambda blocks: [poison(s, blocks) for s in stores],
             pool.num_blocks,
             self.mtp.hidden,
         )
@@ -426,24 +424,6 @@ def test_modules_are_given_back_as_they_were() -> None:
         pair.mtp.eval()
 
 
-def test_a_layer_that_raises_costs_drafts_and_no_word() -> None:
-    pair = toy("qwen3", 2)
-
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("no such kernel")
-
-    with open_toy(pair, None) as plain, open_toy(pair, 3) as llm:
-        block = pair.mtp.layers[1].mtp_block
-        block.forward = broken
-        try:
-            found = llm.generate([5, 6, 7], GREEDY)
-        finally:
-            del block.forward
-        stats = llm.stats()["draft"]
-        assert all_facts(found) == all_facts(plain.generate([5, 6, 7], GREEDY))
-    assert stats["errors"] > 0 and "no such kernel" in stats["last_error"]
-
-
 def test_an_edited_head_is_followed() -> None:
     main = toys.make_toy("qwen3", num_mtp_layers=1, mtp_layer_types=["full_attention"])
     pair = Toy(main, MtpModel(main, 1).eval())
@@ -544,19 +524,13 @@ def test_a_config_that_does_not_say_what_the_layers_are_is_refused(folder: Path)
     opening_fails(NotSupported, "does not say what.*mtp_layer_types", str(folder))
 
 
-@pytest.mark.parametrize("lost", ["eh_proj", "self_attn.q_proj", "", "shared_head.norm"])
-def test_layers_that_are_not_all_there_are_refused(folder: Path, lost: str) -> None:
+@pytest.mark.parametrize("lost", ["eh_proj", "self_attn.q_proj", "", "shared_head.norm", None])
+def test_layers_that_are_not_all_there_are_refused(folder: Path, lost: str | None) -> None:
     path = folder / "model.safetensors"
     kept = {k: v for k, v in load_file(path).items() if not k.startswith(f"model.layers.4.{lost}")}
+    if lost is None:  # one has another shape
+        kept["model.layers.4.eh_proj.weight"] = torch.zeros(64, 64)
     save_file(kept, path, metadata={"format": "pt"})
-    opening_fails(ModelError, "holds no 2 complete MTP layers.*missing", str(folder))
-
-
-def test_layers_of_another_shape_are_refused(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    tensors["model.layers.4.eh_proj.weight"] = torch.zeros(64, 64)
-    save_file(tensors, path, metadata={"format": "pt"})
     opening_fails(ModelError, "holds no 2 complete MTP layers", str(folder))
 
 

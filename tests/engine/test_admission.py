@@ -59,6 +59,7 @@ from verbatim import (
         (dict(ignore_eos=1), "ignore_eos=1: must be True or False"),
         (dict(json_schema={}, regex="a"), "json_schema and regex: at most one"),
         (dict(json_schema="{"), "json_schema is not a JSON schema"),
+        (dict(json_schema=dict), r"not a JSON schema.* pass model_json_schema\(\)"),
         (dict(json_schema=[1]), "a schema is an object, true or false"),
         (dict(regex=""), "regex=''"),
         (dict(grammar=3), "grammar=3"),

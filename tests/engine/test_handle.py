@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from support.pairwise import slow_but
+from support.programs import PATIENCE_S, in_thread, until
 from support.requests_mixed import all_facts, facts, mixed_requests
 from support.scripted_runner import ScriptedRunner
 from support.toys import make_toy, random_ids
@@ -39,7 +40,6 @@ from verbatim import (
 )
 from verbatim.batch import Batch
 from verbatim.core import Delta, Request, Result
-from verbatim.engine import handle as handle_module
 from verbatim.engine.admission import Admission
 from verbatim.engine.engine import Engine
 from verbatim.engine.handle import EngineHandle
@@ -47,8 +47,6 @@ from verbatim.engine.scheduler import Scheduler
 from verbatim.errors import ModelChanged, QueueFull
 from verbatim.kv.blocks import BlockPool
 from verbatim.protocols import Forward
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT = random_ids(10, seed=3)
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, seed=4)
@@ -67,11 +65,15 @@ def engine_threads() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name == "verbatim-engine"]
 
 
-def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.002)
+@contextlib.contextmanager
+def slow_steps(llm: LLM) -> Iterator[None]:
+    """Give what happens in the block ten seconds before a request of `LONG` is at its end."""
+    module = llm.engine.runner.module
+    hook = module.register_forward_hook(lambda *_: time.sleep(0.05))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def ids(results: list[Result]) -> list[int]:
@@ -81,33 +83,6 @@ def ids(results: list[Result]) -> list[int]:
 async def last(llm: LLM, prompt: Any, params: SamplingParams) -> Any:
     (result,) = [d.result async for d in llm.astream(prompt, params) if d.result]
     return result
-
-
-class InThread:
-    """A call in a thread of its own, and what became of it."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(call,), daemon=True)
-        self._thread.start()
-
-    def _run(self, call: Callable[[], Any]) -> None:
-        try:
-            self.result = call()
-        except BaseException as error:
-            self.error = error
-
-    @property
-    def running(self) -> bool:
-        return self._thread.is_alive()
-
-    def get(self, seconds: float = 20.0) -> Any:
-        self._thread.join(seconds)
-        assert not self.running, "the call never came back"
-        if self.error is not None:
-            raise self.error
-        return self.result
 
 
 # ---- asynchronous callers
@@ -148,13 +123,13 @@ def test_threads_and_event_loops_together_get_what_each_gets_alone(llm: LLM) -> 
         return [facts(result) for result in found]
 
     for _ in range(3):
-        callers = [InThread(lambda i=i: sync(i)) for i in range(12)]
+        callers = [in_thread(sync, i) for i in range(12)]
         loops = [
-            InThread(lambda: asyncio.run(some(range(12)))),
-            InThread(lambda: asyncio.run(some(range(0, 12, 2)))),
+            in_thread(asyncio.run, some(range(12))),
+            in_thread(asyncio.run, some(range(0, 12, 2))),
         ]
-        assert [caller.get() for caller in callers] == expected
-        assert loops[0].get() == expected and loops[1].get() == expected[::2]
+        assert [caller.result() for caller in callers] == expected
+        assert loops[0].result() == expected and loops[1].result() == expected[::2]
 
 
 def test_a_cancelled_stream_ends_within_a_step_and_alone(llm: LLM) -> None:
@@ -168,14 +143,15 @@ def test_a_cancelled_stream_ends_within_a_step_and_alone(llm: LLM) -> None:
             async for _ in llm.astream(PROMPT[::-1], LONG):
                 got.set()
 
-        victim = asyncio.create_task(reader())
-        group = asyncio.create_task(llm.agenerate([PROMPT[:5]] * 3, LONG))
-        await got.wait()
-        victim.cancel()
-        group.cancel()
-        await asyncio.gather(victim, group, return_exceptions=True)
-        assert victim.cancelled() and group.cancelled()
-        until(lambda: llm.stats()["running"] == 1)
+        with slow_steps(llm):
+            victim = asyncio.create_task(reader())
+            group = asyncio.create_task(llm.agenerate([PROMPT[:5]] * 3, LONG))
+            await got.wait()
+            victim.cancel()
+            group.cancel()
+            await asyncio.gather(victim, group, return_exceptions=True)
+            assert victim.cancelled() and group.cancelled()
+            until(lambda: llm.stats()["running"] == 1)
         assert (await other).outputs[0].token_ids == expected
 
     asyncio.run(main())
@@ -189,7 +165,8 @@ def test_leaving_an_async_stream_early_aborts_it(llm: LLM) -> None:
         while llm.stats()["running"]:
             await asyncio.sleep(0.001)
 
-    asyncio.run(main())
+    with slow_steps(llm):
+        asyncio.run(main())
     assert llm.stats()["tokens"] < 100
 
 
@@ -205,9 +182,9 @@ def test_steps_are_made_where_the_call_was_made_again_when_the_coroutines_are_go
     seen.clear()
     llm.generate(PROMPT, SHORT)
     assert seen == {"MainThread"} and len(engine_threads()) == 1
-    caller = InThread(lambda: llm.generate(PROMPT, LONG))  # waits, and then goes on by itself
+    caller = in_thread(llm.generate, PROMPT, LONG)  # waits, and then goes on by itself
     asyncio.run(llm.agenerate(PROMPT, SHORT))
-    caller.get()
+    caller.result()
     assert len(seen) == 3
 
 
@@ -215,22 +192,13 @@ def test_waiting_callers_are_served_when_the_one_who_made_the_steps_leaves(llm: 
     expected = ids(llm.generate(PROMPT, LONG))
     stream = llm.stream(PROMPT[::-1], LONG)
     next(stream)  # and nobody reads it
-    callers = [InThread(lambda: llm.generate(PROMPT, LONG)) for _ in range(5)]
+    callers = [in_thread(llm.generate, PROMPT, LONG) for _ in range(5)]
     for caller in callers:
-        assert ids(caller.get()) == expected
+        assert ids(caller.result()) == expected
     assert sum(len(d.token_ids) for d in stream) == 199
 
 
 # ---- the loop thread's life
-
-
-def test_the_loop_thread_ends_when_it_has_been_idle_and_comes_back(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(handle_module, "IDLE_S", 0.05)
-    for _ in range(3):
-        asyncio.run(llm.agenerate(PROMPT, SHORT))
-        until(lambda: not engine_threads())
 
 
 def test_the_loop_thread_goes_with_an_engine_that_is_collected() -> None:
@@ -244,6 +212,19 @@ def test_the_loop_thread_goes_with_an_engine_that_is_collected() -> None:
     until(lambda: not engine_threads())
 
 
+def test_an_engine_that_is_dropped_after_a_stream_is_freed_at_once() -> None:
+    llm = LLM(make_toy("llama"), **SMALL)
+    gone = weakref.ref(llm.engine)
+    gc.collect()
+    gc.disable()
+    try:
+        assert list(llm.stream(PROMPT, SHORT))[-1].result is not None
+        del llm
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 def test_closing_ends_what_runs_as_aborted() -> None:
     llm = LLM(make_toy("llama"), **SMALL)
 
@@ -254,7 +235,9 @@ def test_closing_ends_what_runs_as_aborted() -> None:
         await asyncio.to_thread(llm.close)
         return await asyncio.gather(*streams)
 
-    for result in asyncio.run(main()):
+    with slow_steps(llm):
+        results = asyncio.run(main())
+    for result in results:
         assert result.outputs[0].finish_reason is FinishReason.ABORT
     assert engine_threads() == []
     for call in (llm.pause, llm.resume, llm.sleep, llm.wake, lambda: llm.generate(PROMPT)):
@@ -269,7 +252,7 @@ _OPEN_ENDS = [
     "sync = open_stream(); next(sync)",
     "a = open_astream(); asyncio.run(first(a))",
     "b = open_astream(); asyncio.new_event_loop().run_until_complete(first(b))",
-    "threading.Thread(target=lambda: asyncio.run(forever()), daemon=True).start(); time.sleep(0.3)",
+    "threading.Thread(target=lambda: asyncio.run(forever()), daemon=True).start(); begun.wait()",
     "c = open_astream(); asyncio.run(first(c)); llms[-1].pause()",
     "late = open_llm(); asyncio.run(late.agenerate(PROMPT)); atexit.register(late.generate, PROMPT)",
 ]
@@ -293,18 +276,18 @@ open_stream = lambda: open_llm().stream(PROMPT)
 open_astream = lambda: open_llm().astream(PROMPT)
 async def first(stream):
     await anext(stream)
+begun = threading.Event()
 async def forever():
     llm = open_llm()
     try:
         while True:
             await asyncio.gather(*(llm.agenerate(PROMPT) for _ in range(3)))
+            begun.set()
     except EngineClosed:  # a call that came when the interpreter had begun to end
         pass
 {ending}
 """
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=100
-    )
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -315,8 +298,8 @@ def test_what_was_paused_goes_on_with_the_same_bits(llm: LLM) -> None:
     prompts, params = mixed_requests(9)
     expected = all_facts(llm.generate(prompts, params))
     for _ in range(3):
-        sync = InThread(lambda: llm.generate(prompts, params))
-        coroutine = InThread(lambda: asyncio.run(llm.agenerate(prompts, params)))
+        sync = in_thread(llm.generate, prompts, params)
+        coroutine = in_thread(lambda: asyncio.run(llm.agenerate(prompts, params)))
         for _ in range(4):
             llm.pause()
             before = llm.stats()
@@ -326,7 +309,7 @@ def test_what_was_paused_goes_on_with_the_same_bits(llm: LLM) -> None:
             llm.pause("keep")
             llm.resume()
             time.sleep(0.005)
-        assert all_facts(sync.get()) == all_facts(coroutine.get()) == expected
+        assert all_facts(sync.result()) == all_facts(coroutine.result()) == expected
     llm.resume()
     assert llm.stats()["paused"] is False
 
@@ -339,22 +322,21 @@ def test_draining_finishes_what_is_there_and_holds_newcomers(llm: LLM, driven: b
         return lambda: llm.generate(PROMPT, params)
 
     expected = ids(llm.generate(PROMPT, LONG))
-    slow = llm.engine.runner.module.register_forward_hook(lambda *_: time.sleep(0.002))
-    early = [InThread(call(LONG)) for _ in range(3)]
-    until(lambda: llm.stats()["running"] == 3)
-    drain = InThread(lambda: llm.pause("drain"))
-    until(lambda: llm.engine._mode.value == "draining")
-    late = InThread(call(SHORT))
-    timed = InThread(call(SHORT.replace(timeout_s=0.02)))
-    assert timed.get()[0].outputs[0].finish_reason is FinishReason.TIMEOUT
-    assert drain.running
-    drain.get()
-    assert [ids(caller.get()) for caller in early] == [expected] * 3
+    with slow_steps(llm):
+        early = [in_thread(call(LONG)) for _ in range(3)]
+        until(lambda: llm.stats()["running"] == 3)
+        drain = in_thread(llm.pause, "drain")
+        until(lambda: llm.engine._mode.value == "draining")
+        late = in_thread(call(SHORT))
+        timed = in_thread(call(SHORT.replace(timeout_s=0.02)))
+        assert timed.result()[0].outputs[0].finish_reason is FinishReason.TIMEOUT
+        assert drain.running()
+    drain.result()
+    assert [ids(caller.result()) for caller in early] == [expected] * 3
     stats = llm.stats()
-    assert stats["paused"] and stats["running"] == 0 and late.running
+    assert stats["paused"] and stats["running"] == 0 and late.running()
     llm.pause("drain")  # nothing runs, but somebody waits
-    assert ids(late.get()) == expected[:5]
-    slow.remove()
+    assert ids(late.result()) == expected[:5]
     llm.resume()
 
 
@@ -368,20 +350,21 @@ def test_draining_by_the_only_thread_makes_the_steps(llm: LLM) -> None:
 
 
 def test_pausing_by_aborting_ends_everybody(llm: LLM) -> None:
-    callers = [
-        InThread(lambda: llm.generate(PROMPT, LONG)),
-        InThread(lambda: asyncio.run(llm.agenerate(PROMPT, LONG))),
-    ]
-    until(lambda: llm.stats()["running"] == 2)
-    llm.pause("abort")
+    with slow_steps(llm):
+        callers = [
+            in_thread(llm.generate, PROMPT, LONG),
+            in_thread(lambda: asyncio.run(llm.agenerate(PROMPT, LONG))),
+        ]
+        until(lambda: llm.stats()["running"] == 2)
+        llm.pause("abort")
     for caller in callers:
-        assert caller.get()[0].outputs[0].finish_reason is FinishReason.ABORT
+        assert caller.result()[0].outputs[0].finish_reason is FinishReason.ABORT
     assert llm.stats()["blocks_used"] == 0
-    waiting = InThread(lambda: llm.generate(PROMPT, SHORT))
+    waiting = in_thread(llm.generate, PROMPT, SHORT)
     time.sleep(0.02)
-    assert waiting.running
+    assert waiting.running()
     llm.resume()
-    assert len(ids(waiting.get())) == 5
+    assert len(ids(waiting.result())) == 5
 
 
 def test_an_unknown_mode_is_refused_by_name(llm: LLM) -> None:
@@ -400,20 +383,18 @@ def test_a_timeout_ends_a_request_while_all_is_paused(llm: LLM, driven: bool) ->
         )
 
     llm.pause()
-    others = [InThread(lambda: call(SHORT)) for _ in range(3)]
-    began = time.monotonic()
-    timed = [InThread(lambda s=s: call(SHORT.replace(timeout_s=s))) for s in (0.2, 0.1, 0.15)]
+    others = [in_thread(call, SHORT) for _ in range(3)]
+    timed = [in_thread(lambda s=s: call(SHORT.replace(timeout_s=s))) for s in (0.2, 0.1, 0.15)]
     for caller in timed:
-        assert caller.get()[0].outputs[0].finish_reason is FinishReason.TIMEOUT
-    assert 0.1 < time.monotonic() - began < 5
-    assert all(caller.running for caller in others)
+        assert caller.result()[0].outputs[0].finish_reason is FinishReason.TIMEOUT
+    assert all(caller.running() for caller in others)
     llm.resume()
-    assert all(len(ids(caller.get())) == 5 for caller in others)
+    assert all(len(ids(caller.result())) == 5 for caller in others)
 
 
 def test_a_timeout_ends_a_submitted_request_while_another_caller_waits(llm: LLM) -> None:
     llm.pause()
-    other = InThread(lambda: llm.generate(PROMPT, SHORT))
+    other = in_thread(llm.generate, PROMPT, SHORT)
     until(lambda: llm.engine._waiting)
     time.sleep(0.05)
     request, ended = (
@@ -421,9 +402,9 @@ def test_a_timeout_ends_a_submitted_request_while_another_caller_waits(llm: LLM)
         threading.Event(),
     )
     llm.engine.submit(request, lambda delta: None, ended.set)
-    assert ended.wait(5) and other.running
+    assert ended.wait(PATIENCE_S) and other.running()
     llm.resume()
-    assert len(ids(other.get())) == 5
+    assert len(ids(other.result())) == 5
 
 
 def test_an_interrupt_ends_the_wait_of_a_paused_program(llm: LLM) -> None:
@@ -432,11 +413,15 @@ def test_an_interrupt_ends_the_wait_of_a_paused_program(llm: LLM) -> None:
     assert main is not None
     try:
         llm.pause()
-        killer = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT))
-        killer.start()
+
+        def press() -> None:
+            until(lambda: llm.engine._waiting)
+            signal.pthread_kill(main, signal.SIGINT)
+
+        killer = in_thread(press)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPT, SHORT)
-        killer.join()
+        killer.result()
         llm.resume()
         stats = llm.stats()
         assert stats["waiting"] == 0 and stats["forwards"] == 0
@@ -451,8 +436,8 @@ def test_an_interrupt_ends_the_wait_of_a_paused_program(llm: LLM) -> None:
 def test_what_was_running_when_the_engine_slept_gets_the_same_bits(llm: LLM) -> None:
     prompts, params = mixed_requests(9)
     expected = all_facts(llm.generate(prompts, params))
-    sync = InThread(lambda: llm.generate(prompts, params))
-    coroutine = InThread(lambda: asyncio.run(llm.agenerate(prompts, params)))
+    sync = in_thread(llm.generate, prompts, params)
+    coroutine = in_thread(lambda: asyncio.run(llm.agenerate(prompts, params)))
     for _ in range(4):
         llm.sleep()
         stats = llm.stats()
@@ -468,7 +453,7 @@ def test_what_was_running_when_the_engine_slept_gets_the_same_bits(llm: LLM) -> 
         llm.wake()
         assert 0 < llm.info()["kv_bytes"] <= 16e6
         time.sleep(0.01)
-    assert all_facts(sync.get()) == all_facts(coroutine.get()) == expected
+    assert all_facts(sync.result()) == all_facts(coroutine.result()) == expected
 
 
 def test_a_live_modules_weights_are_not_dropped(llm: LLM) -> None:
@@ -646,14 +631,15 @@ def test_an_error_of_the_step_reaches_all_who_wait_and_the_loop_goes_on(
     async def main() -> None:
         calls = [asyncio.create_task(llm.agenerate(PROMPT, LONG)) for _ in range(3)]
         calls += [asyncio.create_task(last(llm, PROMPT, LONG)) for _ in range(3)]
-        while llm.stats()["running"] < 6:
-            await asyncio.sleep(0.001)
-        sync = InThread(lambda: llm.generate(PROMPT, LONG))
-        until(lambda: llm.stats()["running"] == 7)
-        monkeypatch.setattr(engine, "step", broken)
+        with slow_steps(llm):
+            while llm.stats()["running"] < 6:
+                await asyncio.sleep(0.001)
+            sync = in_thread(llm.generate, PROMPT, LONG)
+            until(lambda: llm.stats()["running"] == 7)
+            monkeypatch.setattr(engine, "step", broken)
         found = await asyncio.gather(*calls, return_exceptions=True)
         with pytest.raises(Exception) as caught:
-            sync.get()
+            sync.result()
         for mine in [*found, caught.value]:
             if isinstance(error, Exception):
                 assert mine is error
@@ -748,18 +734,18 @@ def test_what_would_wait_for_its_own_step_is_refused(llm: LLM) -> None:
 def test_more_than_may_wait_are_refused_all_at_once() -> None:
     with LLM(make_toy("llama"), max_waiting=2, max_sequences=1, **SMALL) as llm:
         llm.pause()
-        waiting = [InThread(lambda: llm.generate([PROMPT] * 2, SHORT))]
+        waiting = [in_thread(llm.generate, [PROMPT] * 2, SHORT)]
         until(lambda: llm.stats()["waiting"] == 2)
         with pytest.raises(QueueFull):
             llm.generate([PROMPT] * 2, SHORT)
         with pytest.raises(QueueFull):
             asyncio.run(llm.agenerate([PROMPT] * 2, SHORT))
-        waiting.append(InThread(lambda: llm.generate(PROMPT, SHORT)))
+        waiting.append(in_thread(llm.generate, PROMPT, SHORT))
         until(lambda: llm.stats()["waiting"] == 3)
         with pytest.raises(QueueFull):
             next(llm.stream(PROMPT, SHORT))
         llm.resume()
-        assert [len(caller.get()) for caller in waiting] == [2, 1]
+        assert [len(caller.result()) for caller in waiting] == [2, 1]
 
 
 # ---- whose turn it is, without a model
@@ -788,7 +774,7 @@ class WatchedEngine(Engine):
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
-        if name not in ("step", "add", "abort", "abort_all", "expire", "fail", "next_deadline"):
+        if name not in ("step", "add", "abort", "abort_all", "expire", "fail"):
             return found
 
         def alone(*args: Any, **kwargs: Any) -> Any:
@@ -829,12 +815,21 @@ class Stress:
     ) -> None:
         self.handle, self.make = handle, make
         self.pauses = [handle.stats, handle.sleep, lambda: handle.pause("drain"), *pauses]
-        self.end = time.monotonic() + seconds
+        now = time.monotonic()
+        self.end, self.latest = now + seconds, now + seconds + PATIENCE_S
         self.counts: Counter[str] = Counter()
 
     @property
     def running(self) -> bool:
-        return time.monotonic() < self.end
+        """Whether time is left, or on a busy machine something has not happened yet."""
+        now = time.monotonic()
+        return now < self.end or (now < self.latest and not self.has_seen_all)
+
+    @property
+    def has_seen_all(self) -> bool:
+        kinds = "run stream leave abort coroutine cancelled interrupt".split()
+        seen = min(self.counts[kind] for kind in [*kinds, "read slowly"])
+        return seen > 0 and self.counts["interrupt"] > 10
 
     def call(self, chance: random.Random) -> None:
         """Make one call by a thread that waits."""
@@ -867,7 +862,7 @@ class Stress:
             check((await self.handle.arun([request]))[0])
         else:
             slow, leaves = chance.random() < 0.1, chance.random() < 0.1
-            async for _, delta in self.handle.astream([request]):
+            async for delta in self.handle.astream([request]):
                 if slow:
                     await asyncio.sleep(0.005)
                 if delta.result:
@@ -948,25 +943,24 @@ class Stress:
 
     def run(self, num_threads: int, num_coroutines: int) -> None:
         """Do all of it, and check that nothing is forgotten."""
-        callers = [InThread(lambda s=s: self.keep_calling(s)) for s in range(num_threads)]
+        callers = [in_thread(self.keep_calling, s) for s in range(num_threads)]
         callers += [
-            InThread(lambda: asyncio.run(self.keep_awaiting(num_coroutines // 2))) for _ in range(2)
+            in_thread(lambda: asyncio.run(self.keep_awaiting(num_coroutines // 2)))
+            for _ in range(2)
         ]
-        pausers = [InThread(lambda s=s: self.keep_pausing(s)) for s in range(2)]
+        pausers = [in_thread(self.keep_pausing, s) for s in range(2)]
         self.keep_interrupting()
         for pauser in pausers:
-            pauser.get(60)
+            pauser.result(PATIENCE_S)
         self.handle.wake()
         self.handle.resume()
         for caller in callers:
-            caller.get(240)
+            caller.result(PATIENCE_S)
         while self.handle.step():  # what was submitted, and neither aborted nor waited for
             pass
-        kinds = "run stream leave abort coroutine cancelled interrupt".split()
-        assert min(self.counts[kind] for kind in [*kinds, "read slowly"]) > 0, self.counts
-        assert self.counts["interrupt"] > 10, self.counts
+        assert self.has_seen_all, self.counts
         until(lambda: not self.handle.has_work)
-        assert not self.handle._calls and not self.handle._entering
+        assert not self.handle._calls
 
 
 # Where it hits a callback of the garbage collector (hypothesis has one), nobody can raise it.
@@ -1009,17 +1003,15 @@ def test_nothing_of_a_model_is_lost_or_left_when_all_happens_at_once() -> None:
 def test_guests_get_a_turn_between_two_steps() -> None:
     handle = make_handle()
     endless = [make_request(handle, None), make_request(handle, None)]
-    caller = InThread(lambda: handle.run([endless[0]]))
-    coroutine = InThread(lambda: asyncio.run(handle.arun([endless[1]])))
+    caller = in_thread(handle.run, [endless[0]])
+    coroutine = in_thread(lambda: asyncio.run(handle.arun([endless[1]])))
     until(lambda: handle.stats()["running"] == 2 and handle.runner.num_forwards > 10)
-    began = time.monotonic()
     for _ in range(100):
         handle.stats()
-    assert time.monotonic() - began < 5
     for request in endless:
         handle.abort(request)
-    caller.get()
-    coroutine.get()
+    caller.result()
+    coroutine.result()
     handle.close()
 
 
@@ -1032,17 +1024,17 @@ def test_guests_who_come_again_and_again_let_steps_be_made(driven: bool) -> None
         while not stop.is_set():
             handle.call(lambda: time.sleep(1e-4))
 
-    guests = [InThread(keep_visiting) for _ in range(3)]
+    guests = [in_thread(keep_visiting) for _ in range(3)]
     request = make_request(handle, 100)
     try:
         if driven:
-            asyncio.run(asyncio.wait_for(handle.arun([request]), 10))
+            asyncio.run(asyncio.wait_for(handle.arun([request]), PATIENCE_S))
         else:
-            InThread(lambda: handle.run([request])).get(10)
+            in_thread(handle.run, [request]).result()
     finally:
         stop.set()
     for guest in guests:
-        guest.get()
+        guest.result()
     handle.close()
 
 
@@ -1060,6 +1052,37 @@ def test_a_guest_waits_for_a_stepper_of_its_own_thread_for_a_moment_only() -> No
     handle.close()
 
 
+def test_a_signal_handler_that_raises_as_the_engine_is_taken_leaves_it_free() -> None:
+    handle = make_handle()
+    owner = handle._owner
+
+    class Interrupted:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(owner, name)
+
+        def acquire(self, **options: Any) -> bool:
+            handle._owner = owner
+            assert owner.acquire(**options)
+            raise TimeoutError
+
+    handle._owner = Interrupted()
+    with pytest.raises(TimeoutError):
+        handle.stats()
+    assert handle.run([make_request(handle)])[0].outputs[0].finish_reason is FinishReason.LENGTH
+    handle.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_tensors_of_the_engine_are_on_its_device_whatever_torchs_default_is(name: str) -> None:
+    module = make_toy(name)
+    with LLM(module) as llm:
+        expected = llm.generate([PROMPT], SHORT)[0].outputs[0].token_ids
+    with torch.device("meta"), LLM(module) as llm:
+        assert llm.generate([PROMPT], SHORT)[0].outputs[0].token_ids == expected
+        assert next(iter(llm.stream(PROMPT, SHORT))).token_ids == expected[:1]
+        assert llm.score([PROMPT])
+
+
 # ---- a forked child
 
 
@@ -1070,7 +1093,7 @@ def test_a_forked_child_is_told_to_be_spawned(busy: bool) -> None:
     handle = make_handle()
     asyncio.run(handle.arun([make_request(handle)]))
     endless = make_request(handle, None)
-    caller = InThread(lambda: handle.run([endless])) if busy else None
+    caller = in_thread(handle.run, [endless]) if busy else None
     until(lambda: not busy or handle.stats()["running"])
 
     def in_child() -> bool:
@@ -1085,7 +1108,7 @@ def test_a_forked_child_is_told_to_be_spawned(busy: bool) -> None:
 
     child = os.fork()
     if child == 0:
-        signal.alarm(10)
+        signal.alarm(int(PATIENCE_S))
         try:
             os._exit(0 if in_child() else 1)
         finally:
@@ -1093,5 +1116,5 @@ def test_a_forked_child_is_told_to_be_spawned(busy: bool) -> None:
     assert os.waitpid(child, 0)[1] == 0
     handle.abort(endless)
     if caller is not None:
-        caller.get()
+        caller.result()
     handle.close()

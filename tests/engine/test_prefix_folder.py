@@ -10,13 +10,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.programs import started
 from support.toys import make_toy, random_ids
 from verbatim import LLM, InvalidRequest, NotSupported, SamplingParams
+from verbatim import files as files_module
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2, ignore_eos=True)
 PROMPT = random_ids(70, seed=3)
@@ -30,7 +33,7 @@ def result(llm: LLM, prompt: list[int] = PROMPT) -> tuple[Any, int]:
 
 
 @pytest.fixture
-def open_(folders: Callable[[str], Path], tmp_path: Path, one_thread: None) -> Callable[..., LLM]:
+def open_(folders: Callable[[str], Path], tmp_path: Path) -> Callable[..., LLM]:
     """Opens a toy with a folder for its prefixes."""
 
     def open_toy(name: str = "llama", **options: Any) -> LLM:
@@ -232,14 +235,12 @@ def test_a_full_disk_ends_writing_with_one_warning(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    plain = os.fdopen
-
     def full(*args: Any, **kwargs: Any) -> Any:
-        return FullDisk(plain(*args, **kwargs))
+        return FullDisk(open(*args, **kwargs))
 
     with open_() as llm:
         first, _ = result(llm)
-        monkeypatch.setattr(os, "fdopen", full)
+        monkeypatch.setattr(files_module, "open", full, raising=False)
         other, _ = result(llm, PROMPT[::-1])
         assert result(llm, PROMPT[1:])[1] == 0
     assert [record.name for record in caplog.records] == ["verbatim"]
@@ -366,14 +367,10 @@ def test_processes_that_are_killed_leave_whole_files(
         expected = [result(llm, prompt)[0] for prompt in prompts]
     command = [sys.executable, "-c", KILLED, str(folders("llama")), str(tmp_path / "kept")]
     for _ in range(2):  # two at a time
-        programs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-        for program in programs:
-            assert program.stdout is not None
-            while program.stdout.readline() != "4\n":
-                assert program.poll() is None
-        for program in programs:
-            program.kill()
-            program.communicate()
+        program = partial(started, command, stdout=subprocess.PIPE, text=True)
+        with program() as one, program() as other:
+            for each in (one, other):
+                assert each.stdout is not None and "4\n" in each.stdout
     assert any(path.suffix == ".kv" for path in files(tmp_path))
     assert len([path for path in files(tmp_path) if path.suffix == ".part"]) <= 4
     with open_(block_size=4) as llm:

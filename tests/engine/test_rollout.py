@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +93,21 @@ class TestTensors:
         module.zero_grad()
         assert torch.allclose(*gradients, atol=1e-3, rtol=1e-4)
         assert gradients[0].abs().max() > 1
+
+    def test_scores_keep_their_bits_and_get_the_gradient_even_of_an_infinite_log_prob(self) -> None:
+        class Table(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.logits = torch.nn.Parameter(torch.tensor([0.0, -math.inf]))
+
+            def forward(self, input_ids: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
+                return {"logits": self.logits.expand(*input_ids.shape, 2)}
+
+        module, scores = Table(), torch.tensor([[0.0, -math.inf, -0.0]])
+        found = rl.logprobs(module, torch.tensor([[0, 1, 0]]), scores=scores)
+        assert torch.equal(found.detach().view(torch.int32), scores.view(torch.int32))
+        found[0, 1].backward()
+        assert module.logits.grad is not None and module.logits.grad.tolist() == [-1.0, 1.0]
 
     def test_ordinary_tensors_that_a_loss_may_use(self, found: rl.Rollout, module) -> None:
         with torch.inference_mode():

@@ -22,7 +22,14 @@ from tokenizers.processors import TemplateProcessing
 from support import toy_tokenizers, toys
 from support.mtp_toys import save_with_mtp
 from support.mtp_toys import toy as mtp_toy
-from support.requests_mixed import facts, finish_despite_ctrl_c, lift_even_ids, mixed_requests
+from support.programs import PATIENCE_S, in_thread
+from support.requests_mixed import (
+    facts,
+    finish_despite_ctrl_c,
+    keep_prefixes,
+    lift_even_ids,
+    mixed_requests,
+)
 from support.stages import ThreadHosts, serving
 from verbatim import (
     LLM,
@@ -43,8 +50,6 @@ from verbatim import (
 from verbatim.opening import open_engine
 from verbatim.session_file import _digest
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PLAIN_OPEN = open_engine  # before a fixture poisons what is taken between two forwards
 VOCAB = 340
 PROMPT = [5, 6, 7, 8, 9, 60, 61]
@@ -57,7 +62,7 @@ def open_llm(toy: str = "llama", tokenizer: Any = None, **options: Any) -> LLM:
     live = options.pop("live", True)
     tokenizer = tokenizer or toy_tokenizers.byte_level().hf
     llm = LLM(toys.make_toy(toy, vocab_size=VOCAB), tokenizer=tokenizer, **options)
-    llm.engine.live = live  # as if we had loaded it: its cached prefixes outlive what runs
+    keep_prefixes(llm, not live)
     return llm
 
 
@@ -310,20 +315,15 @@ def test_turns_among_other_requests_in_a_tiny_pool() -> None:
         with roomy.session(64, seed=7) as session:
             spoken = [said(session.generate(*turn)) for turn in turns]
     with open_llm(kv_memory="120KB", max_length=110, max_batch_tokens=9, live=False) as llm:
-        found: list[Any] = []
 
-        def talk() -> None:
+        def talk() -> list[Any]:
             with llm.session(64, seed=7) as session:
-                found.extend(said(session.generate(*turn)) for turn in turns)
+                return [said(session.generate(*turn)) for turn in turns]
 
-        talkers = [threading.Thread(target=talk) for _ in range(2)]
-        for thread in talkers:
-            thread.start()
+        talkers = [in_thread(talk) for _ in range(2)]
         results = llm.generate(prompts, params)
-        for thread in talkers:
-            thread.join(60)
+        assert [talker.result() for talker in talkers] == [spoken] * 2
         assert [facts(r) for r in results] == want
-        assert sorted(map(repr, found)) == sorted(map(repr, spoken * 2))
         assert llm.stats()["preemptions"] > 0
         assert llm.stats()["blocks_used"] == llm.stats()["blocks_reserved"] == 0
 
@@ -359,7 +359,7 @@ def test_sessions_together_never_reserve_more_than_there_is() -> None:
                 llm.session(16, wait_s=0.05)
             second.generate(PROMPT, P8)
         threading.Timer(0.1, first.close).start()
-        with llm.session(64 + 16, wait_s=20.0) as third:  # until the first has gone
+        with llm.session(64 + 16, wait_s=PATIENCE_S) as third:  # until the first has gone
             assert first.closed and third.generate(PROMPT, P8)
 
 
@@ -369,8 +369,8 @@ def test_an_idle_session_gives_its_room_to_others_and_takes_it_again() -> None:
         rest = llm.session(16 * (total - 4), seed=1)
         idle = llm.session(64, seed=7, idle_timeout_s=0.05)
         first = idle.generate(PROMPT, P8)
-        with llm.session(64, wait_s=20.0) as other:
-            assert not idle._cache.num_reserved
+        with llm.session(64, wait_s=PATIENCE_S) as other:
+            assert llm.stats()["blocks_reserved"] == total
             assert llm.stats()["blocks_used"] == 0
             with pytest.raises(OutOfBlocks):
                 idle.generate([50], P8)
@@ -386,13 +386,13 @@ def test_whoever_waits_for_room_can_be_closed_and_cancelled() -> None:
     async def wait(llm: LLM, total: int) -> None:
         waiting = llm.session(32, wait_s=None, idle_timeout_s=0.0)
         for end in ("cancel", "close"):
-            with llm.session(16 * total, wait_s=10.0):
+            with llm.session(16 * total, wait_s=PATIENCE_S):
                 turn = asyncio.ensure_future(waiting.agenerate(PROMPT, P8))
                 await asyncio.sleep(0.05)
                 assert not turn.done()
                 _ = turn.cancel() if end == "cancel" else waiting.close()
                 with pytest.raises(asyncio.CancelledError if end == "cancel" else EngineClosed):
-                    await asyncio.wait_for(turn, 10.0)
+                    await asyncio.wait_for(turn, PATIENCE_S)
             assert llm.stats()["blocks_reserved"] == 0
 
     with open_llm(kv_memory="200KB") as llm:
@@ -816,7 +816,7 @@ class SessionMachine(RuleBasedStateMachine):
         self.llm = LLM(
             MODULE, kv_memory=num_blocks * 16 * 768, prefix_cache=prefix_cache, max_batch_tokens=11
         )
-        self.llm.engine.live = live
+        keep_prefixes(self.llm, not live)
         self.session = self.llm.session(90, seed=7)
 
     @rule(inputs=st.lists(st.integers(3, 6), min_size=1, max_size=20), count=st.integers(0, 9))

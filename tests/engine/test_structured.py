@@ -11,7 +11,7 @@ import pytest
 
 from support.requests_mixed import all_facts, facts
 from support.schemas import BY_HAND, TREE
-from verbatim import LLM, FinishReason, InvalidRequest, RequestFailed, SamplingParams
+from verbatim import LLM, FinishReason, RequestFailed, SamplingParams
 
 PROMPT = "Once upon a time"
 
@@ -96,24 +96,6 @@ def test_structures_survive_evictions_and_small_chunks(storyteller: LLM) -> None
     with LLM(kv_memory=per_token * 160, block_size=8, max_batch_tokens=7) as llm:
         assert all_facts(llm.generate([PROMPT] * 4, asked)) == expected
         assert llm.stats()["preemptions"] > 0
-
-
-@pytest.mark.parametrize(
-    "structure",
-    [
-        dict(json_schema={"type": "integer", "minimum": 3, "maximum": 2}),
-        dict(json_schema={"type": "strin"}),
-        dict(regex="(a"),
-        dict(grammar="start: nothing"),
-    ],
-)
-def test_an_impossible_structure_is_refused_at_the_door(
-    storyteller: LLM, structure: dict[str, Any]
-) -> None:
-    before = storyteller.stats()["forwards"]
-    with pytest.raises(InvalidRequest, match=next(iter(structure))):
-        storyteller.generate(PROMPT, SamplingParams(**structure))
-    assert storyteller.stats()["forwards"] == before
 
 
 def test_a_structure_that_other_bans_make_impossible_fails_alone(storyteller: LLM) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import copy
 import json
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import nn
 
 import verbatim
 from support import toy_tokenizers
+from support.programs import in_thread
 from support.requests_mixed import all_facts, facts, mixed_requests
 from support.toys import make_toy, random_ids
 from verbatim import (
@@ -39,18 +39,13 @@ def test_two_engines_on_one_module_in_two_threads() -> None:
     prompts, params = mixed_requests(9)
     with LLM(model, **SMALL) as first, LLM(model, **SMALL) as second:
         expected = all_facts(first.generate(prompts, params))
-        found: list[Any] = []
 
-        def call(llm: LLM) -> None:
-            found.extend(all_facts(llm.generate(prompts, params)) for _ in range(3))
+        def call(llm: LLM) -> list[Any]:
+            return [all_facts(llm.generate(prompts, params)) for _ in range(3)]
 
-        callers = [threading.Thread(target=call, args=(llm,)) for llm in (first, second)]
-        for caller in callers:
-            caller.start()
+        callers = [in_thread(call, llm) for llm in (first, second)]
         LLM(model, **SMALL).close()  # opening one meanwhile is no different
-        for caller in callers:
-            caller.join()
-    assert found == [expected] * 6
+        assert [caller.result() for caller in callers] == [[expected] * 3] * 2
     assert model.config._attn_implementation != "verbatim"
     model(torch.tensor([PROMPT]))
 
@@ -115,16 +110,22 @@ def test_a_tokenizer_of_another_model_is_refused_before_it_crashes_a_batch() -> 
 
 
 def test_requests_of_an_event_loop_that_come_together_run_together() -> None:
-    model = make_toy("llama")
-    model.register_forward_hook(lambda *_: time.sleep(0.05))
+    model, begun = make_toy("llama"), threading.Event()
+
+    def hold(*_: Any) -> None:
+        begun.wait()
+
+    model.register_forward_hook(hold)
 
     async def one(llm: LLM) -> None:
-        await asyncio.sleep(0.02)
         async for _ in llm.astream(PROMPT, GREEDY):
             pass
 
     async def all_of_them(llm: LLM) -> None:
-        await asyncio.gather(*(one(llm) for _ in range(12)))
+        answers = [asyncio.create_task(one(llm)) for _ in range(12)]
+        await asyncio.sleep(0)  # all begin
+        begun.set()
+        await asyncio.gather(*answers)
 
     with LLM(model, **SMALL) as llm:
         before = llm.stats()["forwards"]

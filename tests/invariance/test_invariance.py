@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +11,8 @@ import torch
 
 from support.odd_toys import DTYPES, MODELS, open_toy
 from support.pairwise import slow_but
-from support.requests_mixed import all_facts, facts, generated, mixed_requests
+from support.programs import run_program
+from support.requests_mixed import all_facts, facts, generated, mixed_requests, submitted
 from support.toys import make_toy, random_ids
 from verbatim import LLM, SamplingParams
 
@@ -110,8 +108,7 @@ def test_found_prefixes_give_the_same_bits(name: str, dtype: str) -> None:
     with open_toy(name, dtype, block_size=4) as llm:
         forever = SamplingParams(max_tokens=150, seed=1, ignore_eos=True)
         # A first request that runs on keeps the cache of a live module alive for the others.
-        engine, keeper = llm.engine, llm.engine.admission.admit(stem, forever)
-        engine.submit(keeper)
+        submitted(llm, [stem], [forever])
         assert all_facts(llm.generate(prompts, params)) == expected, "shared with those in flight"
         again = llm.generate(prompts, params)
         assert all_facts(again) == expected, "found"
@@ -130,11 +127,9 @@ def test_priorities_and_interruptions_change_no_bit(name: str) -> None:
         ranked = [p.replace(priority=rng.randint(-3, 3)) for p in params]
         with open_toy(name, "bfloat16", max_sequences=4, max_batch_tokens=24) as llm:
             engine = llm.engine
-            requests = [
-                llm.engine.admission.admit(p, q) for p, q in zip(prompts, ranked, strict=True)
-            ]
-            for request in requests:
-                engine.submit(request)
+            requests = []
+            for prompt, asked in zip(prompts, ranked, strict=True):
+                requests += submitted(llm, [prompt], [asked])
                 for _ in range(rng.randint(0, 3)):
                     engine.step()
             while engine.step():
@@ -146,31 +141,18 @@ def test_priorities_and_interruptions_change_no_bit(name: str) -> None:
 
 
 _RESTART = """
-import json, sys
-sys.path.insert(0, {tests!r})
+import sys
 import torch
-from support.requests_mixed import mixed_requests
 from support.odd_toys import open_toy
+from support.requests_mixed import generated, mixed_requests
 torch.manual_seed(int(sys.argv[1]))
-prompts, params = mixed_requests(6)
-with open_toy("qwen3_moe", "bfloat16", num_threads=int(sys.argv[1])) as llm:
-    results = llm.generate(prompts, params)
-print(json.dumps([[c.token_ids, c.logprobs] for r in results for c in r.outputs]))
+print(generated(open_toy("qwen3_moe", "bfloat16", num_threads=int(sys.argv[1])), *mixed_requests(6)))
 """
 
 
 @pytest.mark.slow
 def test_a_process_restart_gives_the_same_bits() -> None:
-    script = _RESTART.format(tests=str(Path(__file__).parents[1]))
-    first, second = (
-        subprocess.run(
-            [sys.executable, "-P", "-c", script, threads],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for threads in ("1", "2")
-    )
+    first, second = (run_program("-c", _RESTART, threads) for threads in (1, 2))
     assert first == second
     assert len(first) > 300
 

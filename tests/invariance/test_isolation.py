@@ -17,15 +17,10 @@ from support.requests_mixed import (
     finish_despite_ctrl_c,
     mixed_requests,
     press_ctrl_c,
+    submitted,
 )
 from support.toys import make_toy, random_ids
-from verbatim import (
-    LLM,
-    FinishReason,
-    QueueFull,
-    RequestFailed,
-    SamplingParams,
-)
+from verbatim import LLM, FinishReason, QueueFull, RequestFailed, SamplingParams
 from verbatim.core import Request, Sequence
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True, seed=1)
@@ -45,15 +40,10 @@ class Company:
         prompts, params = mixed_requests(8)
         self.expected = all_facts(llm.generate(prompts, params))
         self.engine.evict_all()
-        self.requests = [
-            llm.engine.admission.admit(p, q) for p, q in zip(prompts, params, strict=True)
-        ]
-        for request in self.requests:
-            self.engine.submit(request)
+        self.requests = submitted(llm, prompts, params)
 
     def join(self, prompt: Any, params: SamplingParams) -> Request:
-        request = self.llm.engine.admission.admit(prompt, params)
-        self.engine.submit(request)
+        (request,) = submitted(self.llm, [prompt], [params])
         return request
 
     def held_by(self, request: Request) -> int:
@@ -75,45 +65,49 @@ def until(engine: Any, condition: Callable[[], bool]) -> None:
     raise AssertionError("it never came to that")
 
 
-def test_a_request_aborted_while_it_waits_in_prefill_or_in_decode_ends_alone(llm: LLM) -> None:
-    for stage in ("waiting", "prefill", "decode"):
-        company = Company(llm)
-        victim = company.join(random_ids(100, seed=5), LONG.replace(n=3))
-        first = victim.sequences[0]
-        if stage == "prefill":
-            until(company.engine, lambda s=first: 0 < s.num_computed < 100)  # type: ignore[misc]
-        elif stage == "decode":
-            until(company.engine, lambda s=first: len(s.output_ids) > 4)  # type: ignore[misc]
-        company.engine.abort(victim)
-        assert company.held_by(victim) == 0
-        assert victim.result is not None
-        assert [c.finish_reason for c in victim.result.outputs] == [FinishReason.ABORT] * 3
-        company.finish()
+# What a processor does, what becomes of its request, and words of the error.
+FAULTS: dict[str, tuple[Any, str]] = {
+    "KeyError": (KeyError("no such thing"), "processor"),
+    "SystemExit": (SystemExit("no"), "processor"),
+    "RecursionError": (RecursionError("deep"), "processor"),
+    "wrong shape": (lambda logits: logits[:-1], "processor"),
+    "wrong type": (lambda logits: logits.tolist(), "processor"),
+    "NaN": (lambda logits: logits * torch.nan, "no token"),
+    "nothing left": (lambda logits: torch.full_like(logits, -torch.inf), "no token"),
+}
 
 
-@pytest.mark.parametrize("fault", ["raises", "wrong shape", "wrong type", "NaN", "nothing left"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_request_whose_processor_fails_ends_alone(llm: LLM, fault: str) -> None:
+    wrong, words = FAULTS[fault]
+
     def processor(ids: torch.Tensor, logits: torch.Tensor) -> Any:
         if len(ids) < 15:
             return logits
-        if fault == "raises":
-            raise KeyError("no such thing")
-        answers: dict[str, Any] = {
-            "wrong shape": logits[:-1],
-            "wrong type": logits.tolist(),
-            "NaN": logits * torch.nan,
-            "nothing left": torch.full_like(logits, -torch.inf),
-        }
-        return answers[fault]
+        if isinstance(wrong, BaseException):
+            raise wrong
+        return wrong(logits)
 
     company = Company(llm)
     victim = company.join(random_ids(10, seed=6), LONG.replace(n=2, logits_processors=[processor]))
     until(company.engine, lambda: victim.finished)
     assert isinstance(victim.error, RequestFailed) and company.held_by(victim) == 0
-    expected = "processor" if fault in ("raises", "wrong shape", "wrong type") else "no token"
-    assert expected in str(victim.error)
-    if fault == "raises":
-        assert isinstance(victim.error.__cause__, KeyError)
+    assert words in str(victim.error)
+    if isinstance(wrong, BaseException):
+        assert victim.error.__cause__ is wrong
+    company.finish()
+
+
+@pytest.mark.parametrize("error", [RecursionError("deep"), ValueError("odd")], ids=repr)
+def test_a_request_whose_text_fails_ends_alone(llm: LLM, error: Exception) -> None:
+    def push(token_id: int) -> Any:
+        raise error
+
+    company = Company(llm)
+    victim = company.join(random_ids(10, seed=6), LONG)
+    victim.sequences[0].watch.push = push  # type: ignore[method-assign]
+    until(company.engine, lambda: victim.finished)
+    assert victim.error is error and company.held_by(victim) == 0
     company.finish()
 
 
@@ -157,19 +151,26 @@ def test_a_queue_has_an_end() -> None:
         assert llm.stats()["waiting"] == llm.stats()["running"] == 0
 
 
-def test_a_better_priority_goes_first_and_takes_a_seat(llm: LLM) -> None:
+def joining(llm: LLM) -> tuple[Callable[..., Request], list[str]]:
+    """A function that lets a request join under a name, and the names in the order in which they end."""
+    order: list[str] = []
+
+    def join(name: str, waited_s: float = 0.0, **changes: Any) -> Request:
+        request = llm.engine.admission.admit(random_ids(8, 3), LONG.replace(**changes))
+        request.arrival -= waited_s
+        llm.engine.submit(request, lambda delta: order.append(name) if delta.result else None)
+        return request
+
+    return join, order
+
+
+def test_a_better_priority_goes_first_and_takes_a_seat() -> None:
     with LLM(make_toy("llama"), max_sequences=2) as llm:
-        engine, order = llm.engine, []
-
-        def join(name: str, priority: int) -> Request:
-            request = llm.engine.admission.admit(random_ids(8, 3), LONG.replace(priority=priority))
-            engine.submit(request, lambda delta: order.append(name) if delta.result else None)
-            return request
-
-        low = [join(f"low {i}", 1) for i in range(3)]
+        engine, (join, order) = llm.engine, joining(llm)
+        low = [join(f"low {i}", priority=1) for i in range(3)]
         until(engine, lambda: len(low[0].sequences[0].output_ids) > 3)
-        join("high", -1)
-        join("middle", 0)
+        join("high", priority=-1)
+        join("middle", priority=0)
         engine.step()
         engine.step()  # one makes way in a step
         assert {s.request.params.priority for s in engine.scheduler.running} == {-1, 0}
@@ -180,18 +181,12 @@ def test_a_better_priority_goes_first_and_takes_a_seat(llm: LLM) -> None:
 
 def test_beams_that_start_again_at_every_step_leave_room_for_a_better_priority() -> None:
     with LLM(make_toy("llama"), max_sequences=8) as llm:
-        engine, order = llm.engine, []
-
-        def join(name: str, params: SamplingParams) -> None:
-            request = llm.engine.admission.admit(random_ids(8, 3), params)
-            engine.submit(request, lambda delta: order.append(name) if delta.result else None)
-
-        beams = LONG.replace(num_beams=2, temperature=0)
+        engine, (join, order) = llm.engine, joining(llm)
         for priority in (0, 0, 1, 1):
-            join("beams", beams.replace(priority=priority))
+            join("beams", num_beams=2, temperature=0, priority=priority)
         for _ in range(5):
             engine.step()
-        join("short", LONG.replace(max_tokens=8))
+        join("short", max_tokens=8)
         for _ in range(8):
             engine.step()
         assert order == ["short"]
@@ -199,15 +194,13 @@ def test_beams_that_start_again_at_every_step_leave_room_for_a_better_priority()
             engine.scheduler.pool.check()
 
 
-def test_a_minute_of_waiting_is_worth_a_step_of_priority(llm: LLM) -> None:
+def test_a_minute_of_waiting_is_worth_a_step_of_priority() -> None:
     with LLM(make_toy("llama"), max_sequences=1) as llm:
-        engine, order = llm.engine, []
-        for name, priority, waited_s in (("old", 2, 130.0), ("new", 0, 0.0), ("newer", 1, 0.0)):
-            request = llm.engine.admission.admit(random_ids(8, 3), LONG.replace(priority=priority))
-            request.arrival -= waited_s
-            note = lambda delta, name=name: order.append(name) if delta.result else None
-            engine.submit(request, note)
-        while engine.step():
+        join, order = joining(llm)
+        join("old", priority=2, waited_s=130.0)
+        join("new", priority=0)
+        join("newer", priority=1)
+        while llm.engine.step():
             pass
         assert order == ["old", "new", "newer"]
 
@@ -236,7 +229,7 @@ def test_every_request_evicted_and_none_the_worse() -> None:
         while engine.step():
             engine.scheduler.pool.check()
             steps += 1
-            if steps % 12 == 0:
+            if steps % 2 == 0:  # also between the two ids of a stop
                 engine.evict_all()
         assert all(request.metrics.preemptions for request in requests)
         assert llm.stats()["blocks_used"] == 0
@@ -300,62 +293,21 @@ def test_an_interrupt_at_any_point_of_a_step_leaves_the_others_their_words(
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.parametrize("error", [SystemExit("no"), RecursionError("deep"), ValueError("odd")])
-def test_whatever_one_request_brings_with_it_ends_it_alone(
-    llm: LLM, error: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def quit_late(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        if len(ids) > 14:
-            raise error
-        return logits
-
-    company = Company(llm)
-    victim = company.join(random_ids(10, seed=6), LONG.replace(logits_processors=[quit_late]))
-    until(company.engine, lambda: victim.finished)
-    assert isinstance(victim.error, RequestFailed) and victim.error.__cause__ is error
-    company.finish()
-
-    if isinstance(error, Exception):  # the same from where it grows
-        company = Company(llm)
-        victim = company.join(random_ids(10, seed=6), LONG)
-        victim.sequences[0].watch.push = _raiser(error)  # type: ignore[method-assign]
-        until(company.engine, lambda: victim.finished)
-        assert victim.error is error and company.held_by(victim) == 0
-        company.finish()
-
-
-def _raiser(error: BaseException) -> Any:
-    def push(token_id: int) -> Any:
-        raise error
-
-    return push
-
-
 def test_a_small_urgent_request_does_not_wait_for_a_large_prefill() -> None:
     with LLM(make_toy("llama"), max_batch_tokens=16) as llm:
         engine = llm.engine
-        large = llm.engine.admission.admit(
-            random_ids(200, 1), LONG.replace(priority=5, max_tokens=5)
-        )
-        engine.submit(large)
+        few = LONG.replace(max_tokens=3)
+        (large,) = submitted(llm, [random_ids(200, 1)], [LONG.replace(priority=5, max_tokens=5)])
         engine.step()
-        urgent = llm.engine.admission.admit(
-            random_ids(4, 2), LONG.replace(priority=-5, max_tokens=3)
-        )
-        engine.submit(urgent)
+        (urgent,) = submitted(llm, [random_ids(4, 2)], [few.replace(priority=-5)])
         for _ in range(3):
             engine.step()
         assert urgent.result is not None and not large.finished
-        scoring = llm.engine.admission.admit(random_ids(60, 3), SamplingParams(prompt_logprobs=0))
-        other = llm.engine.admission.admit(random_ids(4, 4), LONG.replace(max_tokens=3))
         engine.abort(large)
         engine.scheduler.max_prompt_rows = 1
-        for request in (scoring, scoring_too := _again(llm), other):
-            engine.submit(request)
+        prompts = [random_ids(60, 3), random_ids(60, 5), random_ids(4, 4)]
+        scoring = SamplingParams(prompt_logprobs=0)
+        *scored, other = submitted(llm, prompts, [scoring, scoring, few])
         for _ in range(3):
             engine.step()
-        assert other.result is not None and not scoring.finished and not scoring_too.finished
-
-
-def _again(llm: LLM) -> Request:
-    return llm.engine.admission.admit(random_ids(60, 5), SamplingParams(prompt_logprobs=0))
+        assert other.result is not None and not any(request.finished for request in scored)

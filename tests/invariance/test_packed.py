@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
 import re
-import subprocess
-import sys
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,17 +16,23 @@ import pytest
 import torch
 from torch import nn
 
+from support import sweep
+from support.backends import by
 from support.odd_toys import DTYPES
-from support.programs import run_without_kernels
-from support.requests_mixed import all_facts, mixed_requests
-from support.toys import make_toy
-from verbatim import LLM, ModelError, NotSupported, Offload, SamplingParams
+from support.programs import in_thread, run_program, run_without_kernels
+from support.requests_mixed import all_facts, generated, mixed_requests
+from support.sweep_forward import logits_of, sequences
+from support.toys import make_toy, random_ids
+from verbatim import LLM, ModelError, NotSupported, Offload, SamplingParams, kernels
 from verbatim.errors import ModelChanged
+from verbatim.model.decoder import Decoder
 from verbatim.model.packed import PackedEmbedding, PackedLinear, packed_buffers
 from verbatim.model.packing import choose_packings
 from verbatim.model.quantization import Quantization, resolve_quantization
 from verbatim.model.quantize import pack, rounded, unpack, unpack_rows
 from verbatim.weights import packed_cache
+from verbatim.weights.lazy import Held
+from verbatim.weights.load import load_weights
 
 TIED = dict(tie_word_embeddings=True)
 ODD_HEADS = dict(hidden_size=60, intermediate_size=100, head_dim=20)
@@ -44,7 +48,7 @@ def save_both(
     module.save_pretrained(folder / "plain")
     with torch.no_grad():
         for weight, packing in choose_packings(module, kind).items():
-            weight.copy_(unpack(pack(weight, packing), packing, backend="torch"))
+            weight.copy_(by("none", unpack)(pack(weight, packing), packing))
     module.save_pretrained(folder / "unpacked")
     return folder / "plain", folder / "unpacked"
 
@@ -63,11 +67,10 @@ SLOW = ["mixtral", "deepseek_v3", "opt", "bloom", "falcon", "phi3", "gemma2", "q
 CASES += [(name, "float32", Quantization(8, 128, None), {}) for name in SLOW]
 CASES += [("llama", "bfloat16", Quantization(8, 32, 4), TIED), ("gpt2", "float32", "int4", {})]
 CASES += [("qwen3_moe", "float32", "int8", {}), ("gemma2", "bfloat16", "int8", {})]
-WEIGHTS = ((100, 0, 0), (0, 0, 100), (30, 40, 30))
-PLACEMENTS = [
+PLACEMENTS = (
     None,
-    *(Offload("300MB", weights=w, policy=None, batch_size=3, micro_batches=2) for w in WEIGHTS),
-]
+    Offload("300MB", weights=(0, 0, 100), policy=None, batch_size=3, micro_batches=2),
+)
 
 
 @pytest.mark.parametrize(
@@ -95,45 +98,33 @@ def test_the_words_are_those_of_the_unpacked_matrices(
 
 
 @pytest.mark.slow
-def test_every_architecture_gives_the_logits_of_its_unpacked_matrices() -> None:
-    import copy
-
-    from support import sweep
-    from support.sweep_forward import empty_store, forward
-    from verbatim.model.decoder import Decoder
-    from verbatim.weights.lazy import Held
-    from verbatim.weights.load import load_weights
-
+@pytest.mark.parametrize("case", sweep.supported())
+def test_every_architecture_gives_the_logits_of_its_unpacked_matrices(case: str) -> None:
     def logits(module: Any) -> Any:
-        decoder = Decoder(module)
-        spans = [(0, 23), (0, 5), (0, 31)]
-        return torch.cat(forward(decoder, empty_store(decoder), [0, 1, 2], spans))
+        return torch.cat(logits_of(Decoder(module), [0, 1, 2], sequences().whole))
 
-    torch.set_num_threads(1)
-    kind, wrong = Quantization(4), []
-    for case in sweep.cases():
-        if sweep.refusal(case) is not None or case in sweep.UNBUILDABLE:
-            continue
-        module = sweep.build(case)
-        packed = copy.deepcopy(module)
-        with torch.no_grad():
-            for weight, packing in choose_packings(module, kind).items():
-                weight.copy_(rounded(weight, packing))
-        load_weights(packed, {p: Held(p.data) for p in packed.parameters()}, kind)
-        if not torch.equal(logits(module), logits(packed)):
-            wrong.append(case)
-    assert wrong == []
+    kind, module = Quantization(4), sweep.build(case)
+    packed = copy.deepcopy(module)
+    with torch.no_grad():
+        for weight, packing in choose_packings(module, kind).items():
+            weight.copy_(rounded(weight, packing))
+    load_weights(packed, {p: Held(p.data) for p in packed.parameters()}, kind)
+    assert torch.equal(logits(module), logits(packed))
 
 
 @pytest.mark.slow
-def test_without_kernels_the_words_are_those_of_the_unpacked_matrices_too(tmp_path: Path) -> None:
+def test_without_kernels_the_words_are_the_same_too(tmp_path: Path) -> None:
     script = """
 import sys
 from pathlib import Path
-from invariance.test_packed import CASES, test_the_words_are_those_of_the_unpacked_matrices as same
-for i in (0, 2, 3, 5):
+from invariance import test_packed
+words = test_packed.test_the_words_are_those_of_the_unpacked_matrices
+schedules = test_packed.test_the_words_do_not_depend_on_the_schedule
+cases = [(words, test_packed.CASES[i]) for i in (0, 2, 3, 5)]
+cases += [(schedules, test_packed.CASES_IN_INTEGERS[i]) for i in (0, 2)]
+for i, (same, case) in enumerate(cases):
     Path(sys.argv[1], str(i)).mkdir()
-    same(*CASES[i], Path(sys.argv[1], str(i)))
+    same(*case, Path(sys.argv[1], str(i)))
 """
     run_without_kernels(script, tmp_path)
 
@@ -141,19 +132,16 @@ for i in (0, 2, 3, 5):
 # ---- Layers ----
 
 
-def filled(name: str, kind: Quantization, **changes: Any) -> tuple[Any, Any]:
-    """A toy in float32, and the same packed, without an engine."""
-    from verbatim.weights.lazy import Held
-    from verbatim.weights.load import load_weights
-
-    plain, packed = (make_toy(name, **changes) for _ in range(2))
+def filled(name: str, kind: Quantization, **changes: Any) -> Any:
+    """A toy in float32, packed, without an engine."""
+    packed = make_toy(name, **changes)
     load_weights(packed, {p: Held(p.data) for p in packed.parameters()}, kind)
-    return plain, packed
+    return packed
 
 
 def test_a_packed_layer_has_the_shapes_and_dtype_of_its_weight() -> None:
     kind = Quantization(4)
-    plain, packed = filled("llama", kind)
+    plain, packed = make_toy("llama"), filled("llama", kind)
     linear = packed.model.layers[0].mlp.down_proj
     assert type(linear) is PackedLinear
     assert (linear.in_features, linear.out_features) == (96, 64) and linear.bias is None
@@ -164,28 +152,13 @@ def test_a_packed_layer_has_the_shapes_and_dtype_of_its_weight() -> None:
     assert type(embedding) is PackedEmbedding and isinstance(embedding, nn.Embedding)
     assert torch.equal(embedding(ids), embedding.weight[ids]) and embedding(ids).shape == (2, 2, 64)
     assert torch.equal(unpack_rows(embedding.packed, embedding.packing, ids[0]), embedding(ids)[0])
-    plain, packed = filled("gpt2", kind)
+    plain, packed = make_toy("gpt2"), filled("gpt2", kind)
     linear, expected = packed.transformer.h[0].mlp.c_fc, plain.transformer.h[0].mlp.c_fc.weight
     assert type(linear) is PackedLinear and linear.weight.shape == expected.shape
-    plain, packed = filled("qwen3_moe", kind)
+    plain, packed = make_toy("qwen3_moe"), filled("qwen3_moe", kind)
     experts = packed.model.layers[0].mlp.experts
     assert type(experts).__name__ == type(plain.model.layers[0].mlp.experts).__name__
     assert experts.gate_up_proj.shape == plain.model.layers[0].mlp.experts.gate_up_proj.shape
-
-
-def test_a_class_of_its_own_scales_what_is_looked_up() -> None:
-    plain, packed = filled("gemma3", Quantization(8))
-    embedding, ids = packed.get_input_embeddings(), torch.tensor([7, 9])
-    assert type(embedding).__name__ == "Gemma3TextScaledWordEmbedding"
-    expected = rounded(plain.get_input_embeddings().weight.detach(), embedding.packing)[ids]
-    assert torch.equal(embedding(ids), expected * 8)  # the root of 64
-
-
-def test_tied_weights_lie_in_memory_once() -> None:
-    _, packed = filled("llama", Quantization(4), **TIED)
-    assert packed.lm_head.packed is packed.model.embed_tokens.packed
-    names = [name for name, _, _ in packed_buffers(packed)]
-    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
 
 
 # What the toys keep quantized besides embedding and head, and the matrices that they keep as they are.
@@ -202,7 +175,7 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize("placement", [None, PLACEMENTS[2]])
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", PACKED)
 def test_info_tells_what_is_packed_how_large_and_how_far_off(
     name: str, placement: Any, folders: Callable[[str], Path]
@@ -245,6 +218,107 @@ def test_info_tells_what_is_packed_how_large_and_how_far_off(
         assert all(slot.tier == "disk" for slot in slots)
 
 
+# ---- Activations in 8 bits: another model than without, with the same tokens everywhere ----
+
+INTEGERS = Quantization(8, 64, 8, 8)
+CASES_IN_INTEGERS = [
+    ("llama", "bfloat16", "w8a8", ODD),
+    ("llama", "float32", "w4a8", TIED),
+    ("qwen3_moe", "bfloat16", "w4a8", {}),
+    ("gemma3", "bfloat16", Quantization(4, 32, 4, 8), {}),
+    ("phi3", "float32", Quantization(8, 128, None, 8), {}),
+    ("gpt2", "bfloat16", "w8a8", {}),
+    ("deepseek_v3", "bfloat16", "w4a8", {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "quantization", "changes"),
+    [
+        pytest.param(*case, id=f"{case[0]}-{i}", marks=() if i < 3 else pytest.mark.slow)
+        for i, case in enumerate(CASES_IN_INTEGERS)
+    ],
+)
+def test_the_words_do_not_depend_on_the_schedule(
+    name: str, dtype: str, quantization: Any, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    make_toy(name, dtype=DTYPES[dtype], **changes).save_pretrained(folder := tmp_path)
+    prompts, params = mixed_requests(8)
+    options: dict[str, Any] = dict(quantization=quantization, prefix_cache=False)
+    with LLM(folder, **options) as llm:
+        expected = all_facts(llm.generate(prompts, params))
+        alone = [llm.generate([p], [q])[0] for p, q in zip(prompts, params, strict=True)]
+        assert all_facts(alone) == expected
+        assert "-a8/" in llm.info()["numerics_key"]
+    with LLM(folder, max_batch_tokens=7, max_sequences=3, num_threads=1, **options) as llm:
+        assert all_facts(llm.generate(prompts, params)) == expected
+    with LLM(folder, fused=False, num_threads=3, **options) as llm:
+        assert llm.info()["fused"] is None
+        assert all_facts(llm.generate(prompts, params)) == expected
+
+
+@pytest.mark.skipif(kernels.library() is None, reason="layers fuse by compiled kernels")
+def test_fused_layers_take_them(folders: Callable[[str], Path]) -> None:
+    with LLM(folders("llama"), quantization="w8a8") as llm:
+        fused = llm.info()["fused"]
+        assert fused["layers"] == len(llm.engine.runner.module.model.layers) and not fused["plain"]
+
+
+@pytest.mark.skipif("hy_v4" not in sweep.cases(), reason="a newer transformers has it")
+def test_an_indexer_in_float32_is_given_rows_in_float32(tmp_path: Path) -> None:
+    sweep.build("hy_v4").save_pretrained(tmp_path)
+    found = []
+    for fused in (True, False):
+        with LLM(tmp_path, dtype="bfloat16", quantization="int8", fused=fused) as llm:
+            proj = llm.engine.runner.decoder.module.model.layers[0].self_attn.indexer.weights_proj
+            assert proj.packing.dtype is torch.float32
+            found.append(all_facts(llm.generate(*mixed_requests(4))))
+    assert found[0] == found[1]
+
+
+def test_it_is_another_model_than_without(folders: Callable[[str], Path]) -> None:
+    requests = [random_ids(9, 1)], SamplingParams(max_tokens=4, logprobs=0, seed=1)
+    found, keys = [], set()
+    for quantization in ("int8", "w8a8", "int4", "w4a8"):
+        with LLM(folders("llama"), quantization=quantization) as llm:
+            found.append(llm.generate(*requests)[0].outputs[0].logprobs)
+            keys.add(llm.info()["numerics_key"])
+    assert len(keys) == 4 and found[0] != found[1] and found[2] != found[3]
+
+
+def test_layers_keep_their_weights() -> None:
+    """The numbers that weights are read back as are those without rounded activations."""
+    for changes in ({}, TIED):
+        packed, plain = (filled("llama", k, **changes) for k in (INTEGERS, INTEGERS.of_weights))
+        for ours, theirs in zip(packed.modules(), plain.modules(), strict=True):
+            if isinstance(ours, PackedLinear | PackedEmbedding):
+                assert torch.equal(ours.weight, theirs.weight)
+        embedding, ids = packed.get_input_embeddings(), torch.tensor([[5, 0], [127, 5]])
+        assert torch.equal(embedding(ids), plain.get_input_embeddings()(ids))
+        tied = packed.lm_head.packed is embedding.packed
+        assert tied == bool(changes) == embedding.packing.interleaved
+        assert packed.lm_head.packing.interleaved
+
+
+def test_info_tells_what_multiplies_codes(tmp_path: Path) -> None:
+    make_toy("qwen3_moe", dtype=torch.bfloat16).save_pretrained(folder := tmp_path)
+    with LLM(folder, quantization="w4a8") as llm:
+        info, told = llm.info(), llm.info()["quantization"]
+        exact = sum(p.nbytes for p in llm.engine.runner.module.parameters())
+        module = llm.engine.runner.module
+        bits = {name: packing.interleaved for name, _, packing in packed_buffers(module)}
+    assert told["format"] == "int4-g64-head8-a8" and told["activation_bits"] == 8
+    assert "model.layers.*.self_attn.q_proj.weight" in told["activations_packed"]
+    assert "lm_head.weight" in told["activations_packed"]
+    assert not any("embed" in n for n in told["activations_packed"])
+    assert "model.layers.*.mlp.experts.down_proj" in told["activations_packed"]
+    assert "model.layers.*.mlp.experts.gate_up_proj" in told["packed"]
+    assert bits["lm_head.weight"] and bits["model.layers.0.mlp.experts.gate_up_proj"]
+    assert info["weight_bytes"] == told["bytes_after"] + exact
+    with LLM(folder, quantization="int4") as llm:
+        assert "activation_bits" not in llm.info()["quantization"]
+
+
 # ---- Life ----
 
 
@@ -269,8 +343,15 @@ def test_the_weights_sleep_and_wake(
 
 
 def test_what_can_not_be_packed_is_refused_by_name(folders: Callable[[str], Path]) -> None:
-    with pytest.raises(NotSupported, match=r"int8-g64.*live module.*save_pretrained"):
-        LLM(make_toy("llama"), quantization="int8")
+    for quantization, said in (
+        ("int8", r"int8-g64.*live module.*save_pretrained"),
+        ("w8a8", "int8-g64-a8"),
+    ):
+        with pytest.raises(NotSupported, match=said):
+            LLM(make_toy("llama"), quantization=quantization)
+    with pytest.raises(NotSupported, match=r"nothing that the model multiplies is an nn\.Linear"):
+        # GPT-2's own layers are Conv1D, and its head stays exact
+        LLM(folders("gpt2"), quantization=Quantization(8, 64, None, 8))
     name = "model.layers.0.mlp.up_proj.weight"
     weights = make_toy("llama").state_dict()
     with LLM(folders("llama"), quantization="int4") as llm:
@@ -280,7 +361,7 @@ def test_what_can_not_be_packed_is_refused_by_name(folders: Callable[[str], Path
         assert all_facts(llm.generate(*mixed_requests(3))) == before
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS[:2])
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, 3e38], ids=str)
 def test_numbers_that_no_group_can_hold_are_refused_by_name(
     wrong: float, placement: Any, tmp_path: Path
@@ -341,7 +422,7 @@ def test_a_model_is_packed_once(
 
 
 @pytest.mark.parametrize(
-    "harm", ["flip", "cut", "grow", "empty", "header", "zeros", "long", "longer"]
+    "harm", ["flip", "cut", "grow", "empty", "header", "sums", "zeros", "long", "longer"]
 )
 def test_a_damaged_cache_is_made_anew(
     harm: str, cached: Path, packings: list[str], folders: Callable[[str], Path]
@@ -356,6 +437,7 @@ def test_a_damaged_cache_is_made_anew(
         "grow": whole + b"more",
         "empty": b"",
         "header": whole[:20] + b"}" + whole[21:],
+        "sums": re.sub(rb", [-.e\d]+\]", lambda m: b" " * (len(m[0]) - 1) + b"]", whole, count=1),
         "zeros": whole[:half] + bytes(len(whole) - half),
         "long": b"\xff" * 8 + whole[8:],  # the header's length
         "longer": (2**62).to_bytes(8, "little") + whole[8:],
@@ -404,7 +486,8 @@ def test_without_room_for_a_cache_it_works_and_says_so(
     else:
         cached.rmdir()
         cached.write_text("")
-    with pytest.warns(RuntimeWarning, match="packed again whenever the model is opened"):
+    told = r"\([A-Z][A-Za-z -]+\), so they are packed again whenever the model is opened"
+    with pytest.warns(RuntimeWarning, match=told):
         assert facts_of(folders("llama")) == expected
     assert cached.is_file() or list(cached.iterdir()) == []
 
@@ -420,11 +503,8 @@ def test_opened_at_once_by_several_it_is_whole_for_all(
                 file.unlink(missing_ok=True)
             found.append(facts_of(folders("qwen3_moe")))
 
-    threads = [threading.Thread(target=open_and_ask) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for opening in [in_thread(open_and_ask) for _ in range(3)]:
+        opening.result()
     assert len(found) == 6 and all(facts == expected for facts in found)
     assert [file.suffix for file in cached.iterdir()] == [".safetensors"]
 
@@ -448,6 +528,19 @@ def test_small_models_leave_no_cache(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     facts_of(folders("llama"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_one_cache_serves_both_kinds_of_activations(
+    cached: Path, folders: Callable[[str], Path]
+) -> None:
+    """What is kept is what weights are packed as, whatever becomes of activations."""
+    requests = mixed_requests(3)
+    expected = {}
+    for _ in range(2):
+        for quantization in ("w8a8", "int8"):
+            facts = generated(LLM(folders("llama"), quantization=quantization), *requests)
+            assert expected.setdefault(quantization, facts) == facts
+    assert len(list(cached.glob("*.safetensors"))) == 1
 
 
 _PEAK = """
@@ -475,13 +568,8 @@ def test_the_peak_is_the_packed_weights_and_little_more(open_count: int, tmp_pat
     big = dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=16, vocab_size=4096)
     make_toy("llama", dtype=torch.bfloat16, **big).save_pretrained(tmp_path / "model")
     for _ in range(open_count):
-        done = subprocess.run(
-            [sys.executable, "-c", _PEAK, str(tmp_path / "model")],
-            env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
-            capture_output=True,
-            check=True,
-        )
-    opened, peak, weight_bytes, kv_bytes = json.loads(done.stdout)
+        said = run_program("-c", _PEAK, tmp_path / "model", XDG_CACHE_HOME=str(tmp_path))
+    opened, peak, weight_bytes, kv_bytes = json.loads(said)
     as_they_were = (tmp_path / "model" / "model.safetensors").stat().st_size
     assert as_they_were > 3 * weight_bytes > 300e6
     # Two of the largest matrices as they were read (8 MB each), and what an allocator keeps.

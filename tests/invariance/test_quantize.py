@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from support.backends import BACKENDS, by
 from support.odd_toys import DTYPES
 from support.toys import make_toy
 from verbatim import (
@@ -52,7 +53,7 @@ def packing_of(weight: Tensor, kind: Quantization, columns: bool = False) -> Wei
 def there_and_back(weight: Tensor, kind: Quantization, columns: bool = False) -> Tensor:
     """By torch alone."""
     packing = packing_of(weight, kind, columns)
-    return unpack(pack(weight, packing), packing, backend="torch")
+    return by("none", unpack)(pack(weight, packing), packing)
 
 
 # ---- Groups ----
@@ -124,9 +125,9 @@ def test_the_largest_and_smallest_numbers(kind: Quantization) -> None:
 def test_what_no_group_can_hold_is_refused_by_name(wrong: float, columns: bool) -> None:
     weight = random(70, 70)
     weight[66, 69] = wrong
-    for backend in ("torch", "auto"):
+    for backend in BACKENDS:
         with pytest.raises(ModelError, match=r"the\.weight has NaN, an infinity or a number b"):
-            pack(weight, packing_of(weight, KINDS[1], columns), "the.weight", backend=backend)
+            by(backend, pack)(weight, packing_of(weight, KINDS[1], columns), "the.weight")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +171,7 @@ def test_packing_in_pieces_is_packing_at_once(monkeypatch: pytest.MonkeyPatch) -
     for (weight, columns), packed in zip(cases, whole, strict=True):
         packing = packing_of(weight, KINDS[4], columns)
         assert torch.equal(pack(weight, packing), packed)
-        made = unpack(packed, packing, backend="torch")
+        made = by("none", unpack)(packed, packing)
         assert bit_equal(made, unpack(packed, packing))
 
 
@@ -195,7 +196,7 @@ def test_encodings_of_checkpoints_round_to_the_nearest(encoding: Encoding, bits:
     weight[5:10] *= 1e-20
     weight[10] = 0
     packing = dataclasses.replace(packing_of(weight, Quantization(bits, 64)), encoding=encoding)
-    made = unpack(pack(weight, packing), packing, backend="torch")
+    made = by("none", unpack)(pack(weight, packing), packing)
     for group, off in zip(weight.split(64, 1), (made - weight).split(64, 1), strict=True):
         wide = encoding in (Encoding.ZERO_POINT, Encoding.CENTERED)
         peak = group.abs().amax(1) * (2 if wide else 1)
@@ -221,7 +222,7 @@ def test_encodings_with_small_scales_round_to_the_nearest(
     weight = random(40, 512)
     weight[10], weight[11] = 0, 5.0
     packing = dataclasses.replace(packing_of(weight, Quantization(bits, 32)), encoding=encoding)
-    made = unpack(pack(weight, packing), packing, backend="torch")
+    made = by("none", unpack)(pack(weight, packing), packing)
     error = (made - weight).unflatten(1, (-1, 256)).abs().amax(-1)
     peak = weight.unflatten(1, (-1, 256)).abs().amax(-1)
     assert (error <= off * peak).all()
@@ -259,11 +260,11 @@ def test_kernels_unpack_what_torch_unpacks_bit_for_bit(
         columns = False
     packing = dataclasses.replace(packing_of(weight, kind, columns), encoding=encoding)
     packed = pack(weight, packing)
-    expected = unpack(packed, packing, backend="torch")
+    expected = by("none", unpack)(packed, packing)
     for name in LIBRARIES:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            made = unpack(packed, packing, backend=name)
+            made = by(name, unpack)(packed, packing)
             assert bit_equal(made, expected), (name, threads)
 
 
@@ -285,11 +286,11 @@ def test_kernels_pack_what_torch_packs_bit_for_bit(
     weight.flatten()[::7] = weight.flatten()[0]
     weight = weight.to(dtype)
     packing = packing_of(weight, kind)
-    expected = pack(weight, packing, backend="torch")
+    expected = by("none", pack)(weight, packing)
     for name in LIBRARIES:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            assert torch.equal(pack(weight, packing, backend=name), expected), (name, threads)
+            assert torch.equal(by(name, pack)(weight, packing), expected), (name, threads)
             torch.set_num_threads(2)
 
 
@@ -301,7 +302,7 @@ def test_what_is_measured_while_packing_is_the_squared_error(
     weight = random(50, 333, dtype=DTYPES[dtype])
     packing = packing_of(weight, kind)
     packed, squares = pack_and_measure(weight, packing)
-    assert torch.equal(packed, pack(weight, packing, backend="torch"))
+    assert torch.equal(packed, by("none", pack)(weight, packing))
     assert squares == pytest.approx(squared_error(weight, packed, packing), rel=1e-6)
 
 
@@ -312,19 +313,13 @@ def test_kernels_write_nothing_beside_the_result(kind: Quantization, columns: bo
     shape = (259, 1030)
     packing = WeightPacking(shape, torch.bfloat16, kind, columns)
     packed = pack(random(*shape, dtype=torch.bfloat16), packing)
-    expected = unpack(packed, packing, backend="torch")
+    expected = by("none", unpack)(packed, packing)
     room = torch.full((259 * 1030 + 64,), 7.0, dtype=torch.bfloat16)
     for name in LIBRARIES:
         room[32:-32] = 7.0
-        made = unpack(packed, packing, out=room[32:-32].view(shape), backend=name)
+        made = by(name, unpack)(packed, packing, out=room[32:-32].view(shape))
         assert bit_equal(made, expected)
         assert (room[:32] == 7).all() and (room[-32:] == 7).all()
-
-
-def test_an_unknown_backend_is_refused() -> None:
-    packing = WeightPacking((1, 1), torch.float32, KINDS[0])
-    with pytest.raises(ValueError, match="backend='gpu'"):
-        unpack(pack(torch.ones(1, 1), packing), packing, backend="gpu")
 
 
 # ---- Options ----
@@ -384,16 +379,6 @@ def quantized(folder: Path, quantization: Any, dtype: str = "float32", **setting
     )
 
 
-def test_fewer_bytes_are_read(folders: Callable[[str], Path]) -> None:
-    """In whole pages: the toys' norms take one each."""
-    read = {}
-    for quantization in (None, "int8", "int4"):
-        with quantized(folders("llama"), quantization) as llm:
-            llm.generate([[5, 6, 7]], SamplingParams(max_tokens=5))
-            read[quantization] = llm.engine.runner.weights.bytes_per_forward
-    assert read["int4"] < read["int8"] < read[None]
-
-
 @pytest.mark.parametrize("weights", [(0, 100, 0), (0, 0, 100)], ids=["memory", "disk"])
 def test_layers_have_their_quantized_bytes_while_they_are_lent(
     weights: Any, folders: Callable[[str], Path]
@@ -440,6 +425,6 @@ def test_a_zero_has_the_same_sign_with_every_backend(encoding: Encoding, scale: 
     heads = heads_of(torch.tensor([[scale]]), torch.tensor([[8]]), encoding)
     codes = torch.arange(32, dtype=torch.uint8)[None, :16]
     packed = torch.cat([codes.flatten(), heads.view(torch.uint8).flatten()])
-    first, *others = (unpack(packed, packing, backend=b) for b in ("torch", *kernels.available()))
+    first, *others = (by(b, unpack)(packed, packing) for b in BACKENDS)
     assert not first[first == 0].signbit().any()
     assert all(torch.equal(first.view(torch.int32), x.view(torch.int32)) for x in others)

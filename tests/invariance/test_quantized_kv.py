@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.attention_cases import (
-    BACKENDS,
     BF16,
     F32,
     SHAPES,
@@ -25,20 +22,14 @@ from support.attention_cases import (
     options,
     story,
 )
-from support.odd_toys import DTYPES, MODELS, open_toy
-from support.requests_mixed import all_facts, facts, generated, mixed_requests
+from support.backends import by
+from support.poison import poison
 from support.toys import make_toy
 from verbatim import LLM, NotSupported, SamplingParams, kernels
 from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv import attention
-from verbatim.kv.quantized import (
-    PACKINGS,
-    Packing,
-    pack,
-    resolve_kv_dtype,
-    unpack,
-)
+from verbatim.kv.quantized import PACKINGS, Packing, pack, resolve_kv_dtype, unpack
 from verbatim.kv.store import KVStore, LayerShape, bytes_per_token
 
 KINDS = list(PACKINGS.values())
@@ -112,7 +103,7 @@ def test_kernel_packs_the_same_bytes_as_the_reference(
         ]
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            attention.write_kv(k, v, *stores, slots, packing, backend=name)
+            by(name, attention.write_kv)(k, v, *stores, slots, packing)
             for rows, store in ((k, stores[0]), (v, stores[1])):
                 by_slot = store.transpose(1, 2).flatten(0, 1)
                 assert torch.equal(by_slot[slots], pack(rows, packing))
@@ -133,7 +124,7 @@ def read_back(what: Story, packing: Packing) -> Story:
 @pytest.mark.parametrize(
     ("backend", "shape"),
     [(backend, shape) for backend in LIBRARIES for shape in (*SHAPES[:4], *SHAPES[5:9])]
-    + [("torch", SHAPES[0]), ("torch", SHAPES[3])],
+    + [("none", SHAPES[0]), ("none", SHAPES[3])],
     ids=str,
 )
 def test_attention_has_the_bits_of_attention_over_what_was_unpacked(
@@ -152,34 +143,6 @@ def test_attention_has_the_bits_of_attention_over_what_was_unpacked(
                 backend, opts, shape.block_size, (what, start, stop), seed=start, packing=packing
             )
             assert_same_bits(piece, out[start:stop])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_neighbours_blocks_and_threads_change_nothing(backend: str, packing: Packing) -> None:
-    shape = SHAPES[3]
-    opts = options("all", shape)
-    lengths, chunks = [1, 130, 16, 90, 64, 33], [1, 1, 16, 40, 2, 1]
-    stories = [story(shape, n, seed=n) for n in lengths]
-    pieces = [(what, n - chunk, n) for what, n, chunk in zip(stories, lengths, chunks, strict=True)]
-    alone = [attend(backend, opts, 5, piece, packing=packing)[0] for piece in pieces]
-    for threads in (1, 3):
-        torch.set_num_threads(threads)
-        together = attend(backend, opts, 5, *pieces, seed=threads, packing=packing)
-        for a, b in zip(alone, together, strict=True):
-            assert_same_bits(a, b)
-
-
-def test_a_backend_that_is_not_there_is_refused(packing: Packing) -> None:
-    store = torch.zeros(1, 1, 4, packing.row_bytes(8), dtype=torch.uint8)
-    rows = AttentionBatch(*(torch.tensor(x).int() for x in ([0, 1], [1], [[0]])))
-    q = torch.zeros(1, 1, 8, dtype=torch.float16)
-    batch = (q, store, store, rows, AttentionOptions(1.0))
-    with pytest.raises(ValueError, match="backend='fast'"):
-        attention.paged_attention(*batch, value_size=8, packing=packing, backend="fast")
-    with pytest.raises(ValueError, match=r"no attention kernel for torch.float16"):
-        attention.paged_attention(*batch, value_size=8, packing=packing, backend="kernel")
-    out = attention.paged_attention(*batch, value_size=8, packing=packing)
-    assert torch.equal(out, q)
 
 
 # ---- The store ----
@@ -203,7 +166,7 @@ def test_blocks_are_copied_counted_poisoned_and_released(packing: Packing) -> No
             batch = AttentionBatch(*facts, torch.tensor([[block]]).int())
             return store.attend(layer, q, batch, opts)
 
-        store.poison([0, 1, 2, 3, 4])
+        poison(store, range(5))
         store.write(layer, k, v, torch.arange(8, 12))
         answer = read(2)
         assert answer.shape == (1, 2, shape.value_dim)
@@ -211,7 +174,7 @@ def test_blocks_are_copied_counted_poisoned_and_released(packing: Packing) -> No
         assert read(3).isnan().all()
         store.copy_blocks([(2, 3)])
         assert torch.equal(read(3), answer)
-        store.poison([2])
+        poison(store, [2])
         assert read(2).isnan().all()
         assert torch.equal(read(3), answer)
     store.release()
@@ -262,57 +225,6 @@ def test_a_dtype_that_is_not_there_is_refused_with_those_that_are() -> None:
     for name in ("int3", torch.float16, "fp8", 8):
         with pytest.raises(NotSupported, match=r"kv_dtype=.*bfloat16.*float32.*int4.*int8"):
             LLM(make_toy("llama"), kv_dtype=name)
-
-
-# ---- The promise ----
-
-
-# A kind of attention meets one packing and one dtype of a model.
-_PAIRS = [("float32", "int4"), ("bfloat16", "int8"), ("float32", "int8"), ("bfloat16", "int4")]
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "kv_dtype"),
-    [(name, *pair) for name, pair in zip((*MODELS, "mistral"), itertools.cycle(_PAIRS))],
-)
-def test_every_schedule_gives_the_same_bits(
-    name: str, dtype: str, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(MODELS, "mistral", {})
-    prompts, params = mixed_requests(12)
-    expected: list[Any] = []
-    chunked = dict(max_batch_tokens=7, block_size=5, num_threads=3)
-    for schedule in ({}, chunked):
-        with open_toy(name, dtype, kv_dtype=kv_dtype, **schedule) as llm:
-            results = all_facts(llm.generate(prompts, params))
-            expected = expected or results
-            assert results == expected, schedule
-            for i in (7, 11):  # the first of them forks
-                assert facts(llm.generate(prompts[i], params[i])[0]) == expected[i], "alone"
-
-
-@pytest.mark.parametrize("kv_dtype", PACKINGS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_evicted_requests_finish_with_the_same_bits(dtype: str, kv_dtype: str) -> None:
-    prompts, params = mixed_requests()
-    with open_toy("llama", dtype, kv_dtype=kv_dtype) as llm:
-        expected = all_facts(llm.generate(prompts, params))
-        per_token = llm.info()["kv_bytes_per_token"]
-    with open_toy(
-        "llama", dtype, kv_dtype=kv_dtype, kv_memory=per_token * 104, block_size=8
-    ) as llm:
-        results = llm.generate(prompts, params)
-        assert llm.stats()["preemptions"] > 0
-        assert all_facts(results) == expected
-
-
-@pytest.mark.parametrize("kv_dtype", PACKINGS)
-def test_the_reference_is_as_invariant(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "kernel", lambda *_, **__: None)
-    prompts, params = mixed_requests(9)
-    expected = generated(open_toy("llama", "float32", kv_dtype=kv_dtype), prompts, params)
-    with open_toy("llama", "float32", kv_dtype=kv_dtype, max_batch_tokens=9, block_size=3) as llm:
-        assert all_facts(llm.generate(prompts, params)) == expected
 
 
 def test_logprobs_stay_close_on_a_trained_model() -> None:

@@ -33,10 +33,8 @@ class Rows:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path = tmp_path_factory.mktemp("model")
-    make_toy("llama", max_position_embeddings=2048).save_pretrained(path)
-    return path
+def folder(folders: Any) -> Any:
+    return folders("llama", max_position_embeddings=2048)
 
 
 @pytest.fixture
@@ -104,25 +102,6 @@ def test_prompts_that_wait_for_the_same_prefix_compute_it_once(
     assert rows.take()[:2] == [64, 1 + 8 + 1 + 3 + 8]
     assert [r.num_cached_tokens for r in results] == [0, 56, 32, 64, 56]
     assert all_facts(results) == [facts(llm.generate(p, GREEDY)[0]) for p in prompts]
-
-
-def test_those_who_wait_for_a_prefix_go_on_when_its_request_is_aborted(llm: LLM) -> None:
-    prompt = random_ids(64, seed=6)
-    expected = facts(llm.generate(prompt, GREEDY)[0])
-    llm.engine.evict_all()
-    admitted = [llm.engine.admission.admit(prompt, GREEDY) for _ in range(3)]
-    engine = llm.engine
-    engine.scheduler.max_batch_tokens = 16
-    for request in admitted:
-        engine.submit(request)
-    engine.step()
-    assert len(engine.scheduler.running) == 1
-    engine.abort(admitted[0])
-    while engine.step():
-        engine.scheduler.pool.check()
-    for request in admitted[1:]:
-        assert request.result is not None and facts(request.result) == expected
-    assert llm.stats()["blocks_used"] == 0
 
 
 def test_salts_keep_tenants_apart(llm: LLM) -> None:

@@ -1,4 +1,4 @@
-"""Two thousand requests of every kind, some aborted: nothing is lost, and each answer is its own."""
+"""Thousands of requests of every kind, some aborted: nothing is lost, and each answer is its own."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 
 from support.programs import resident_bytes
-from support.requests_mixed import facts, mixed_requests
+from support.requests_mixed import check_nothing_is_left, facts, mixed_requests, submitted
 from support.toys import VOCAB, make_toy, random_ids
 from verbatim import LLM, SamplingParams
 from verbatim.core import Request
-
-NUM_REQUESTS = 2_000
-NUM_CHECKED = 200
 
 
 def _draw(rng: random.Random, kinds: list[SamplingParams], i: int) -> tuple[list[int], Any]:
@@ -36,43 +33,43 @@ def _draw(rng: random.Random, kinds: list[SamplingParams], i: int) -> tuple[list
 def test_a_soak_loses_nothing() -> None:
     rng = random.Random(2026)
     kinds = mixed_requests(12)[1]
-    model = make_toy("qwen3_moe", num_hidden_layers=2)
-    with LLM(model, kv_memory="2MB", block_size=8, max_sequences=24, max_batch_tokens=128) as llm:
+    model, count = make_toy("qwen3_moe"), 2000
+    options: dict[str, Any] = dict(kv_memory="2MB", max_sequences=24)
+    with LLM(model, block_size=8, max_batch_tokens=128, **options) as llm:
         engine, finished, aborted = llm.engine, [], 0
         live: list[Request] = []
         resident = 0
-        for i in range(NUM_REQUESTS):
+        for i in range(count):
             prompt, params = _draw(rng, kinds, i)
-            request = llm.engine.admission.admit(prompt, params)
-            engine.submit(request)
-            live.append(request)
+            live += submitted(llm, [prompt], [params])
+            finished.append(live[-1])
             while len(live) > 60:
                 engine.step()
                 live = [r for r in live if not r.finished]
             if rng.random() < 0.15:
                 engine.abort(rng.choice(live))
                 aborted += 1
-            finished.append(request)
             if i % 250 == 0:
                 engine.scheduler.pool.check()
-            if i == NUM_REQUESTS // 2:
+                engine.evict_all()
+            if i == count // 2:
                 gc.collect()
                 resident = resident_bytes()
         while engine.step():
             pass
         gc.collect()
         grown = resident_bytes() - resident
-        engine.scheduler.pool.check()
+        check_nothing_is_left(llm)
         stats = llm.stats()
-        assert stats["blocks_used"] == stats["running"] == stats["waiting"] == 0
-        assert stats["preemptions"] > 100 and stats["cached_tokens"] > 1000 and aborted > 200
+        assert stats["preemptions"] > count // 20 and stats["cached_tokens"] > count // 2
+        assert aborted > count // 10
         assert not engine._calls and not engine.scheduler.prefixes._in_flight
         # What was asked and answered is kept by this test; an engine that kept more would show here.
         assert grown < 60 * 2**20, f"{grown / 2**20:.0f} MiB more than halfway through"
     whole = [r for r in finished if r.result and _ended(r)]
-    assert len(whole) > NUM_REQUESTS * 0.7
+    assert len(whole) > count * 0.7
     with LLM(model, block_size=8, prefix_cache=False) as alone:
-        for request in rng.sample(whole, NUM_CHECKED):
+        for request in rng.sample(whole, count // 10):
             assert request.result is not None
             solo = alone.generate(request.prompt_ids, request.params)[0]
             assert facts(solo) == facts(request.result)

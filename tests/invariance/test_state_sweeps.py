@@ -1,19 +1,29 @@
-"""Models with recurrent layers, one of each family: all lengths, chunks, threads, and long runs."""
+"""Models with recurrent layers, one of each family: all lengths, chunks and threads, NaN, little memory."""
 
 from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
 from support.drafters import Oracle, answers_of
-from support.pairwise import slow_but
-from support.requests_mixed import all_facts, facts, generated, mixed_requests
-from support.states import check_nothing_is_left
-from support.toys import RECURRENT_FAMILIES, make_toy, random_ids
-from verbatim import LLM, PromptTooLong, SamplingParams
+from support.pairwise import parametrize_combinations, slow_but
+from support.requests_mixed import (
+    all_facts,
+    check_nothing_is_left,
+    facts,
+    generated,
+    keep_prefixes,
+    mixed_requests,
+    submitted,
+)
+from support.toys import RECURRENT_FAMILIES, RECURRENT_TOYS, make_toy, random_ids
+from verbatim import LLM, OutOfBlocks, RequestFailed, SamplingParams
 from verbatim.placement.options import EngineOptions
 
 two_fast = pytest.mark.parametrize("name", slow_but(("qwen3_5", "lfm2"), RECURRENT_FAMILIES))
@@ -27,7 +37,7 @@ def test_a_prefix_of_any_length_to_200_is_found_and_changes_no_bit(name: str) ->
     model, lengths = make_toy(name), range(1, 201, 3)
     expected = generated(LLM(model, prefix_cache=False), [stem[:n] + tail for n in lengths], GREEDY)
     with LLM(model, block_size=4) as llm:
-        llm.engine.live = False  # its cached prefixes outlive what runs
+        keep_prefixes(llm)
         for n, same in zip(lengths, expected, strict=True):
             for _ in range(2):  # where a prompt leaves another one is cached the second time
                 result = llm.generate([stem[:n] + tail], GREEDY)[0]
@@ -144,41 +154,85 @@ def test_2000_requests_stay_within_the_slots(name: str, monkeypatch: Any) -> Non
         check_nothing_is_left(llm)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_5", "granite_dense", "lfm2"])
-def test_a_context_of_32000_tokens_needs_the_memory_that_info_says(
+# ---- NaN, and little memory
+
+NAN_ID = 4
+MORE = GREEDY.replace(max_tokens=8)
+
+
+@contextmanager
+def nan_embedding(model: Any) -> Iterator[None]:
+    """Make the embedding of `NAN_ID` NaN, as a defect of a checkpoint or an overflow would."""
+    weight = model.get_input_embeddings().weight.data
+    kept = weight[NAN_ID].clone()
+    weight[NAN_ID] = torch.nan
+    try:
+        yield
+    finally:
+        weight[NAN_ID] = kept
+
+
+@parametrize_combinations(name=RECURRENT_FAMILIES, draft=[None, "ngram"])
+def test_a_state_of_nan_fails_its_request_alone(name: str, draft: str | None) -> None:
+    model, params = make_toy(name, tie_word_embeddings=False), MORE.replace(bad_words=[[NAN_ID]])
+    good = [[i for i in random_ids(n, seed=n) if i != NAN_ID] for n in (9, 40, 3)]
+    bad = [[*random_ids(12, seed=1), NAN_ID, *random_ids(3, seed=2)], [NAN_ID]]
+    with nan_embedding(model), LLM(model, draft=draft, block_size=4) as llm:
+        keep_prefixes(llm)
+        expected = all_facts(llm.generate(good, params))
+        for _ in range(3):  # slots that held NaN are used again
+            requests = submitted(llm, [*bad, *good], [params] * 5)
+            while llm.engine.step():
+                pass
+            for request in requests[: len(bad)]:
+                assert isinstance(request.error, RequestFailed)
+            assert all_facts([r.result for r in requests[len(bad) :]]) == expected
+        check_nothing_is_left(llm)
+
+
+@pytest.mark.parametrize("name", slow_but(RECURRENT_FAMILIES[::3], RECURRENT_FAMILIES))
+def test_without_room_for_snapshots_prompts_are_computed_again(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, length = make_toy(name, max_position_embeddings=40_000), 32_000
-    with LLM(model) as llm:
-        info = llm.info()
-    token_bytes, state_bytes = info["kv_bytes_per_token"], info["state_bytes"]
-    # A running sequence needs two slots, of the state that it reads and of that it writes; one is of zeros,
-    # and a block is of no sequence.
+    model, prompt = make_toy(name), random_ids(33, seed=1)
+    expected = generated(LLM(model, prefix_cache=False), [prompt] * 3, MORE)
+    # The zero state, and those that one sequence reads and writes.
     monkeypatch.setattr(EngineOptions, "num_states", lambda self, state_bytes: 3)
-    memory = (length + 32) * token_bytes + 3 * state_bytes
-    prompt = random_ids(length - 2, seed=1)
-    with LLM(model, kv_memory=memory, block_size=32) as llm:
-        assert llm.info()["kv_bytes"] == memory
-        (result,) = llm.generate([prompt], GREEDY.replace(max_tokens=2))
-        assert len(result.outputs[0].token_ids) == 2
-    with (
-        LLM(model, kv_memory=memory - 32 * token_bytes, block_size=32) as llm,
-        pytest.raises(PromptTooLong, match="31968"),
-    ):
-        llm.generate([prompt], GREEDY.replace(max_tokens=2))
+    with LLM(model, block_size=4, draft="ngram") as llm:
+        keep_prefixes(llm)
+        assert all_facts(llm.generate([prompt] * 3, MORE)) == expected
+        assert facts(llm.generate([prompt], MORE)[0]) == expected[0]
+        check_nothing_is_left(llm)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RECURRENT_FAMILIES)
-def test_a_prompt_of_2500_tokens_is_computed_once(name: str) -> None:
-    """Asked again, or followed by another turn, at most its last block is computed."""
-    model, prompt = make_toy(name, max_position_embeddings=4096), random_ids(2500, seed=1)
+@pytest.mark.parametrize("name", slow_but(RECURRENT_FAMILIES[::3], RECURRENT_TOYS))
+def test_a_budget_below_one_state_is_refused_by_name(name: str) -> None:
+    model = make_toy(name)
     with LLM(model) as llm:
-        llm.engine.live = False
-        first, again = (llm.generate([prompt], GREEDY)[0] for _ in range(2))
-        assert facts(again) == facts(first)
-        assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 2496)
-        turn = prompt + first.outputs[0].token_ids + random_ids(30, seed=2)
-        (result,) = llm.generate([turn], GREEDY)
-        assert result.num_cached_tokens >= 2496
+        needed = 6 * llm.info()["state_bytes"]
+    with pytest.raises(OutOfBlocks, match=r"recurrent states.*needs 3 slots of \d+ bytes"):
+        LLM(model, kv_memory=needed - 1)
+
+
+@pytest.mark.parametrize("name", slow_but(RECURRENT_FAMILIES[::3], RECURRENT_FAMILIES))
+def test_samples_that_fork_amid_drafts_keep_their_states(name: str) -> None:
+    model, prompt = make_toy(name), random_ids(19, seed=4)
+    params = SamplingParams(n=4, max_tokens=40, seed=3, ignore_eos=True, logprobs=0)
+    with LLM(model) as llm:
+        (plain,) = llm.generate([prompt], params)
+    calls = itertools.count(1)
+    oracle = Oracle(answers_of([plain]), right=lambda sequence: next(calls) % 5)
+    with LLM(model, draft=oracle, num_draft_tokens=4, block_size=4) as llm:
+        engine = llm.engine
+        requests = [engine.admission.admit(prompt, params) for _ in range(3)]
+        for request in requests:  # the later ones share the prompt of a request that is drafting
+            engine.submit(request)
+            for _ in range(4):
+                engine.step()
+        engine.evict_all()
+        while engine.step():
+            pass
+        assert all_facts([r.result for r in requests]) == [facts(plain)] * 3
+        totals = engine.drafting.totals
+        assert 0 < sum(totals.num_accepted) < sum(totals.num_drafted)
+        check_nothing_is_left(llm)

@@ -76,16 +76,27 @@ template <typename T> static void products() {
     }
 }
 
+// As vb::Norm of elementwise.h, which needs OpenMP.
+struct Norm {
+    const void *weight;
+    int64_t width;
+    float eps;
+    int32_t kind;
+    const void *bias;
+};
+
 template <typename T> static void elementwise() {
     const Names<T> named;
     constexpr int64_t ROWS = 3, WIDTH = 100;
     const auto x = numbers<T>(ROWS * WIDTH, 4), weight = numbers<T>(WIDTH, 5), up = numbers<T>(ROWS * WIDTH, 6);
     std::vector<T> out(ROWS * WIDTH);
-    for (int kind = 1; kind <= 4; kind++) {
-        call(named("vb_rms_norm").c_str(), out.data(), x.data(), weight.data(), ROWS, WIDTH, 1e-6f, kind, 1);
-        report(named("vb_rms_norm") + " " + std::to_string(kind), out);
+    for (int kind = 1; kind <= 6; kind++) {
+        const void *const bias = kind >= 5 ? up.data() : nullptr;
+        const Norm norm{weight.data(), WIDTH, 1e-6f, kind, bias};
+        call(named("vb_norm").c_str(), out.data(), x.data(), &norm, ROWS, 1);
+        report(named("vb_norm") + " " + std::to_string(kind), out);
     }
-    for (int activation = 0; activation <= 4; activation++) {
+    for (int activation = 0; activation <= 7; activation++) {
         call(named("vb_activate").c_str(), out.data(), x.data(), up.data(), ROWS * WIDTH, activation, 1);
         report(named("vb_activate") + " " + std::to_string(activation), out);
     }

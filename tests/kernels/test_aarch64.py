@@ -26,7 +26,6 @@ def run(*command: object) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 @pytest.mark.skipif("generic" not in kernels.available(), reason="no generic kernels were built")
 def test_kernels_for_arm_give_the_bits_of_the_generic_ones(tmp_path):

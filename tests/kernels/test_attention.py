@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.attention_cases import (
-    BACKENDS,
     BF16,
     F32,
     INVARIANT_SHAPES,
@@ -26,12 +26,14 @@ from support.attention_cases import (
     story,
     whole,
 )
+from support.backends import BACKENDS
 from support.pairwise import parametrize_combinations
 from verbatim import kernels
 from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv import attention
 from verbatim.kv.attention import paged_attention, write_kv
+from verbatim.kv.quantized import PACKINGS, Packing
 
 KERNELS = [*itertools.product(BACKENDS, (F32, BF16))]
 
@@ -123,9 +125,11 @@ def test_every_chunking_gives_the_same_bits(
             assert_same_bits(out, want[start:stop])
 
 
-@parametrize_combinations(kernel=KERNELS, shape=INVARIANT_SHAPES)
+@parametrize_combinations(
+    kernel=KERNELS, shape=INVARIANT_SHAPES, packing=[None, *PACKINGS.values()]
+)
 def test_neighbours_blocks_and_threads_change_nothing(
-    kernel: tuple[str, torch.dtype], shape: Shape
+    kernel: tuple[str, torch.dtype], shape: Shape, packing: Packing | None
 ) -> None:
     backend, dtype = kernel
     lengths = [1, 130, 16, 200, 64, 33]
@@ -135,11 +139,12 @@ def test_neighbours_blocks_and_threads_change_nothing(
         (what, max(0, n - chunk), n)
         for what, n, chunk in zip(stories, lengths, [1, 1, 16, 40, 2, 1], strict=True)
     ]
-    alone = [attend(backend, opts, shape.block_size, piece)[0] for piece in pieces]
+    some = partial(attend, backend, opts, shape.block_size, packing=packing)
+    alone = [some(piece)[0] for piece in pieces]
     for threads in (1, 2, 3, 7):
         torch.set_num_threads(threads)
-        together = attend(backend, opts, shape.block_size, *pieces, seed=threads)
-        backwards = attend(backend, opts, shape.block_size, *pieces[::-1], seed=threads + 9)[::-1]
+        together = some(*pieces, seed=threads)
+        backwards = some(*pieces[::-1], seed=threads + 9)[::-1]
         for a, b, c in zip(alone, together, backwards, strict=True):
             assert_same_bits(a, b)
             assert_same_bits(a, c)
@@ -243,9 +248,10 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
         AttentionOptions(1.0, sinks=torch.zeros(2, dtype=torch.float64))
     store = torch.zeros(1, 1, 4, 8, dtype=torch.float16)
     rows = AttentionBatch(*(torch.tensor(x).int() for x in ([0, 1], [1], [[0]])))
-    batch = (store[0, :, :1], store, store, rows)
-    with pytest.raises(ValueError, match="backend='fast'"):
-        paged_attention(*batch, AttentionOptions(1.0), backend="fast")
-    with pytest.raises(ValueError, match=r"no attention kernel for torch.float16"):
-        paged_attention(*batch, AttentionOptions(1.0), backend="kernel")
-    assert torch.equal(paged_attention(*batch, AttentionOptions(1.0)), torch.zeros(1, 1, 8).half())
+    q = torch.zeros(1, 1, 8, dtype=torch.float16)
+    for packing in (None, *PACKINGS.values()):
+        if packing is not None:
+            store = torch.zeros(1, 1, 4, packing.row_bytes(8), dtype=torch.uint8)
+        batch = (q, store, store, rows, AttentionOptions(1.0))
+        settings = dict(value_size=8, packing=packing)
+        assert torch.equal(paged_attention(*batch, **settings), q)

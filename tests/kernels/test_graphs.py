@@ -12,7 +12,7 @@ import torch
 
 from support.requests_mixed import generated
 from support.toys import make_toy, random_ids
-from verbatim import LLM, SamplingParams
+from verbatim import LLM, SamplingParams, drafters
 from verbatim.placement.graphs import DecodeGraphs, rounded_rows
 from verbatim.placement.resident import Resident
 from verbatim.protocols import Forward
@@ -119,3 +119,23 @@ def test_what_cannot_be_recorded_runs_plainly_and_says_why() -> None:
         assert graphs.run(batches[0]) is None and graphs.reason is None  # a chunk
         assert graphs.run(batches[1]) is None
         assert graphs.reason is not None and "not permitted" in graphs.reason
+
+
+def test_a_draft_model_replays_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    counting, plain = Counting(), drafters.open_resident
+
+    def recorded(*args: Any) -> Resident:
+        runner = plain(*args)
+        runner.graphs = DecodeGraphs(runner.decoder, runner.store, counting)
+        return runner
+
+    monkeypatch.setattr(drafters, "open_resident", recorded)
+    prompts = [random_ids(5, i) for i in range(3)]
+    # A bias keeps the draft model from drawing all tokens in one call, as it never does on a GPU.
+    params = SamplingParams(max_tokens=9, seed=1, ignore_eos=True, logit_bias={7: 0.5})
+    model = make_toy("llama")
+    expected = generated(LLM(model), prompts, params)
+    with LLM(model, draft=make_toy("llama"), num_draft_tokens=3) as llm:
+        assert generated(llm, prompts, params) == expected
+        assert llm.stats()["draft"]["acceptance"] == [1.0] * 3
+    assert counting.runs == 2 * 2  # all rows of a draft but the first have one token

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.backends import by
+from support.poison import poison
 from support.toys import make_toy, random_ids
 from verbatim import LLM, NotSupported, Offload, SamplingParams, kernels
 from verbatim.batch import AttentionBatch
@@ -71,10 +74,40 @@ def test_every_instruction_set_scores_as_the_reference(
         keys = torch.randn(length, depth, generator=numbers)
         keys[0] = torch.nan
         weights = torch.randn(rows, heads, generator=numbers) if weighted else None
-        expected = index_scores(q, weights, keys, reference=True)
+        expected = by("none", index_scores)(q, weights, keys)
         found = index_scores(q, weights, keys)
         assert found[..., 0].isnan().all() and expected[..., 0].isnan().all()
         assert torch.equal(found[..., 1:], expected[..., 1:])
+
+
+Step = Callable[[KVStore, Tensor, Tensor, AttentionBatch], Tensor]
+
+
+def in_any_cut(shapes: list[LayerShape], dtype: Any, step: Step) -> Tensor:
+    """What `step` gives for all rows of a sequence, after a check that it gives the same bits in pieces.
+
+    Args:
+        step: writes rows at these positions and slots, and attends to what is there by then.
+    """
+
+    def run(cuts: list[int]) -> Tensor:
+        numbers = torch.Generator().manual_seed(len(cuts))
+        blocks = 1 + torch.randperm(30, generator=numbers)
+        store = KVStore(shapes, 31, BLOCK_SIZE, dtype, torch.device("cpu"))
+        poison(store, range(31))
+        outs = []
+        for begin, end in pairwise(cuts):
+            at = torch.arange(begin, end)
+            slots = blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+            ends = torch.tensor([0, end - begin]), torch.tensor([end]), blocks[None]
+            outs.append(step(store, at, slots, AttentionBatch(*(x.int() for x in ends))))
+        return torch.cat(outs)
+
+    whole = run([0, LENGTH])
+    assert whole.isfinite().all()
+    for cuts in ([0, 1, 20, 21, 90, LENGTH], [0, *range(60, LENGTH + 1)]):
+        assert torch.equal(run(cuts), whole)
+    return whole
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -88,36 +121,18 @@ def test_rows_see_the_chosen_keys_with_the_same_bits_in_any_cut(dtype: Any, top_
     index_q, index_k, weights = noise(LENGTH, 3, 16), noise(LENGTH, 1, 16), noise(LENGTH, 3)
     q, k, v = noise(LENGTH, 4, 8), noise(LENGTH, 2, 8), noise(LENGTH, 2, 12)
 
-    def run(cuts: list[int], top_k: int | None, seed: int) -> Tensor:
-        blocks = 1 + torch.randperm(30, generator=torch.Generator().manual_seed(seed))
-        store = KVStore(SHAPES, 31, BLOCK_SIZE, dtype, torch.device("cpu"))
-        store.poison(list(range(31)))
-        outs = []
-        for begin, end in pairwise(cuts):
-            at = torch.arange(begin, end)
-            slots = blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
-            batch = AttentionBatch(
-                torch.tensor([0, end - begin], dtype=torch.int32),
-                torch.tensor([end], dtype=torch.int32),
-                blocks[None].int(),
-            )
-            options = AttentionOptions(scale=0.3)
-            store.write(0, index_k[at], index_k[at][..., :0], slots)
-            if top_k is not None:
-                indexed = IndexOptions(top_k, weights[at])
-                chosen = store.attend(0, index_q[at], batch, indexed)
-                options = AttentionOptions(scale=0.3, chosen=chosen)
-            store.write(1, k[at], v[at], slots)
-            outs.append(store.attend(1, q[at], batch, options))
-        return torch.cat(outs)
+    def plainly(store: KVStore, at: Tensor, slots: Tensor, batch: Any, **chosen: Tensor) -> Tensor:
+        store.write(1, k[at], v[at], slots)
+        return store.attend(1, q[at], batch, AttentionOptions(scale=0.3, **chosen))
 
-    want = run([0, LENGTH], top_k, seed=0)
-    assert want.isfinite().all()
-    for cuts in ([0, 1, 20, 21, 90, LENGTH], [0, *range(60, LENGTH + 1)]):
-        assert torch.equal(run(cuts, top_k, seed=len(cuts)), want)
-    plain = run([0, LENGTH], None, seed=1)
-    assert torch.equal(want[:top_k], plain[:top_k])
-    assert top_k == LENGTH or not torch.equal(want[top_k:], plain[top_k:])
+    def by_index(store: KVStore, at: Tensor, slots: Tensor, batch: AttentionBatch) -> Tensor:
+        store.write(0, index_k[at], index_k[at][..., :0], slots)
+        chosen = store.attend(0, index_q[at], batch, IndexOptions(top_k, weights[at]))
+        return plainly(store, at, slots, batch, chosen=chosen)
+
+    found, plain = (in_any_cut(SHAPES, dtype, step) for step in (by_index, plainly))
+    assert torch.equal(found[:top_k], plain[:top_k])
+    assert top_k == LENGTH or not torch.equal(found[top_k:], plain[top_k:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -131,27 +146,12 @@ def test_rows_see_their_window_and_records_with_the_same_bits_in_any_cut(
     ends = torch.arange(every - 1, LENGTH, every)
     records = torch.where(ends <= positions[:, None], ends, -1).int()
 
-    def run(cuts: list[int], seed: int) -> Tensor:
-        blocks = 1 + torch.randperm(30, generator=torch.Generator().manual_seed(seed))
-        shape = LayerShape(1, 16, 16, records=True)
-        store = KVStore([shape], 31, BLOCK_SIZE, dtype, torch.device("cpu"))
-        store.poison(list(range(31)))
-        outs = []
-        for begin, end in pairwise(cuts):
-            at = positions[begin:end]
-            store.write(0, k[at], v[at], blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE)
-            batch = AttentionBatch(
-                torch.tensor([0, end - begin], dtype=torch.int32),
-                torch.tensor([end], dtype=torch.int32),
-                blocks[None].int(),
-            )
-            options = AttentionOptions(0.3, window=window, sinks=sinks, records=records[at])
-            outs.append(store.attend(0, q[at], batch, options))
-        return torch.cat(outs)
+    def step(store: KVStore, at: Tensor, slots: Tensor, batch: AttentionBatch) -> Tensor:
+        store.write(0, k[at], v[at], slots)
+        options = AttentionOptions(0.3, window=window, sinks=sinks, records=records[at])
+        return store.attend(0, q[at], batch, options)
 
-    found = run([0, LENGTH], seed=0)
-    for cuts in ([0, 1, 20, 21, 90, LENGTH], [0, *range(60, LENGTH + 1)]):
-        assert torch.equal(run(cuts, seed=len(cuts)), found)
+    found = in_any_cut([LayerShape(1, 16, 16, records=True)], dtype, step)
     behind = positions[:, None] - positions
     seen = torch.cat([(behind >= 0) & (behind < window), records >= 0], 1)[:, None]
     rows = torch.cat([k, v[ends]])[:, 0]
@@ -168,13 +168,6 @@ def test_an_indexer_of_records_chooses_whole_windows_alone() -> None:
     options = IndexOptions(2, torch.ones(11, 1), 3, pooled=True, records=True)
     chosen = choose_keys(torch.ones(11, 1, 1), lambda _: keys, batch, options)[:, 0].tolist()
     assert chosen == [[-1, -1]] * 2 + [[2, -1]] * 3 + [[2, 5]] * 3 + [[5, 8]] * 3
-
-
-def test_the_keys_of_an_indexer_are_counted() -> None:
-    with LLM(make_toy("deepseek_v32"), kv_memory="1MB") as llm:
-        info = llm.info()
-    assert info["layers"] == 3
-    assert info["kv_bytes_per_token"] == 3 * 4 * (4 * (24 + 12) + 16)
 
 
 def test_an_indexer_matters_once_there_are_more_keys_than_it_chooses() -> None:

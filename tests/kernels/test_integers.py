@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.backends import BACKENDS, by
 from support.products import multiply_together
 from verbatim import kernels
-from verbatim.model.integers import (
-    activation_codes,
-    integer_linear,
-)
+from verbatim.model.integers import activation_codes, integer_linear
 from verbatim.model.products import Packed, linear
 from verbatim.model.quantization import GROUP_SIZES, Quantization
 from verbatim.model.quantize import interleave, pack, plain_rows, unpack, unpack_rows
@@ -21,8 +19,6 @@ from verbatim.model.weight_packing import WeightPacking
 
 KINDS = [Quantization(bits, size, activation_bits=8) for bits in (8, 4) for size in GROUP_SIZES]
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=[k.name for k in KINDS])
-BACKENDS = ["torch", *kernels.available()]
-EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS)
 SHAPES = [(1, 1), (5, 7), (33, 60), (64, 128), (70, 333), (100, 1000)]  # N, K
 
 
@@ -66,9 +62,9 @@ def test_laying_a_matrix_out_changes_no_number(kind: Quantization) -> None:
         weight = random(*shape)
         packing = WeightPacking(shape, weight.dtype, kind)
         packed = pack(weight, packing)
-        data, laid = interleave(packed, packing, backend="torch")
+        data, laid = by("none", interleave)(packed, packing)
         assert data.shape == (laid.nbytes,)
-        assert all(torch.equal(interleave(packed, packing, backend=b)[0], data) for b in BACKENDS)
+        assert all(torch.equal(by(b, interleave)(packed, packing)[0], data) for b in BACKENDS)
         assert torch.equal(plain_rows(data, laid).flatten(), packed)
         assert torch.equal(unpack(data, laid), unpack(packed, packing))
         some = torch.tensor([0, shape[0] - 1, 0, shape[0] // 2])
@@ -141,7 +137,6 @@ def test_it_is_near_the_product_of_numbers(kind: Quantization) -> None:
 
 
 @EVERY_KIND
-@EVERY_BACKEND
 def test_every_backend_has_the_bits_of_the_definition(backend: str, kind: Quantization) -> None:
     for (num_out, depth), dtype in zip(SHAPES, [torch.float32, torch.bfloat16] * 3, strict=True):
         data, laid = laid_out(random(num_out, depth, dtype=dtype), kind)
@@ -150,22 +145,21 @@ def test_every_backend_has_the_bits_of_the_definition(backend: str, kind: Quanti
             for wide in (False, True):
                 expected = integer_linear(x, data, laid, bias, wide)
                 assert not expected[7:].isnan().any() and expected[3:5].isnan().all()
-                made = linear(x, Packed(data, laid), bias, backend=backend, float32=wide)
+                made = linear(x, Packed(data, laid), bias, float32=wide)
                 assert bit_equal(made, expected)
 
 
-@EVERY_BACKEND
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_row_has_its_bits_in_any_company(backend: str, bits: int) -> None:
-    depth = 1000 if backend == "torch" else 2500  # cut along K where there are many rows
+    depth = 1000 if backend == "none" else 2500  # cut along K where there are many rows
     data, laid = laid_out(random(70, depth, dtype=torch.bfloat16), Quantization(bits, 64, 8, 8))
     x = rows_of_all_kinds(150, depth, torch.bfloat16)
     bias = random(70, dtype=torch.bfloat16, seed=3)
-    expected = linear(x, Packed(data, laid), bias, backend=backend)
+    expected = linear(x, Packed(data, laid), bias)
     for count in [*range(1, 20), 64, 70, 129, 149]:
         for start in (0, 150 - count):
             some = x[start : start + count]
-            made = linear(some, Packed(data, laid), bias, backend=backend)
+            made = linear(some, Packed(data, laid), bias)
             assert bit_equal(made, expected[start : start + count]), count
 
 
@@ -192,6 +186,4 @@ def test_side_by_side_with_matrices_of_other_kinds() -> None:
     packing = WeightPacking((24, 192), plain.dtype, Quantization(4))
     weights.append(Packed(pack(plain, packing), packing))
     alone = [linear(x, w) for w in weights]
-    assert bit_equal(
-        multiply_together(x, weights, [None] * len(weights), "kernel"), torch.cat(alone, 1)
-    )
+    assert bit_equal(multiply_together(x, weights, [None] * len(weights)), torch.cat(alone, 1))

@@ -19,7 +19,7 @@ from verbatim.model.differential import bit_equal
 from verbatim.model.norms import Gate, find_norm, formula, norm_forward
 
 WIDTHS = (1, 15, 16, 17, 60, 128, 1000)
-KINDS = [NormKind.BARE, NormKind.ROUNDED, NormKind.WIDE, NormKind.ONE_PLUS]
+KINDS = [kind for kind in NormKind if kind]
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -40,12 +40,15 @@ def test_norms_are_those_of_the_formula(kind: NormKind, dtype: str) -> None:
         x = noise(50, width, dtype=DTYPES[dtype]) * torch.logspace(-3, 2, 50)[:, None]
         x = x.to(DTYPES[dtype])
         weight = None if kind is NormKind.BARE else noise(width, dtype=DTYPES[dtype], seed=1)
-        ours = elementwise.rms_norm(x, weight, 1e-5, kind)
-        expected = formula(x, weight, 1e-5, kind)
+        centered = kind >= NormKind.CENTERED
+        bias = noise(width, dtype=DTYPES[dtype], seed=2) if centered else None
+        ours = elementwise.norm(x, weight, 1e-5, kind, bias)
+        expected = formula(x, weight, 1e-5, kind, bias)
+        near = 3e-6 if centered else 0.0  # of numbers that cancel
         if dtype == "float32":
-            torch.testing.assert_close(ours, expected, rtol=2e-6, atol=0.0)
+            torch.testing.assert_close(ours, expected, rtol=2e-6, atol=near)
         else:  # the sum's order turns a rounding now and then
-            torch.testing.assert_close(ours, expected, rtol=2.0**-7, atol=0.0)
+            torch.testing.assert_close(ours, expected, rtol=2.0**-7, atol=near)
             assert float((ours != expected).float().mean()) < 0.002
 
 
@@ -54,10 +57,10 @@ def test_a_rows_norm_depends_on_that_row_alone(dtype: str) -> None:
     x, weight = noise(300, 1000, dtype=DTYPES[dtype]), noise(1000, dtype=DTYPES[dtype], seed=1)
     for kind in KINDS:
         given = None if kind is NormKind.BARE else weight
-        alone = [elementwise.rms_norm(row[None], given, 1e-6, kind) for row in x[::37]]
+        alone = [elementwise.norm(row[None], given, 1e-6, kind) for row in x[::37]]
         for threads in (1, 2, 7):
             torch.set_num_threads(threads)
-            together = elementwise.rms_norm(x, given, 1e-6, kind)[::37]
+            together = elementwise.norm(x, given, 1e-6, kind)[::37]
             assert bit_equal(together, torch.cat(alone)), f"{kind.name}, {threads} threads"
 
 
@@ -69,12 +72,16 @@ EXACT: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.SIGMOID: lambda x: 1 / (1 + torch.exp(-x)),
     Activation.EXP: torch.exp,
     Activation.SOFTPLUS: lambda x: x.clamp(min=0) + torch.log1p(torch.exp(-x.abs())),
+    Activation.GELU: nn.functional.gelu,
+    Activation.RELU: nn.functional.relu,
+    Activation.RELU_SQUARED: lambda x: nn.functional.relu(x).square(),
 }
 # Of infinity, 0, -0, 3e38 and -3e38.
 LIMITS = {
     Activation.SIGMOID: [1.0, 0.5, 0.5, 1.0, 0.0],
     Activation.EXP: [torch.inf, 1.0, 1.0, torch.inf, 0.0],
     Activation.SOFTPLUS: [torch.inf, math.log(2), math.log(2), 3.0e38, 0.0],
+    Activation.RELU_SQUARED: [torch.inf, 0.0, 0.0, torch.inf, 0.0],
 }
 
 
@@ -102,6 +109,15 @@ def test_activations_of_what_is_no_number(activation: Activation) -> None:
     torch.testing.assert_close(ours[[0, 2, 3, 4, 5]], expected, rtol=1e-6, atol=0.0)
 
 
+def test_an_activation_that_clamps_what_is_large_is_none_of_the_kernels() -> None:
+    class Clamped(nn.SiLU):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).clamp(max=20.0)
+
+    assert elementwise.activation_of(Clamped()) is None
+    assert elementwise.activation_of(nn.SiLU()) is Activation.SILU
+
+
 FAMILIES = {
     "llama": NormKind.ROUNDED,
     "qwen3": NormKind.ROUNDED,
@@ -110,8 +126,10 @@ FAMILIES = {
     "gpt_oss": NormKind.WIDE,
     "gemma2": NormKind.ONE_PLUS,
     "gemma3": NormKind.ONE_PLUS,
-    "gpt2": None,
-    "opt": None,
+    "gpt2": NormKind.CENTERED,
+    "cohere": NormKind.CENTERED,
+    "nemotron": NormKind.CENTERED_ONE_PLUS,
+    "olmo": NormKind.CENTERED,
 }
 
 
@@ -166,6 +184,21 @@ def test_a_class_may_be_of_a_family_by_its_settings() -> None:
     assert parts is not None and parts.kind is NormKind.ROUNDED
 
 
+class ScaledNorm(MeanNorm):
+    """With the factor 1 it is an RMS norm, as in the first layer of a model that scales by depth."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return self.weight * normed * self.factor
+
+
+def test_a_factor_that_is_one_in_one_norm_of_a_class_is_heeded_in_another() -> None:
+    parts = find_norm(ScaledNorm(factor=1.0))
+    assert parts is not None and parts.kind is NormKind.ROUNDED
+    assert find_norm(ScaledNorm(factor=0.5)) is None
+
+
 class GateFirstNorm(MeanNorm):
     """As Mamba-2 has it: the gate is in the mean of squares."""
 
@@ -209,25 +242,15 @@ def test_a_norm_whose_gate_comes_first_is_of_another_family() -> None:
     assert parts is not None and parts.kind is NormKind.ROUNDED
 
 
-def test_a_norm_reads_its_weight_and_epsilon_anew_each_time() -> None:
+@pytest.mark.parametrize("epsilon", [0.5, 1])
+def test_a_norm_reads_its_weight_and_epsilon_anew_each_time(epsilon: float) -> None:
     norm = make_toy("llama").model.norm
-    forward = norm_forward(norm)
-    assert forward is not None
-    x = noise(3, 64)
-    norm.variance_epsilon = 0.5
-    norm.weight = nn.Parameter(noise(64, seed=3))
-    expected = formula(x, norm.weight.detach(), 0.5, NormKind.ROUNDED)
-    with torch.no_grad():
-        torch.testing.assert_close(forward(x), expected, rtol=2e-6, atol=0.0)
-
-
-def test_an_epsilon_may_be_a_whole_number() -> None:
-    norm = make_toy("llama").model.norm
-    norm.variance_epsilon = 1
     forward, x = norm_forward(norm), noise(3, 64)
     assert forward is not None
+    norm.variance_epsilon = epsilon
+    norm.weight = nn.Parameter(noise(64, seed=3))
+    expected = formula(x, norm.weight.detach(), float(epsilon), NormKind.ROUNDED)
     with torch.no_grad():
-        expected = formula(x, norm.weight.detach(), 1.0, NormKind.ROUNDED)
         torch.testing.assert_close(forward(x), expected, rtol=2e-6, atol=0.0)
 
 
@@ -236,7 +259,7 @@ def test_what_the_kernels_do_not_serve_runs_as_before(monkeypatch: pytest.Monkey
     forward = norm_forward(norm)
     assert forward is not None
     called: list[Any] = []
-    monkeypatch.setattr(elementwise, "rms_norm", lambda *args: called.append(args))
+    monkeypatch.setattr(elementwise, "norm", lambda *args: called.append(args))
     x = noise(3, 64).double()
     with torch.no_grad():
         assert torch.equal(forward(x), type(norm).forward(norm, x))
@@ -248,8 +271,8 @@ def test_what_the_kernels_do_not_serve_runs_as_before(monkeypatch: pytest.Monkey
 
 def test_strided_rows_have_the_bits_of_others() -> None:
     x, weight = noise(1, 5, 4, 64).transpose(1, 2), noise(64, seed=1)
-    ours = elementwise.rms_norm(x, weight, 1e-6, NormKind.WIDE)
-    rows = elementwise.rms_norm(x.reshape(-1, 64), weight, 1e-6, NormKind.WIDE)
+    ours = elementwise.norm(x, weight, 1e-6, NormKind.WIDE)
+    rows = elementwise.norm(x.reshape(-1, 64), weight, 1e-6, NormKind.WIDE)
     assert ours.shape == x.shape and bit_equal(ours.reshape(-1, 64), rows)
 
 

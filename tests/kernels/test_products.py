@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from support.backends import by
 from support.products import multiply_together
 from verbatim import kernels
+from verbatim.errors import NotSupported
 from verbatim.model import products
-from verbatim.model.patching import threads
 from verbatim.model.products import (
     Packed,
     RowTiles,
@@ -20,15 +21,12 @@ from verbatim.model.products import (
     linear,
     matmul,
     probe_report,
+    threads,
 )
 from verbatim.model.quantization import GROUP_SIZES, Quantization
 from verbatim.model.quantize import pack, unpack
 from verbatim.model.weight_packing import BLOCK, BLOCKS, Encoding, WeightPacking
 
-# Threads wait for one another on a busy machine; the tests about them ask for more.
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-BACKENDS = [*kernels.available(), "torch"]
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 SHAPES = [(1, 1), (3, 17), (17, 3), (33, 65), (65, 33), (60, 100), (100, 60), (1, 1000), (1000, 33)]
@@ -60,24 +58,22 @@ def differing_rows(product: Callable[[Tensor], Tensor], x: Tensor, counts: list[
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_products_are_close_to_float64(backend: str, dtype: torch.dtype) -> None:
     # Each shape costs torch a probe.
-    for num_out, depth in SHAPES[:4] if backend == "torch" else SHAPES:
+    for num_out, depth in SHAPES[:4] if backend == "none" else SHAPES:
         x = rand(7, depth, dtype=dtype)
         weight, bias = rand(num_out, depth, dtype=dtype), rand(num_out, dtype=dtype)
-        assert_close(linear(x, weight, backend=backend), x, weight)
-        assert_close(linear(x, weight, bias, backend=backend), x, weight, bias)
+        assert_close(linear(x, weight), x, weight)
+        assert_close(linear(x, weight, bias), x, weight, bias)
         stored = weight.t().contiguous()  # [K, N]
-        assert_close(matmul(x, stored, backend=backend), x, weight)
-        assert_close(linear(x, stored.t(), bias, backend=backend), x, weight, bias)
+        assert_close(matmul(x, stored), x, weight)
+        assert_close(linear(x, stored.t(), bias), x, weight, bias)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_strides_do_not_change_the_bits(backend: str, dtype: torch.dtype) -> None:
     x, weight, bias = rand(9, 65, dtype=dtype), rand(33, 65, dtype=dtype), rand(33, dtype=dtype)
-    expected = linear(x, weight, bias, backend=backend)
+    expected = linear(x, weight, bias)
     wide_x = torch.full((9, 100), torch.nan, dtype=dtype)
     wide_x[:, 3:68] = x
     wide_weight = torch.full((33, 80), torch.nan, dtype=dtype)
@@ -87,22 +83,20 @@ def test_strides_do_not_change_the_bits(backend: str, dtype: torch.dtype) -> Non
     every_other = torch.full((9, 130), torch.nan, dtype=dtype)
     every_other[:, ::2] = x
     for rows in (wide_x[:, 3:68], every_other[:, ::2], x.t().contiguous().t()):
-        assert torch.equal(linear(rows, weight, bias, backend=backend), expected)
+        assert torch.equal(linear(rows, weight, bias), expected)
     for matrix in (wide_weight[:, 5:70], scattered[:, ::2]):
-        assert torch.equal(linear(x, matrix, bias, backend=backend), expected)
+        assert torch.equal(linear(x, matrix, bias), expected)
     cube = x.view(3, 3, 65)
-    assert torch.equal(linear(cube, weight, bias, backend=backend), expected.view(3, 3, 33))
-    assert torch.equal(linear(x[0], weight, bias, backend=backend), expected[0])
+    assert torch.equal(linear(cube, weight, bias), expected.view(3, 3, 33))
+    assert torch.equal(linear(x[0], weight, bias), expected[0])
     stored = weight.t().contiguous()
     wide_stored = torch.full((65, 50), torch.nan, dtype=dtype)
     wide_stored[:, 7:40] = stored
-    assert torch.equal(
-        matmul(x, wide_stored[:, 7:40], backend=backend), matmul(x, stored, backend=backend)
-    )
+    assert torch.equal(matmul(x, wide_stored[:, 7:40]), matmul(x, stored))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("backend", kernels.available())
+@pytest.mark.parametrize("backend", kernels.available(), indirect=True)
 def test_the_bits_are_the_same_whichever_way_the_weight_lies(
     backend: str, dtype: torch.dtype
 ) -> None:
@@ -120,28 +114,30 @@ def test_the_bits_are_the_same_whichever_way_the_weight_lies(
         stored = weight.t().contiguous()
         for count in (1, 2, 5, 7, 8, 9, 20, 270):
             x = rand(count, depth, dtype=dtype)
-            expected = linear(x, weight, bias, backend=backend)
+            expected = linear(x, weight, bias)
             with threads(2 if count == 20 else 1):
-                assert torch.equal(linear(x, stored.t(), bias, backend=backend), expected), count
+                assert torch.equal(linear(x, stored.t(), bias), expected), count
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_edges(backend: str, dtype: torch.dtype) -> None:
     weight = rand(5, 60, dtype=dtype)
-    assert linear(rand(0, 60, dtype=dtype), weight, backend=backend).shape == (0, 5)
-    assert linear(rand(2, 0, 60, dtype=dtype), weight, backend=backend).shape == (2, 0, 5)
-    no_depth = linear(rand(2, 0, dtype=dtype), rand(5, 0, dtype=dtype), backend=backend)
+    assert linear(rand(0, 60, dtype=dtype), weight).shape == (0, 5)
+    assert linear(rand(2, 0, 60, dtype=dtype), weight).shape == (2, 0, 5)
+    no_depth = linear(rand(2, 0, dtype=dtype), rand(5, 0, dtype=dtype))
     assert torch.equal(no_depth, torch.zeros(2, 5, dtype=dtype))
-    precise = linear(rand(3, 60, dtype=dtype), weight, backend=backend, float32=True)
+    precise = linear(rand(3, 60, dtype=dtype), weight, float32=True)
     assert precise.dtype is torch.float32
-    assert torch.equal(precise.to(dtype), linear(rand(3, 60, dtype=dtype), weight, backend=backend))
-    x, cube = rand(2, 3, 60, dtype=dtype), rand(2, 60, 5, dtype=dtype)
-    batched = matmul(x, cube, backend=backend)
-    assert torch.equal(batched[1], matmul(x[1], cube[1], backend=backend))
+    assert torch.equal(precise.to(dtype), linear(rand(3, 60, dtype=dtype), weight))
+    x, cube = rand(3, 2, 60, dtype=dtype).transpose(0, 1), rand(2, 60, 5, dtype=dtype)
+    scattered = rand(2, 60, 10, dtype=dtype)[..., ::2]
+    for matrices in (cube, cube.mT.contiguous().mT, scattered, cube[:1].expand(2, -1, -1)):
+        batched = matmul(x, matrices)
+        for rows, matrix, result in zip(x, matrices, batched, strict=True):
+            assert torch.equal(result, matmul(rows, matrix))
     x = rand(2, 60, dtype=dtype)
     x[0, 59] = torch.nan
-    assert linear(x, weight, backend=backend).isnan().tolist() == [[True] * 5, [False] * 5]
+    assert linear(x, weight).isnan().tolist() == [[True] * 5, [False] * 5]
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
@@ -151,8 +147,8 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         linear(rand(2, 4), rand(3, 4), rand(4))
     with pytest.raises(ValueError, match="do not fit"):
         matmul(rand(2, 4), rand(3, 4, 5))
-    with pytest.raises(ValueError, match="quantum"):
-        linear(rand(2, 4), rand(3, 4), backend="quantum")
+    with pytest.raises(NotSupported, match="quantum"), kernels.using("quantum"):
+        linear(rand(2, 4), rand(3, 4))
 
 
 def test_other_dtypes_go_to_torch() -> None:
@@ -165,21 +161,8 @@ def test_other_dtypes_go_to_torch() -> None:
 def test_float32_bits_are_the_same_with_and_without_bf16_instructions() -> None:
     names = [name for name in kernels.available() if name != "generic"]  # fma in all but one
     x, weight = rand(7, 100), rand(33, 100)
-    results = [linear(x, weight, backend=name) for name in names]
+    results = [by(name, linear)(x, weight) for name in names]
     assert all(torch.equal(result, results[0]) for result in results)
-
-
-def test_the_comparison_sees_a_product_that_depends_on_the_number_of_rows() -> None:
-    x, weight = rand(40, 1000), rand(33, 1000)
-
-    def chunked(rows: Tensor) -> Tensor:
-        """Another order of additions from six rows on, as a library's dispatch would have it."""
-        if rows.shape[0] < 6:
-            return linear(rows, weight, backend="torch")
-        halves = linear(rows[:, :500], weight[:, :500]), linear(rows[:, 500:], weight[:, 500:])
-        return halves[0] + halves[1]
-
-    assert differing_rows(chunked, x, [1, 5, 6, 40]) == [6, 40]
 
 
 def test_tiles_hide_what_depends_on_the_number_of_rows() -> None:
@@ -213,20 +196,18 @@ def test_the_probe_sees_places_and_threads() -> None:
 
 def test_the_probe_reports_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_found", {})
-    linear(rand(3, 100), rand(33, 100), backend="torch")
+    by("none", linear)(rand(3, 100), rand(33, 100))
     ((shape, dtype, padding),) = probe_report()
     assert (shape, dtype) == ((33, 100), torch.float32)
     assert isinstance(padding, RowTiles)
     assert torch.get_num_threads() >= 1
 
 
-def test_without_kernels_auto_means_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels_products_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = rand(3, 100), rand(33, 100)
-    expected = linear(x, weight, backend="torch")
+    expected = by("none", linear)(x, weight)
     monkeypatch.setattr(kernels, "wanted", lambda: "none")
     assert torch.equal(linear(x, weight), expected)
-    with pytest.raises(ValueError, match="kernel"):
-        linear(x, weight, backend="kernel")
 
 
 # ---- quantized weights ----
@@ -260,7 +241,6 @@ def in_few_bits(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("kind", "encoding"), ENCODED, ids=[f"{kind.name}-{code.name}" for kind, code in ENCODED]
 )
@@ -273,12 +253,11 @@ def test_a_packed_product_is_that_of_the_matrix_it_is_read_back_as(
         wide[: num_out // 3] *= 1e-37  # numbers that the quick rounding would lose
         x, bias = rand(70, depth, dtype=dtype), rand(num_out, dtype=dtype)
         packed = in_few_bits(wide.to(dtype), kind, encoding=encoding)
-        weight = unpack(packed.data, packed.packing, backend="torch")
+        weight = by("none", unpack)(packed.data, packed.packing)
         for float32 in (False, True):
-            settings = {"backend": backend, "float32": float32}
-            expected = linear(x, weight, bias, **settings)
-            for count in (1, 70) if backend == "torch" else (1, 2, 5, 6, 7, 8, 9, 13, 33, 70):
-                made = linear(x[-count:], packed, bias, **settings)
+            expected = linear(x, weight, bias, float32=float32)
+            for count in (1, 70) if backend == "none" else (1, 2, 5, 6, 7, 8, 9, 13, 33, 70):
+                made = linear(x[-count:], packed, bias, float32=float32)
                 assert torch.equal(made, expected[-count:]), count
 
 
@@ -291,29 +270,28 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor | Packed]] = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_neither_the_number_of_rows_nor_of_threads_shows(
     backend: str, dtype: torch.dtype, layout: str
 ) -> None:
     # Each shape costs torch a probe. The last one is a layer of a real model.
     for num_out, depth in ((33, 100), (1000, 100), (65, 3001), (3072, 1024)):
-        if depth > 100 and (backend == "torch" or (num_out == 3072 and layout != "N,K")):
+        if depth > 100 and (backend == "none" or (num_out == 3072 and layout != "N,K")):
             continue
         x, bias = rand(300, depth, dtype=dtype), rand(num_out, dtype=dtype)
         weight = LAYOUTS[layout](rand(num_out, depth, dtype=dtype))
-        expected = linear(x, weight, bias, backend=backend)
-        every = range(1, 301, 1 if num_out == 33 and backend != "torch" else 37)
-        for num_threads in (1, 2) if backend == "torch" else (1, 2, 3, 7):
+        expected = linear(x, weight, bias)
+        every = range(1, 301, 1 if num_out == 33 and backend != "none" else 37)
+        for num_threads in (1, 2) if backend == "none" else (1, 2, 3, 7):
             with threads(num_threads):
                 for count in every if num_threads == 1 else (1, 5, 8, 16, 33, 70):
                     start = (300 - count) // (1 + count % 2)
-                    some = linear(x[start : start + count], weight, bias, backend=backend)
+                    some = linear(x[start : start + count], weight, bias)
                     assert torch.equal(some, expected[start : start + count]), (count, num_threads)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("backend", kernels.available())
+@pytest.mark.parametrize("backend", kernels.available(), indirect=True)
 def test_several_matrices_at_once(backend: str, dtype: torch.dtype) -> None:
     wide, bias = rand(90, 200, dtype=dtype), rand(65, dtype=dtype)
     weights = [
@@ -326,17 +304,16 @@ def test_several_matrices_at_once(backend: str, dtype: torch.dtype) -> None:
     for count in (1, 4, 20):
         x = rand(count, 100, dtype=dtype)
         each = zip(weights, biases, strict=True)
-        alone = [linear(x, w, b, backend=backend) for w, b in each]
+        alone = [linear(x, w, b) for w, b in each]
         with threads(2):
-            together = multiply_together(x, weights, biases, backend)
+            together = multiply_together(x, weights, biases)
         assert torch.equal(together, torch.cat(alone, -1))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_packed_weight_by_columns(backend: str) -> None:
     columns, x = in_few_bits(rand(100, 40), KINDS[3], columns=True), rand(3, 100)
-    out = linear(x, columns, backend=backend)
-    expected = matmul(x, unpack(columns.data, columns.packing), backend=backend)
+    out = linear(x, columns)
+    expected = matmul(x, unpack(columns.data, columns.packing))
     assert torch.equal(out, expected)
 
 

@@ -9,13 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.backends import by
 from verbatim import kernels
 from verbatim.kv.recurrence import causal_conv, linear_recurrence, weighted_mean
 from verbatim.kv.states import StateRows
+from verbatim.model.invariant import exp
 
 LENGTHS = (1, 37, 5)
 # Heads, heads of the keys, rows and columns of a state.
-SHAPES = [(4, 2, 16, 16), (4, 4, 24, 100), (2, 1, 128, 128), (40, 1, 9, 1), (3, 3, 5, 17)]
+SHAPES = [
+    (4, 2, 16, 16),
+    (4, 4, 24, 100),
+    (2, 1, 128, 128),
+    (40, 1, 9, 1),
+    (40, 1, 128, 1),
+    (3, 3, 5, 17),
+]
 
 
 BACKENDS = ("compiled", "triton")
@@ -122,7 +131,7 @@ def test_recurrence(
     states[0] = 0
     at = rows_of(device, whole, [(0, 1), (0, 10), (0, 60)], every=True)
     expected_states = states.clone()
-    expected = linear_recurrence(**given, state=expected_states, at=at, reference=True)
+    expected = by("none", linear_recurrence)(**given, state=expected_states, at=at)
     out = linear_recurrence(**given, state=states, at=at)
     assert torch.allclose(out, expected, rtol=1e-4, atol=1e-4)
     assert torch.allclose(states, expected_states, rtol=1e-4, atol=1e-4, equal_nan=True)
@@ -143,6 +152,20 @@ def test_recurrence(
     assert torch.equal(cuts[5], states[10 + 36]) and torch.equal(cuts[6], states[60 + 4])
 
 
+@pytest.mark.parametrize("delta", [False, True])
+@each_backend("depth", [9, 16, 128], slow=lambda depth: depth > 16)
+def test_rates_are_decays_of_each_row(depth: int, delta: bool, device: torch.device) -> None:
+    given = operands((40, 1, depth, 1), device, by_row=False, delta=delta)
+    rate = -torch.rand(40, depth, generator=torch.Generator().manual_seed(1)).to(device) * 4
+    at = rows_of(device, [(0, n) for n in LENGTHS], [(0, 1), (0, 2), (0, 3)], every=False)
+    states = torch.zeros(4, 40, depth, 1, device=device)
+    out = linear_recurrence(**given, state=states, at=at, rate=rate)
+    given["decay"] = exp(given["decay"][..., None] * rate)
+    expected_states = torch.zeros_like(states)
+    expected = linear_recurrence(**given, state=expected_states, at=at)
+    assert torch.equal(out, expected) and torch.equal(states, expected_states)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @each_backend(
     "channels,width", [(64, 4), (37, 3), (200, 7), (5, 2)], slow=lambda case: case != (37, 3)
@@ -156,7 +179,7 @@ def test_convolution(channels: int, width: int, dtype: torch.dtype, device: torc
     at = rows_of(device, [(0, n) for n in LENGTHS], [(0, 1), (0, 2), (0, 7)], every=True)
     at = at._replace(targets=torch.arange(1, 1 + sum(LENGTHS)).to(at.targets))
     expected_states = states.clone()
-    expected = causal_conv(x, weight, bias, expected_states, at, reference=True)
+    expected = by("none", causal_conv)(x, weight, bias, expected_states, at)
     out = causal_conv(x, weight, bias, states, at)
     assert torch.allclose(out, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(states, expected_states)
@@ -189,7 +212,7 @@ def test_weighted_mean(channels: int, by_row: bool) -> None:
     states[0] = 0
     at = rows_of(device, [(0, n) for n in LENGTHS], [(0, 1), (0, 2), (0, 40)], every=True)
     expected_states = states.clone()
-    expected = weighted_mean(key, value, first, decay, expected_states, at, reference=True)
+    expected = by("none", weighted_mean)(key, value, first, decay, expected_states, at)
     out = weighted_mean(key, value, first, decay, states, at)
     assert torch.allclose(out, expected, rtol=1e-5, atol=1e-4)
     assert torch.allclose(states, expected_states, rtol=1e-5, atol=1e-4, equal_nan=True)

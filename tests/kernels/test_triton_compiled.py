@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
+from support.programs import run_program
+
 pytest.importorskip("triton", reason="Triton is not installed (torch brings it along on a GPU)")
 
 
 @pytest.mark.slow
-def test_one_binary_serves_every_number_of_rows(tmp_path: Path) -> None:
+def test_one_binary_serves_every_number_of_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The compiler chooses its instructions by tile shapes; with another binary, bits might change."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
-    script = Path(__file__).parents[1] / "support" / "triton_compile.py"
-    run = subprocess.run(
-        [sys.executable, str(script)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    lines = [line.split() for line in run.stdout.splitlines()]
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    said = run_program("-m", "support.triton_compile", TRITON_CACHE_DIR=str(tmp_path))
+    lines = [line.split() for line in said.splitlines()]
     numbers: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for label, kernel, number, *words in lines:
         assert "tf32" not in words, (kernel, words)

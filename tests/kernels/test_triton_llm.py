@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.backends import by
 from support.pairwise import slow_but
 from support.requests_mixed import all_facts
 from support.toys import make_toy, random_ids
@@ -122,14 +123,8 @@ def logits_of(module: Any, *, fused: bool, batch_invariant: bool = True) -> torc
     assert decoder.fused is None or decoder.fused["plain"] == 0, decoder.fused
     found = []
     for first, last in ((0, 7), (7, 11)):
-        batch = Batch(
-            token_ids=torch.arange(3 + first, 3 + last),
-            positions=torch.arange(first, last),
-            query_starts=torch.tensor([0, last - first], dtype=torch.int32),
-            context_lens=torch.tensor([last], dtype=torch.int32),
-            block_tables=torch.tensor([[1, 2, 3]], dtype=torch.int32),
-            logit_rows=torch.arange(last - first),
-        )
+        rows = range(last - first)
+        batch = Batch.of([(range(3 + first, 3 + last), first, [1, 2, 3])], rows)
         found.append(decoder.forward(batch, store))
     return torch.cat(found)
 
@@ -153,14 +148,7 @@ def test_layers_with_fewer_launches_have_the_same_bits(name: str) -> None:
 def test_what_an_owner_changes_after_the_look_counts() -> None:
     module = toy("llama")
     decoder = Decoder(module)
-    batch = Batch(
-        token_ids=torch.tensor([5, 6, 7]),
-        positions=torch.arange(3),
-        query_starts=torch.tensor([0, 3], dtype=torch.int32),
-        context_lens=torch.tensor([3], dtype=torch.int32),
-        block_tables=torch.tensor([[1]], dtype=torch.int32),
-        logit_rows=torch.arange(3),
-    )
+    batch = Batch.of([([5, 6, 7], 0, [1])], range(3))
     store = KVStore(decoder.spec.layers, 2, 4, torch.float32, DEVICE)
     before = decoder.forward(batch, store)
     module.model.layers[0].self_attn.scaling *= 3
@@ -192,5 +180,5 @@ def test_rows_of_all_kinds_are_drawn_as_by_one_sampler() -> None:
     rows = [SampleRow(p, 7, 0, 5 + i, num_logprobs=2 * (i % 2)) for i, p in enumerate(every * 2)]
     places = [0, 1, 2, 3, 4, 4, 3, 2, 1, 0]
     found = sample_rows(logits.to(DEVICE), SamplePlan(rows, places))
-    want = sample_rows(logits, SamplePlan(rows, places), backend="reference")
+    want = by("none", sample_rows)(logits, SamplePlan(rows, places))
     assert repr(found) == repr(want)

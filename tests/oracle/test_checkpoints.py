@@ -17,7 +17,7 @@ from support import checkpoints, toy_tokenizers
 from support.checkpoints import check_other_placements, hub_snapshot, save
 from support.lora import merge, save_adapter
 from support.requests_mixed import all_facts, generated, mixed_requests
-from support.toys import make_toy, random_ids
+from support.toys import make_toy, random_ids, scores_of
 from verbatim import (
     LLM,
     Cluster,
@@ -29,7 +29,11 @@ from verbatim import (
 )
 from verbatim.model.quantization import Quantization
 from verbatim.model.quantize import rounded
+from verbatim.model.stored import read_stored
 from verbatim.model.weight_packing import Encoding, WeightPacking
+from verbatim.weights.formats import decode
+from verbatim.weights.lazy import materialize
+from verbatim.weights.skeleton import tensors_of
 
 SHAPE: dict[str, Any] = dict(hidden_size=128, intermediate_size=192, num_hidden_layers=2)
 WHOLE: dict[str, Any] = dict(SHAPE, hidden_size=256, intermediate_size=256, head_dim=64)
@@ -37,7 +41,8 @@ EXPERTS: dict[str, Any] = dict(SHAPE, head_dim=32, num_experts=4, moe_intermedia
 GPT_OSS: dict[str, Any] = dict(SHAPE, head_dim=32, intermediate_size=64)
 LLAMA4: dict[str, Any] = dict(SHAPE, num_hidden_layers=3, head_dim=32, intermediate_size=128)
 PROMPTS = [random_ids(20, 1), random_ids(9, 2)]
-ACT_ORDER = "gptq-act-order"  # the only one whose numbers are rounded
+ACT_ORDER = "gptq-act-order"
+ROUNDED = {ACT_ORDER: 0.3, "hqq": 0.1}  # formats whose numbers are rounded: errors of log-probs
 
 
 def _compressed(kind: str, **weights: Any) -> dict[str, Any]:
@@ -58,6 +63,11 @@ _AWQ: dict[str, Any] = dict(quant_method="awq", bits=4, group_size=32, version="
 _GPTQ: dict[str, Any] = dict(quant_method="gptq", bits=4, group_size=32, desc_act=False)
 _MODELOPT: dict[str, Any] = dict(quant_method="modelopt", producer={"name": "modelopt"})
 _AUTO_ROUND: dict[str, Any] = dict(quant_method="auto-round", bits=4, group_size=32, sym=False)
+_HQQ = dict(
+    quant_method="hqq",
+    quant_config={"weight_quant_params": dict(nbits=4, group_size=64, axis=1)},
+    skip_modules=["lm_head"],
+)
 _BNB = dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")
 _BNB8 = dict(quant_method="bitsandbytes", load_in_8bit=True)
 _ROWS_OF_128 = SHAPE | dict(intermediate_size=128)
@@ -132,6 +142,7 @@ FORMATS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any], str]] = {
     "auto-round": ("llama", SHAPE, w.gptq(), _auto_round("auto_round:auto_gptq"), "int4-g32"),
     "auto-round-v2": ("llama", SHAPE, w.gptq(v2=True), _auto_round("auto_round"), "int4-g32"),
     "auto-round-awq": ("llama", SHAPE, w.awq(), _auto_round("auto_round:auto_awq"), "int4-g32"),
+    "hqq": ("llama", SHAPE, w.hqq(), _HQQ, "int4-g64"),
     "nf4": ("llama", SHAPE, w.nf4(), _BNB, "nf4-g64"),
     "nf4-nested": ("llama", SHAPE, w.nf4(nested=True), _BNB, "nf4-g64"),
     "bnb-int8": ("llama", SHAPE, w.bnb_int8, _BNB8, "int8-g128"),
@@ -184,26 +195,19 @@ def edit_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> Any:
 def check_scores(llm: LLM, module: Any, ids: list[int] = PROMPTS[0], **tolerance: float) -> None:
     found = torch.tensor(llm.score(ids)[1:])
     settings = dict(atol=2e-4, rtol=0.0) | tolerance
-    torch.testing.assert_close(found, expected_scores(module, ids), **settings)
-
-
-@torch.no_grad()
-def expected_scores(module: Any, ids: list[int]) -> torch.Tensor:
-    """Return the log-prob of each token of a prompt by transformers."""
-    logits = module(torch.tensor([ids])).logits[0].log_softmax(-1)
-    return logits[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    torch.testing.assert_close(found, scores_of(module, ids), **settings)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_numbers_are_those_of_the_file(name: str, tmp_path: Path) -> None:
-    kind, exact = FORMATS[name][-1], name != ACT_ORDER
+    kind, exact = FORMATS[name][-1], name not in ROUNDED
     module = written(name, tmp_path / "quantized")
     module.save_pretrained(tmp_path / "plain")
     requests = mixed_requests(4)
     with LLM(tmp_path / "quantized") as llm:
         told = llm.info()["quantization"]
         for ids in PROMPTS:
-            check_scores(llm, module, ids, atol=2e-4 if exact else 0.3)
+            check_scores(llm, module, ids, atol=ROUNDED.get(name, 2e-4))
         outputs = all_facts(llm.generate(*requests))
     assert told["format"].startswith(kind)
     assert (generated(LLM(tmp_path / "plain"), *requests) == outputs) is exact
@@ -365,6 +369,8 @@ def test_new_weights_are_rounded_to_the_format_that_is_held(tmp_path: Path) -> N
         ("nvfp4-decoded", "weight_global_scale", lambda x: x * torch.nan),
         ("modelopt-nvfp4", "weight_scale_2", lambda x: -x),
         ("compressed-mxfp4", "weight_scale", lambda x: x.float()),
+        ("hqq", "scale", lambda x: x[:1]),
+        ("hqq", "zero", None),
         ("bnb-int8", "SCB", lambda x: x.int()),
         ("bnb-int8", "SCB", lambda x: x[:1]),
         ("nf4", "weight.quant_map", lambda x: x[:3]),
@@ -375,6 +381,7 @@ def test_new_weights_are_rounded_to_the_format_that_is_held(tmp_path: Path) -> N
             pytest.param(f"torchao {kind}", f"_weight_{key}", damage, marks=needs_torchao)
             for kind, key, damage in (
                 ("int8 rows", "scale", lambda x: x[:64]),
+                ("float8 rows", "scale", lambda x: x[:1, 0]),
                 ("int8 rows", "qdata", lambda x: x.int()),
                 ("int8 groups", "zero_point", lambda x: x.float()),
                 ("float8 rows", "scale", None),
@@ -415,6 +422,8 @@ def test_a_quantized_checkpoint_without_safetensors_is_refused_as_such(fp8_folde
     ("name", "changes", "words"),
     [
         ("gptq", {"bits": 3}, "bits='3'"),
+        ("gptq", {"quant_method": "quanto"}, "quant_method='quanto'"),
+        ("gptq", {"quant_method": ["gptq"]}, "quant_method="),
         ("awq", {"version": "gemv"}, "version='gemv'"),
         ("compressed-int4", {"format": "mxfp6-pack-quantized"}, "mxfp6-pack-quantized"),
         ("auto-round", {"packing_format": "auto_round:mlx"}, "packing_format='auto_round:mlx'"),
@@ -430,6 +439,24 @@ def test_a_variant_that_is_not_read_is_refused_by_name(
     written(name, tmp_path)
     edit_config(tmp_path, lambda config: config["quantization_config"].update(changes))
     with pytest.raises(NotSupported, match=words):
+        LLM(tmp_path)
+
+
+def test_hqq_is_rounded_by_a_16th_of_a_step_at_most(tmp_path: Path) -> None:
+    tensors, values = w.hqq()(torch.randn(96, 128))
+    save_file({f"x.{key}": tensor for key, tensor in tensors.items()}, path := tmp_path / "x")
+    (lazy,) = decode(tmp_path, tensors_of([path]), _HQQ, torch.float32).values()
+    step = tensors["scale"].float().expand(-1, 64).reshape(96, 128)
+    assert bool(((materialize(lazy, read_stored) - values).abs() <= step / 16).all())
+
+
+@pytest.mark.parametrize("bits", [3, 8])
+def test_hqq_of_other_bits_is_refused_by_name(bits: int, tmp_path: Path) -> None:
+    written("hqq", tmp_path)
+    name = "model.layers.0.self_attn.q_proj.W_q"
+    other = {3: lambda x: x.int(), 8: lambda x: torch.cat([x, x])}[bits]
+    edit_tensors(tmp_path, lambda tensors: tensors.update({name: other(tensors[name])}))
+    with pytest.raises(NotSupported, match=r"q_proj\.W_q is .*: HQQ must have nbits=4"):
         LLM(tmp_path)
 
 
@@ -501,6 +528,26 @@ def test_a_matrix_of_zeros_has_a_factor_of_zero(tmp_path: Path) -> None:
         module.get_submodule(name).weight.zero_()
     with LLM(tmp_path) as llm:
         check_scores(llm, module)
+
+
+def test_a_scale_of_torchao_is_that_of_a_block(tmp_path: Path) -> None:
+    """Made by hand, as torchao saves it: a single scale is the tensor's, and not that of each row."""
+    module, name = make_toy("llama", **SHAPE), "model.layers.0.self_attn.q_proj"
+    tensors = dict(module.state_dict())
+    weight = tensors.pop(f"{name}.weight")
+    tensors[f"{name}._weight_qdata"] = weight.to(torch.float8_e4m3fn)
+    tensors[f"{name}._weight_scale"] = torch.ones(1)
+
+    def write(*block: int) -> None:
+        fields = {"_type": "Float8Tensor", "_data": {"block_size": block}}
+        metadata = {f"{name}.weight": json.dumps(fields)}
+        checkpoints._write(tmp_path, module, tensors, {"quant_method": "torchao"}, metadata)
+
+    write(*weight.shape)
+    LLM(tmp_path).close()
+    write(1, weight.shape[1])
+    with pytest.raises(ModelError, match=r"q_proj\._weight_scale is torch\.float32 \[1\]"):
+        LLM(tmp_path)
 
 
 @needs_torchao

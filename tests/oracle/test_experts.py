@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from transformers.integrations.moe import _default_apply_gate
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from support import sweep
+from support.backends import by
 from support.routing_cases import (
     LENGTHS,
     ROUTED,
+    SEQUENCES,
     WHOLE,
     batch,
     build,
@@ -22,7 +25,6 @@ from support.routing_cases import (
     other_experts,
     records,
 )
-from support.stores import poisoned_store
 from verbatim import kernels
 from verbatim.model import experts as experts_module
 from verbatim.model.decoder import Decoder
@@ -43,7 +45,6 @@ from verbatim.model.router import (
     SIGMOID,
     SOFTMAX,
     RouterForm,
-    _choose_in_torch,
     choose,
     router_parts,
 )
@@ -140,6 +141,13 @@ def choice(rows: int, k: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return index, torch.rand(rows, k, generator=noise)
 
 
+def one_by_one(run: Callable[..., Tensor], *operands: Any) -> Tensor:
+    """Run experts by a product at a time."""
+    with pytest.MonkeyPatch.context() as without:
+        without.setattr(experts_module.ExpertsParts, "served", lambda parts, rows: None)
+        return run(*operands)
+
+
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=[k.name if k else "plain" for k in KINDS])
@@ -157,7 +165,7 @@ def test_one_call_has_the_bits_of_expert_by_expert(
     ):
         module = quantized(cls(gated, transposed, bias, dtype), kind)
         assert parts_of(module).served(x) is not None
-        expected = flat_experts(module, x, index, weights, backend="torch")
+        expected = one_by_one(flat_experts, module, x, index, weights)
         assert torch.isfinite(expected).all()
         for threads in (1, 2, 3, 7):
             torch.set_num_threads(threads)
@@ -194,11 +202,12 @@ def test_sorted_rows_and_experts_beyond_the_last() -> None:
     x = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16()
     counts = [4, 0, 0, 9, 7, 0, 0]
     fast = run_experts(module, x, counts)
-    assert torch.equal(fast, run_experts(module, x, counts, backend="torch"))
+    assert torch.equal(fast, one_by_one(run_experts, module, x, counts))
     module.num_routed_experts, module.total_experts = NUM_EXPERTS, NUM_EXPERTS + 2
     index = torch.tensor([[NUM_EXPERTS, 3], [NUM_EXPERTS + 1, NUM_EXPERTS]])
     weights = torch.tensor([[0.5, 0.25], [0.75, 0.25]])
-    both = [flat_experts(module, x[:2], index, weights, backend=b) for b in ("auto", "torch")]
+    operands = module, x[:2], index, weights
+    both = flat_experts(*operands), one_by_one(flat_experts, *operands)
     assert torch.equal(*both)
     assert torch.equal(both[0][1], x[1])
 
@@ -234,7 +243,7 @@ def test_the_kernel_chooses_as_torch_does(form: RouterForm, corrected: bool) -> 
     forced[50:60] = torch.arange(form.top_k) * 2
     for asked in (None, forced):
         weights, index = choose(logits, form, correction, asked)
-        expected = _choose_in_torch(logits, form, correction, asked, torch.float32)
+        expected = by("none", choose)(logits, form, correction, asked)
         assert torch.equal(index, expected[1])
         torch.testing.assert_close(weights, expected[0], rtol=1e-5, atol=1e-7)
         for rows in (1, 7):
@@ -244,16 +253,11 @@ def test_the_kernel_chooses_as_torch_does(form: RouterForm, corrected: bool) -> 
             assert torch.equal(alone[0], weights[-rows:])
 
 
-@pytest.mark.parametrize("backend", ["kernel", "torch"])
-def test_equal_scores_go_to_the_lowest_number_and_nan_to_somebody(backend: str) -> None:
-    if backend == "kernel" and kernels.library() is None:
-        pytest.skip("there are no compiled kernels")
-    run: Any = (
-        choose if backend == "kernel" else lambda x, f: _choose_in_torch(x, f, None, None, x.dtype)
-    )
-    _, index = run(torch.zeros(2, 8), RouterForm(3, AS_IS, SOFTMAX))
+@pytest.mark.usefixtures("backend")
+def test_equal_scores_go_to_the_lowest_number_and_nan_to_somebody() -> None:
+    _, index = choose(torch.zeros(2, 8), RouterForm(3, AS_IS, SOFTMAX))
     assert index.tolist() == [[0, 1, 2]] * 2
-    _, index = run(torch.full((1, 8), torch.nan), RouterForm(3))
+    _, index = choose(torch.full((1, 8), torch.nan), RouterForm(3))
     assert sorted(set(index[0].tolist())) == sorted(index[0].tolist())
     assert int(index.min()) >= 0 and int(index.max()) < 8
 
@@ -299,7 +303,7 @@ def test_fused_and_plain_layers_agree_in_bits_and_routing(case: str, dtype: torc
     fused, plain = opened(model), opened(model)
     spec = plain.decoder.spec
     plain.decoder = Decoder(model, fused=False)
-    plain.store = poisoned_store(plain.decoder, 17, plain.block_size)
+    plain.store = SEQUENCES.store(plain.decoder)
     works = [batch([0, 1, 2], WHOLE)]
     if spec.routed.layers and spec.routed.replay_reason is None:
         works.append(batch([0, 1, 2], WHOLE, forced_experts=torch.cat(other_experts(fused))))
@@ -314,7 +318,7 @@ def test_fused_and_plain_layers_agree_in_bits_and_routing(case: str, dtype: torc
 @needs_kernels
 @pytest.mark.parametrize("case", [*ROUTED, "dbrx", "jetmoe", "longcat_flash"])
 def test_no_supported_mixture_needs_the_override(case: str) -> None:
-    called = {"exp"} if case == "beam" else set()  # by its own code
+    called = {"beam": {"exp"}, "deepseek_v2": {"mul"}}.get(case, set())  # by their own code
     assert opened(build(case)).decoder.spec.needs_override == called
 
 

@@ -15,7 +15,7 @@ from support.checkpoints import check_other_placements
 from support.gguf_files import gguf_name, gguf_writer, save_gguf
 from support.pairwise import slow_but
 from support.requests_mixed import all_facts, generated, mixed_requests
-from support.toys import make_toy, random_ids
+from support.toys import make_toy, random_ids, scores_of
 from verbatim import LLM, Cluster, ModelError, NotSupported, Offload, TensorParallel
 from verbatim.errors import ModelChanged
 from verbatim.model.weight_packing import Encoding
@@ -195,9 +195,7 @@ def test_scaled_rotary_frequencies_are_read(rope: dict[str, Any], tmp_path: Path
     plain = 1e4 ** -(torch.arange(0, 128, 2) / 128)
     factors = plain / module.model.rotary_emb.inv_freq
     ids = random_ids(40, 1)
-    with torch.no_grad():
-        logits = module(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-    expected = logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    expected = scores_of(module, ids)
 
     def scores(**settings: Any) -> torch.Tensor:
         write(tmp_path / "toy.gguf", module, "F32", "llama", **settings)

@@ -16,8 +16,6 @@ from support.routing_cases import IDS, LENGTHS, WHOLE, batch, opened
 from support.toys import build, make_toy
 from verbatim.errors import NotSupported
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 # Architecture -> whether its logits are the head's output as it is.
 MODELS = {
     "llama": True,
@@ -152,13 +150,6 @@ def test_a_live_model_is_left_as_it_was() -> None:
     assert model.training
     assert torch.equal(hidden_of(runner, [0], WHOLE[:1]), expected)
     handle.remove()
-
-
-def test_wanting_hidden_states_changes_no_bit_of_the_logits() -> None:
-    runner = opened(make_toy("llama", dtype=torch.bfloat16))
-    plain = runner.forward(batch([0, 1, 2], WHOLE)).logits
-    wanted = runner.forward(batch([0, 1, 2], WHOLE, wants_hidden=True)).logits
-    assert torch.equal(plain, wanted)
 
 
 class _TwiceLlama(LlamaForCausalLM):

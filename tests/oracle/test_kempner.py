@@ -36,13 +36,14 @@ def opened(tmp_path: Path, extra: str = "", seed: int = 0, **fields: Any) -> LLM
     return LLM(folder, config=kempner_reference.write_toml(tmp_path / "x.toml", extra, **fields))
 
 
-def logits_of(llm: LLM, ids: list[int]) -> torch.Tensor:
-    """Of the whole prompt, through the flat path: log-probs of every id."""
-    (result,) = llm.generate(
-        ids, SamplingParams(max_tokens=0, prompt_logprobs=kempner_reference.VOCAB)
-    )
+def check_logits(llm: LLM, module: torch.nn.Module) -> None:
+    """Compare the log-probs of every id behind a prompt, through the flat path, with a module's own."""
+    params = SamplingParams(max_tokens=0, prompt_logprobs=kempner_reference.VOCAB)
+    (result,) = llm.generate(IDS, params)
     rows = [dict(entries) for entries in result.prompt_top_logprobs[1:]]
-    return torch.tensor([[row[i] for i in range(kempner_reference.VOCAB)] for row in rows])
+    found = torch.tensor([[row[i] for i in range(kempner_reference.VOCAB)] for row in rows])
+    expected = module(torch.tensor([IDS]))[0].log_softmax(-1)
+    torch.testing.assert_close(found, expected[:-1], atol=1e-5, rtol=1e-5)
 
 
 MOE = dict(num_experts=4, moe_top_k=2)
@@ -77,10 +78,8 @@ def test_logits_equal_those_of_the_plain_reference(tmp_path: Path, name: str) ->
     fields = {k: v for k, v in ARCHITECTURES[name].items() if v is not None}
     if "n_kv_heads" in ARCHITECTURES[name]:
         fields["n_kv_heads"] = kempner_reference.FIELDS["n_heads"]
-    reference = kempner_reference.make(**fields)(torch.tensor([IDS]))[0].log_softmax(-1)
     with opened(tmp_path, **fields) as llm:
-        found = logits_of(llm, IDS)
-    torch.testing.assert_close(found, reference[:-1], atol=1e-5, rtol=1e-5)
+        check_logits(llm, kempner_reference.make(**fields))
 
 
 @pytest.mark.parametrize("name", ["mixtral-sigmoid", "ernie-shared-sigmoid"])
@@ -250,13 +249,12 @@ def live(name: str, seed: int = 0) -> kempner_reference.Transformer:
 @pytest.mark.parametrize("name", DENSE)
 def test_a_live_module_runs_as_its_architecture(name: str) -> None:
     module = live(name)
-    expected = module(torch.tensor([IDS]))[0].log_softmax(-1)
     with LLM(module, kv_memory="1MB") as llm:
         info = llm.info()
         assert (info["rows"], info["placement"]) == ("together", "kv_caches")
         assert (info["architecture"], info["max_length_from"]) == ("Transformer", "max_seq_len")
         assert info["weight_bytes"] == sum(p.nbytes for p in module.parameters())
-        torch.testing.assert_close(logits_of(llm, IDS), expected[:-1], atol=1e-5, rtol=1e-5)
+        check_logits(llm, module)
         prompts = [IDS, IDS[:3], IDS[4:]]
         params = SamplingParams(max_tokens=6, seed=3, logprobs=0)
         together = llm.generate(prompts, params)
@@ -272,23 +270,18 @@ def test_a_live_module_is_used_in_place() -> None:
     """Steps, new parameters and named weights reach it."""
     module, other = live("llama"), live("llama", seed=1)
     with LLM(module, kv_memory="1MB") as llm:
-
-        def check() -> None:
-            expected = module(torch.tensor([IDS]))[0].log_softmax(-1)
-            torch.testing.assert_close(logits_of(llm, IDS), expected[:-1], atol=1e-5, rtol=1e-5)
-
         with torch.no_grad():
             module.norm.weight.mul_(0.5)
-        check()
+        check_logits(llm, module)
         module.output_head["proj"].weight = torch.nn.Parameter(
             torch.randn(kempner_reference.VOCAB, 32)
         )
-        check()
+        check_logits(llm, module)
         llm.update_weights(other.state_dict())
         assert torch.equal(module.norm.weight, other.norm.weight)
-        check()
+        check_logits(llm, module)
         module.train()
-        check()
+        check_logits(llm, module)
         assert module.training
         module.config.max_seq_len = 32
         with pytest.raises(ModelChanged, match="max_seq_len"):
@@ -320,10 +313,7 @@ def test_an_edited_live_module_runs_by_its_own_forward() -> None:
     assert engine_of(module).info()["rows"] == "together"
     handle = module.norm.register_forward_hook(lambda _m, _x, out: 2 * out)
     assert engine_of(module).info()["rows"] == "one at a time"
-    expected = module(torch.tensor([IDS]))[0].log_softmax(-1)
-    torch.testing.assert_close(
-        logits_of(engine_of(module), IDS), expected[:-1], atol=1e-5, rtol=1e-5
-    )
+    check_logits(engine_of(module), module)
     handle.remove()
     with LLM(module, kv_memory="1MB") as llm:
         module.norm = torch.nn.LayerNorm(32)
@@ -353,10 +343,9 @@ def test_activation_checkpointing_is_looked_through() -> None:
     apply_activation_checkpointing(
         module, check_fn=lambda layer: isinstance(layer, kempner_reference.Block)
     )
-    expected = module(torch.tensor([IDS]))[0].log_softmax(-1)
     with LLM(module, kv_memory="1MB") as llm:
         assert llm.info()["rows"] == "together"
-        torch.testing.assert_close(logits_of(llm, IDS), expected[:-1], atol=1e-5, rtol=1e-5)
+        check_logits(llm, module)
         llm.update_weights(module.state_dict())
 
 
@@ -369,7 +358,6 @@ def test_a_live_module_of_other_code_runs_by_its_own_forward(change: str) -> Non
         module.config.norm_eps = 0.5  # its layers have another
     elif change == "subclass":
         module.__class__ = type("Transformer", (kempner_reference.Transformer,), {})
-    expected = module(torch.tensor([IDS]))[0].log_softmax(-1)
     with LLM(module, kv_memory="1MB") as llm:
         assert llm.info()["rows"] == "one at a time"
-        torch.testing.assert_close(logits_of(llm, IDS), expected[:-1], atol=1e-5, rtol=1e-5)
+        check_logits(llm, module)

@@ -159,17 +159,6 @@ def test_a_window_no_sequence_can_reach_is_none() -> None:
     Decoder(toys.make_toy("mistral", sliding_window=4096, max_position_embeddings=256))
 
 
-def test_hooks_see_nothing_of_the_look() -> None:
-    model = own_llama()
-    seen: list[Any] = []
-    model.model.layers[0].register_forward_hook(lambda *call: seen.append(call))
-    implementation = model.config._attn_implementation
-    Decoder(model)
-    assert not seen
-    assert model.config._attn_implementation == implementation
-    assert "forward" not in model.model.layers[0].mlp.__dict__
-
-
 @pytest.mark.parametrize(
     ("rule", "window"),
     [

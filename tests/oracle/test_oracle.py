@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.toys import RECURRENT_FAMILIES, TOYS, make_toy, random_ids
+from support.toys import RECURRENT_FAMILIES, TOYS, make_toy, random_ids, scores_of
 from verbatim import LLM, SamplingParams
 
 # Past the toys' sliding windows of 7, so that a window that is not applied shows.
@@ -50,10 +50,7 @@ def test_score_is_generation_bit_for_bit_and_transformers_to_1e_4(name: str) -> 
         prompt_length = len(result.prompt_token_ids)
         assert score[0] is None and len(score) == len(row)
         assert score[prompt_length:] == result.outputs[0].logprobs
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([row])).logits[0].float()
-        truth = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(row[1:])[:, None])[:, 0]
-        assert torch.allclose(torch.tensor(score[1:]), truth, atol=1e-4)
+        assert torch.allclose(torch.tensor(score[1:]), scores_of(model, row), atol=1e-4)
 
 
 def test_top_logprobs_are_transformers_top() -> None:

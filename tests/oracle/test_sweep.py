@@ -11,13 +11,10 @@ from support import sweep, toys
 from support.sweep_forward import assert_equal_in_every_schedule
 from verbatim.errors import UnsupportedModel
 from verbatim.model.decoder import Decoder
-from verbatim.model.verified import VERIFIED
+from verbatim.model.trial import VERIFIED
 
 # Of the oldest transformers, GPT-BigCode's file says this when it is imported.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),
-    pytest.mark.usefixtures("one_thread"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 
 
 def opened(model: Any) -> tuple[Decoder | None, str]:

@@ -20,8 +20,6 @@ from verbatim.model.loader import ModelSource
 from verbatim.weights.load import open_weights
 from verbatim.weights.opening import open_files
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def wrapper_folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:

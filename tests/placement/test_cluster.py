@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import shutil
+import signal
+import socket
+import struct
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +25,27 @@ from safetensors.torch import load_file
 from support import toys
 from support.mtp_toys import save_with_mtp, toy
 from support.pairwise import slow_but
-from support.requests_mixed import all_facts, facts, generated, mixed_requests
-from support.stages import ThreadHost, ThreadHosts, check_threads_end, num_threads, serving
-from verbatim import (
-    LLM,
-    Cluster,
-    InvalidRequest,
-    NotSupported,
-    SamplingParams,
-    StageFailed,
+from support.programs import PATIENCE_S, until
+from support.requests_mixed import (
+    all_facts,
+    facts,
+    generated,
+    mixed_facts,
+    mixed_requests,
+    resident_facts,
 )
+from support.stages import ThreadHost, ThreadHosts, check_threads_end, num_threads, serving, staged
+from verbatim import LLM, Cluster, InvalidRequest, NotSupported, SamplingParams, StageFailed
+from verbatim.compat import megatron
+from verbatim.compat.megatron import DynamicInferenceRequest
 from verbatim.draft import EarlyExit
 from verbatim.errors import ModelChanged
-from verbatim.placement.distributed import layers as stage_layers
-from verbatim.placement.distributed import neighbours, served
+from verbatim.placement.distributed import link as links
 from verbatim.placement.distributed import opening as cluster_opening
-from verbatim.placement.distributed import stage as stage_module
+from verbatim.placement.distributed import served, stage_share
 from verbatim.placement.distributed.link import LinkLost
-from verbatim.placement.distributed.link import connect as connect_to
 from verbatim.placement.distributed.plan import LayerSizes
+from verbatim.placement.distributed.stage_share import StageShare
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": dict(
@@ -60,15 +66,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def clustered(folder: Path, hosts: ThreadHosts | None = None, **settings: Any) -> LLM:
     mine = {"dtype", "max_batch_tokens", "block_size", "kv_dtype", "kv_memory", "num_threads"}
-    mine |= {"prefix_cache", "draft"}
+    mine |= {"prefix_cache", "draft", "num_draft_tokens"}
     engine = {name: settings.pop(name) for name in mine & settings.keys()}
-    placement = Cluster(**{"stages": 3, "hosts": hosts or ThreadHosts()} | settings)
+    placement = staged(**{"stages": 3, "hosts": hosts or ThreadHosts()} | settings)
     return LLM(folder, max_length=200, placement=placement, **engine)
-
-
-@cache
-def resident(folder: Path, count: int = 17, **options: Any) -> list[Any]:
-    return generated(LLM(folder, max_length=200, **options), *mixed_requests(count))
 
 
 @pytest.mark.parametrize(
@@ -78,28 +79,29 @@ def resident(folder: Path, count: int = 17, **options: Any) -> list[Any]:
 def test_any_number_of_stages_gives_the_same_words(
     name: str, dtype: str, saved: Callable[[str], Path]
 ) -> None:
-    expected = resident(saved(name), dtype=dtype)
+    expected = resident_facts(saved(name), dtype=dtype)
     for stages in (1, 2, 3, 5):
         with clustered(saved(name), stages=stages, dtype=dtype) as llm:
-            assert all_facts(llm.generate(*mixed_requests())) == expected, stages
+            assert mixed_facts(llm) == expected, stages
             assert len(llm.info()["stages"]) == stages
     for options in (dict(micro_batches=3), dict(max_batch_tokens=7, block_size=5)):
         with clustered(saved(name), dtype=dtype, **options) as llm:
-            assert all_facts(llm.generate(*mixed_requests())) == expected, options
+            assert mixed_facts(llm) == expected, options
 
 
 def test_routing_is_recorded_and_replayed_across_stages(saved: Callable[[str], Path]) -> None:
     prompts = [toys.random_ids(30, seed) for seed in range(3)]
     record = SamplingParams(max_tokens=6, seed=4, record_routing=True)
-    with LLM(saved("qwen3_moe")) as llm:
-        expected = llm.generate(prompts, record)
+    with LLM(saved("qwen3_moe"), kv_memory="1MB") as llm:
+        expected, blocks = llm.generate(prompts, record), llm.engine.runner.num_blocks
         replay = [
             SamplingParams(max_tokens=6, seed=4, replay_routing=r.outputs[0].routing.flip(2))
             for r in expected
         ]
         replayed = all_facts(llm.generate(prompts, replay))
     hosts = ThreadHosts()
-    with clustered(saved("qwen3_moe"), hosts) as llm:
+    with clustered(saved("qwen3_moe"), hosts, kv_memory="1MB") as llm:
+        assert llm.engine.runner.num_blocks == blocks  # records count on stages, too
         assert all_facts(llm.generate(prompts, record)) == all_facts(expected)
         assert all_facts(llm.generate(prompts, replay)) == replayed
         at_batch(serving(llm)[1], 3, kill)
@@ -153,10 +155,10 @@ MOMENTS: dict[str, tuple[int, dict[str, Any]]] = {
     "begin": (0, dict()),
     "prefill": (2, dict(max_batch_tokens=40)),  # in the middle of a chunk
     "decode": (6, dict()),
-    "from-the-ids": (9, dict(keep=0)),
-    "partly-kept": (9, dict(keep="30KB", block_size=4)),  # enough for some of the blocks
+    "small-blocks": (9, dict(block_size=4)),
+    "few-bits": (4, dict(kv_dtype="int4")),
 }
-FAST_KILLS = {(0, "begin"), (2, "prefill"), (1, "partly-kept")}
+FAST_KILLS = {(0, "begin"), (2, "prefill"), (1, "small-blocks"), (1, "few-bits")}
 
 
 @pytest.mark.parametrize(
@@ -168,12 +170,12 @@ def test_a_killed_stage_changes_no_word(
 ) -> None:
     """Mixed requests, beams among them."""
     batch, options = MOMENTS[moment]
-    expected = resident(saved("qwen3_moe"))
+    expected = resident_facts(saved("qwen3_moe"), kv_dtype=options.get("kv_dtype", "auto"))
     hosts, threads = ThreadHosts(), num_threads()
     with clustered(saved("qwen3_moe"), hosts, **options) as llm:
         before = serving(llm)
         at_batch(before[place], batch, kill)
-        assert all_facts(llm.generate(*mixed_requests())) == expected
+        assert mixed_facts(llm) == expected
         assert llm.stats()["cluster"]["restarts"] == 1 and before[place].killed
         assert replaced(before, llm) == [place]
         assert llm.stats()["blocks_used"] == 0
@@ -185,48 +187,94 @@ def test_a_killed_stage_changes_no_word(
 def test_two_at_once_one_after_the_other_and_one_while_it_recovers(
     saved: Callable[[str], Path],
 ) -> None:
-    expected = resident(saved("gpt2"))
+    expected = resident_facts(saved("gpt2"))
     hosts = ThreadHosts()
     with clustered(saved("gpt2"), hosts, max_batch_tokens=50) as llm:
         first, second, third = serving(llm)
         at_batch(third, 4, lambda host, batch: [host.kill() for host in (first, third)])
-        assert all_facts(llm.generate(*mixed_requests())) == expected
+        assert mixed_facts(llm) == expected
         assert llm.stats()["cluster"]["restarts"] == 2 and not second.killed
 
         # The one that comes in its place is killed while it computes what was lost.
         hosts.on_start = lambda host: (at_batch(host, 0, kill), setattr(hosts, "on_start", idle))
         at_batch(second, 6, kill)
-        assert all_facts(llm.generate(*mixed_requests())) == expected
+        assert mixed_facts(llm) == expected
         assert llm.stats()["cluster"]["restarts"] == 4
         for host in serving(llm):
             host.kill()
-        assert all_facts(llm.generate(*mixed_requests())) == expected, "all of them, while idle"
+        assert mixed_facts(llm) == expected, "all of them, while idle"
 
 
 def idle(host: ThreadHost) -> None:
     pass
 
 
-@pytest.mark.parametrize("silent", [False, True], ids=["hangs", "silent"])
-def test_a_stage_that_hangs_or_falls_silent_is_replaced(
-    silent: bool, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+CUT = pytest.param(
+    "cut", marks=pytest.mark.skipif(sys.platform != "linux", reason="socket filters")
+)
+
+
+@pytest.mark.parametrize("how", ["hangs", "silent", "hangs up", "garbles", CUT])
+def test_a_stage_that_hangs_or_is_cut_off_is_replaced(
+    how: str, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Silent: as a stopped process, or a machine behind a cable that was cut."""
-    expected = resident(saved("gpt2"), 5)
-    release = threading.Event()
-    limits = dict(patience_s=0.7) if silent else dict(step_timeout_s=0.4, patience_s=20.0)
-    with clustered(saved("gpt2"), **limits) as llm:
-        before = serving(llm)
+    """Silent: as a stopped process. The others lose what was sent to it; where the network is cut between two
+    stages, both reach the head."""
+    expected = resident_facts(saved("gpt2"), 5)
+    hosts, release = ThreadHosts(), threading.Event()
+    if how == "cut":
+        monkeypatch.setattr(links, "_HAS_NAMES", False)
+        monkeypatch.setattr(links, "_SAY_S", 1.0)
+    with clustered(saved("gpt2"), hosts) as llm:
+        before, group = serving(llm), llm.engine.runner.group
 
-        def hang(host: ThreadHost, batch: Any) -> None:
-            if silent:
-                monkeypatch.setattr(host.stage, "_ping", lambda message: release.wait(30))
-            release.wait(30)
+        def be_patient(patience_s: float, step_timeout_s: float) -> None:
+            group.patience_s, group.step_timeout_s = patience_s, step_timeout_s
 
-        at_batch(before[1], 3, hang)
-        assert all_facts(llm.generate(*mixed_requests(5))) == expected
+        def disturb(host: ThreadHost, batch: Any) -> None:
+            link: Any = before[0].stage._next
+            behind: Any = before[1].stage._before
+            put = link.put
+            if how == "silent":
+                monkeypatch.setattr(host.stage, "_ping", lambda: release.wait(PATIENCE_S))
+            if how in ("hangs", "silent"):
+                be_patient(3.0 if how == "silent" else PATIENCE_S, 2.0)
+                release.wait(PATIENCE_S)
+            elif how == "cut":
+                drop_all(link._connection)
+                drop_all(behind._connection)
+            else:
+                garbles = how == "garbles"
+                link.put = lambda data: put(bytes(len(data))) if garbles else link.close()
+
+        at_batch(before[1 if how in ("hangs", "silent") else 0], 3, disturb)
+        hosts.on_start = lambda host: be_patient(PATIENCE_S, PATIENCE_S)
+        assert mixed_facts(llm, 5) == expected
         release.set()
         assert replaced(before, llm) == [1]
+
+
+def drop_all(connection: socket.socket) -> None:
+    """Let the kernel drop all that comes for a connection, so that nothing is acknowledged."""
+    attach_filter = 26  # SO_ATTACH_FILTER
+    program = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # return 0
+    described = struct.pack("HL", 1, ctypes.addressof(program))
+    connection.setsockopt(socket.SOL_SOCKET, attach_filter, described)
+
+
+def test_a_stage_that_computes_for_long_is_not_lost(
+    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stage before can't send to it meanwhile."""
+    monkeypatch.setattr(links, "_SAY_S", 1.0)
+    expected = resident_facts(saved("gpt2"), 5)
+    with clustered(saved("gpt2"), micro_batches=3) as llm:
+        before = serving(llm)
+        share: Any = before[0].stage
+        share._next._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        at_batch(before[1], 0, lambda host, batch: time.sleep(1.5))
+        assert all_facts(llm.generate(*mixed_requests(5))) == expected
+        assert serving(llm) == before
 
 
 def test_without_a_replacement_the_request_fails_and_the_others_go_on_later(
@@ -253,28 +301,53 @@ def test_without_a_replacement_the_request_fails_and_the_others_go_on_later(
 
 
 def test_bounded_restarts(saved: Callable[[str], Path]) -> None:
-    hosts = ThreadHosts()
+    hosts, params = ThreadHosts(), SamplingParams(max_tokens=8, ignore_eos=True)
     with clustered(saved("gpt2"), hosts, max_restarts=2) as llm:
         hosts.on_start = lambda host: at_batch(host, 0, kill)
         at_batch(serving(llm)[0], 2, kill)
         with pytest.raises(StageFailed, match="stage 0"):
-            llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))
+            llm.generate([[5, 6, 7]], params)
         hosts.on_start = idle
-        assert (
-            llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))[0]
-            .outputs[0]
-            .token_ids
-        )
+        assert llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids
     with clustered(saved("gpt2"), max_restarts=0) as llm:
         at_batch(serving(llm)[0], 2, kill)
         with pytest.raises(StageFailed, match="max_restarts=0"):
-            llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))
+            llm.generate([[5, 6, 7]], params)
+    with clustered(saved("qwen3_moe")) as llm:
+        plain, calls = llm.engine.runner.record, list[int]()
+
+        def lost_at_each_record(*args: Any) -> Any:
+            calls.append(1)
+            assert len(calls) < 20, "it goes on for ever"
+            serving(llm)[1].kill()
+            return plain(*args)
+
+        llm.engine.runner.record = lost_at_each_record
+        with pytest.raises(StageFailed, match="max_restarts=3"):
+            llm.generate([[5, 6, 7]], params.replace(record_routing=True))
+        assert len(calls) == 4
+
+
+def test_ctrl_c_while_work_is_sent_costs_no_stage(saved: Callable[[str], Path]) -> None:
+    with clustered(saved("gpt2")) as llm:
+        before, member = serving(llm), llm.engine.runner.group.members[1]
+        send = member.send
+
+        def press(message: Any) -> None:
+            if isinstance(message, list):  # work, which the first stage has by now
+                member.send = send
+                signal.raise_signal(signal.SIGINT)
+            send(message)
+
+        member.send = press
+        with pytest.raises(KeyboardInterrupt):
+            mixed_facts(llm, 5)
+        assert mixed_facts(llm, 5) == resident_facts(saved("gpt2"), 5)
+        assert serving(llm) == before
 
 
 def test_ctrl_c_in_the_middle_of_a_recovery(saved: Callable[[str], Path]) -> None:
-    import signal
-
-    expected = resident(saved("gpt2"), 5)
+    expected = resident_facts(saved("gpt2"), 5)
     hosts = ThreadHosts()
     with clustered(saved("gpt2"), hosts) as llm:
         prompts, params = mixed_requests(5)
@@ -299,62 +372,19 @@ def test_ctrl_c_in_the_middle_of_a_recovery(saved: Callable[[str], Path]) -> Non
             assert all_facts(llm.generate(prompts, params)) == expected
 
 
-def test_only_lost_layers_compute_again_where_hidden_states_were_kept(
-    saved: Callable[[str], Path],
-) -> None:
+def test_what_was_computed_is_computed_again_once(saved: Callable[[str], Path]) -> None:
     prompt, params = toys.random_ids(60, 1), SamplingParams(max_tokens=9, seed=3)
-    for keep, replays in (("1MB", False), (0, True)):
-        hosts, rows = ThreadHosts(), 0
-        with clustered(saved("gpt2"), hosts, keep=keep) as llm:
-            first, _, last = serving(llm)
-            at_batch(last, 5, kill)
-            computed = 0
-            part = first.stage._share.part
-            assert part is not None
-            plain = part.enter
-
-            def counted(batch: Any, received: Any, plain: Any = plain) -> Any:
-                nonlocal computed
-                computed += batch.num_tokens
-                return plain(batch, received)
-
-            part.enter = counted  # type: ignore[method-assign]
-            llm.generate([prompt], params)
-            rows = llm.stats()["cluster"]["replayed_tokens"]
-            assert rows == 60 + 4
-            # The step that was broken off is made twice.
-            assert computed == 60 + 8 + 1 + (rows if replays else 0)
+    with clustered(saved("gpt2")) as llm:
+        first, _, last = serving(llm)
+        rows: list[int] = []
+        first.before = lambda batch: rows.append(batch.num_tokens)
+        at_batch(last, 5, kill)
+        llm.generate([prompt], params)
+        assert rows == [60, 1, 1, 1, 1, 1, 65, 1, 1, 1]
+        assert llm.stats()["cluster"]["replayed_tokens"] == 60 + 4
 
 
 # Losses at the worst moment.
-
-
-def test_a_copy_of_a_block_that_was_not_kept(saved: Callable[[str], Path]) -> None:
-    """Its beginning can't be had from what is kept, though it lies where everything is."""
-    prompts = [toys.random_ids(4, 1), toys.random_ids(3, 2)]
-    params = [
-        SamplingParams(max_tokens=2, seed=1, ignore_eos=True),
-        SamplingParams(max_tokens=9, seed=2, n=2, ignore_eos=True),
-    ]
-    options = dict(block_size=4, max_batch_tokens=4, prefix_cache=False)
-    expected = generated(LLM(saved("gpt2")), prompts, params)
-    with clustered(saved("gpt2"), keep=3200, **options) as llm:
-        assert llm.engine.runner.group.members[1].shape["kept_blocks"] == 3  # 0, 1 and 2
-        at_batch(serving(llm)[2], 4, kill)
-        assert all_facts(llm.generate(prompts, params)) == expected
-        assert llm.stats()["cluster"]["restarts"] == 1
-
-
-def test_two_losses_in_the_step_that_copies_a_block(saved: Callable[[str], Path]) -> None:
-    """After the first, what is copied from is nobody's any more, and was not computed again."""
-    prompt, params = toys.random_ids(3, 2), SamplingParams(max_tokens=6, seed=2, n=2)
-    expected = generated(LLM(saved("gpt2")), [prompt], params)
-    with clustered(saved("gpt2"), block_size=4, prefix_cache=False) as llm:
-        llm.engine.scheduler.max_sequences = 1  # the other sample holds the block, and waits
-        at_batch(serving(llm)[1], 1, kill)
-        at_batch(serving(llm)[2], 1, kill)
-        assert all_facts(llm.generate([prompt], params)) == expected
-        assert llm.stats()["cluster"]["restarts"] == 2
 
 
 def test_a_sample_that_ends_while_it_waits_for_a_seat(saved: Callable[[str], Path]) -> None:
@@ -365,48 +395,116 @@ def test_a_sample_that_ends_while_it_waits_for_a_seat(saved: Callable[[str], Pat
         llm.engine.scheduler.max_sequences = 1
         calls = kill_at_record(llm, 2, 1)
         assert all_facts(llm.generate([prompt], params)) == expected
-        assert len(calls) == 3
+        assert len(calls) == 3 + 2  # the last two are asked for again
+
+
+def test_an_abort_between_a_loss_and_the_record_of_an_ended_request(
+    saved: Callable[[str], Path],
+) -> None:
+    prompt, params = (
+        toys.random_ids(20, 1),
+        SamplingParams(max_tokens=4, seed=3, record_routing=True),
+    )
+    expected = generated(LLM(saved("qwen3_moe")), [prompt], params)
+    with clustered(saved("qwen3_moe")) as llm:
+        calls = kill_at_record(llm, 1, 1)
+        request = llm.engine.admission.admit(prompt, params)
+        llm.engine.submit(request)
+        while not calls:
+            assert llm.engine.step()
+        assert not request.finished
+        llm.engine.abort(request)
+        assert request.result is not None
+        (completion,) = request.result.outputs
+        assert completion.finish_reason == "abort" and len(completion.token_ids) == 4
+        assert completion.routing is not None and completion.routing.shape == (0, 6, 2)
+        assert all_facts(llm.generate([prompt], params)) == expected
+
+
+def test_a_stage_lost_between_tokens_of_a_megatron_request(saved: Callable[[str], Path]) -> None:
+    """Several tokens of one step, whose experts are lost, come with those of the next."""
+
+    def told(number: int) -> tuple[list[int], list[Any], int]:
+        request = DynamicInferenceRequest(request_id=7, prompt_tokens=[7, 8, 9] * 7)
+        request.sampling_params = megatron.SamplingParams(
+            num_tokens_to_generate=20, termination_id=-1, top_k=1
+        )
+        with clustered(saved("qwen3_moe"), draft="ngram", num_draft_tokens=3) as llm:
+            llm.engine.config.moe_enable_routing_replay = True
+            calls = kill_at_record(llm, number, 1)
+            controller = megatron.TextGenerationController(llm)
+            controller.inference_context.add_request(request)
+            ids, rows = list[int](), list[torch.Tensor]()
+            while (step := controller.generate_output_tokens_dynamic_batch()) is not None:
+                ids += step["sample"].tolist()
+                rows += (step["routing_indices_per_request"] or {}).values()
+            return ids, torch.cat(rows).tolist(), len(calls)
+
+    ids, rows, num_records = told(0)
+    assert len(ids) == 20 and len(rows) == 21 + 19 and num_records < 15
+    for number in range(1, num_records + 1):
+        assert told(number)[:2] == (ids, rows), number
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_stage_lost_while_logits_are_processed_or_peeked_at(
+    place: int, saved: Callable[[str], Path]
+) -> None:
+    prompts = [toys.random_ids(20 + i, i) for i in range(2)]
+    params = SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
+    expected = generated(LLM(saved("gpt2")), prompts, params)
+    with clustered(saved("gpt2")) as llm:
+        seen: list[int] = []
+
+        def strike(ids: Any, logits: Any) -> Any:
+            seen.append(len(ids))
+            if len(seen) == 5:
+                serving(llm)[place].kill()
+            return logits
+
+        hooked = params.replace(logits_processors=[strike])
+        assert all_facts(llm.generate(prompts, hooked)) == expected
+        assert len(seen) == 2 * 6 + 1 and llm.stats()["cluster"]["restarts"] == 1
+        request = llm.engine.admission.admit(prompts[0], params)
+        llm.engine.submit(request)
+        llm.engine.step()
+        serving(llm)[place].kill()
+        ((_, token_id, _),) = llm.engine.peek()
+        assert token_id == expected[0][4][0][2][1]
+        llm.engine.abort(request)
+        serving(llm)[place].kill()
+        until(lambda: llm.engine.runner.group.pump(0.01) or llm.engine.runner.group.lost)
+        llm.engine.dummy_forward()
 
 
 def test_a_stage_lost_as_all_fall_asleep(saved: Callable[[str], Path]) -> None:
     prompt, params = toys.random_ids(20, 1), SamplingParams(max_tokens=8, seed=3, ignore_eos=True)
     with LLM(saved("gpt2")) as llm:
         expected = llm.generate([prompt], params)[0].outputs[0].token_ids
-    for weights in (False, True):
+    for weights, noticed in ((False, False), (True, False), (False, True)):
         with clustered(saved("gpt2")) as llm:
-            found = []
+            found, group = [], llm.engine.runner.group
             for i, delta in enumerate(llm.stream(prompt, params)):
                 found += delta.token_ids
                 if i == 2:
-                    dying = serving(llm)[1]
-                    layers = dying.stage._share
+                    _, dying, _ = serving(llm)
+                    layers = dying.stage
                     layers.sleep = lambda weights, host=dying: host.kill()  # type: ignore[misc]
+                    if noticed:
+                        dying.kill()
+                        until(lambda group=group: group.pump(0.01) or group.lost)
                     llm.sleep(weights=weights)
+                    # It has the message, too, and makes one call at a time.
+                    assert group.call("status", [group.members[0]], alone=True)[0]["kv_bytes"] == 0
                     llm.wake()
             assert found == expected
-
-
-def test_a_connection_between_stages_that_is_lost_with_what_was_sent(
-    saved: Callable[[str], Path],
-) -> None:
-    expected = resident(saved("gpt2"), 5)
-    with clustered(saved("gpt2")) as llm:
-        before = serving(llm)
-
-        def lose(host: ThreadHost, batch: Any) -> None:
-            link: Any = host.stage._neighbours._next
-            link.send = lambda message: link.close()
-
-        at_batch(before[0], 3, lose)
-        assert all_facts(llm.generate(*mixed_requests(5))) == expected
-        assert replaced(before, llm) == [1]
 
 
 def test_a_stage_that_is_gone_before_the_one_in_front_connects(
     saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = resident(saved("gpt2"), 5)
-    connect, tried = neighbours.connect, []
+    expected = resident_facts(saved("gpt2"), 5)
+    connect, tried = stage_share.connect, []
 
     def refused(address: Any, *args: Any) -> Any:
         tried.append(address)
@@ -416,8 +514,8 @@ def test_a_stage_that_is_gone_before_the_one_in_front_connects(
 
     with clustered(saved("gpt2")) as llm:
         at_batch(serving(llm)[0], 3, kill)
-        monkeypatch.setattr(neighbours, "connect", refused)
-        assert all_facts(llm.generate(*mixed_requests(5))) == expected
+        monkeypatch.setattr(stage_share, "connect", refused)
+        assert mixed_facts(llm, 5) == expected
         assert llm.stats()["cluster"]["restarts"] == 2
 
 
@@ -429,12 +527,12 @@ def test_a_micro_batch_that_fails_while_the_next_one_arrives(saved: Callable[[st
 
     with clustered(saved("gpt2"), micro_batches=3) as llm:
         stage = serving(llm)[0].stage
-        tell = stage._neighbours.tell
-        stage._neighbours.tell = lambda m: threading.Timer(0.3, tell, [m]).start()  # type: ignore[method-assign]
+        report = stage.report
+        stage.report = lambda m: threading.Timer(0.3, report, [m]).start()  # type: ignore[method-assign]
         at_batch(serving(llm)[0], 1, fail)
         with pytest.raises(Exception, match=r"in a stage \(stage 0 "):
             llm.generate([[5], [6], [7]], SamplingParams(max_tokens=2, ignore_eos=True))
-        stage._neighbours.tell = tell  # type: ignore[method-assign]
+        stage.report = report  # type: ignore[method-assign]
         assert llm.generate([[5], [6], [7]], SamplingParams(max_tokens=2, ignore_eos=True))
 
 
@@ -446,7 +544,7 @@ def test_weights_that_change_are_not_taken_for_the_same(
     before, written = file.read_bytes(), file.stat().st_mtime_ns
     header = 8 + int.from_bytes(before[:8], "little")
     others = before[:header] + bytes(len(before) - header)  # of the same size
-    expected = resident(folder, 5)
+    expected = resident_facts(folder, 5)
     with clustered(folder, max_restarts=1) as llm:
         llm.sleep(weights=True)
         file.write_bytes(others)
@@ -455,37 +553,11 @@ def test_weights_that_change_are_not_taken_for_the_same(
         file.write_bytes(before)
         os.utime(file, ns=(written, written))
         llm.wake()
-        assert all_facts(llm.generate(*mixed_requests(5))) == expected
+        assert mixed_facts(llm, 5) == expected
         file.write_bytes(others)
         serving(llm)[0].kill()
         with pytest.raises(StageFailed, match=r"stage 0 .*another model"):
             llm.generate([5, 6])
-
-
-def test_a_message_that_is_not_what_it_should_be(saved: Callable[[str], Path]) -> None:
-    """From somebody who knows the key: an error is the answer, and the stage goes on."""
-    stage = stage_module.Stage(b"key", "127.0.0.1", stage_layers.Layers())
-    link = connect_to(stage.address, b"key", {"role": "head"})
-    for bad in ({"do": "draw"}, {"do": ["run"]}, {"do": "run"}, {"do": "epoch"}, {}):
-        link.send({**bad, "call": 1})
-        assert "error" in link.receive(), bad
-    link.send({"do": "facts", "call": 2})
-    assert link.receive()["result"]["torch"]
-    link.close()
-    stage.join(5.0)
-
-
-def test_a_stage_lost_after_two_have_come_to_share_a_block(saved: Callable[[str], Path]) -> None:
-    """In the same step: twins that filled equal blocks keep one of them, and have written on, by a draft."""
-    prompts = [toys.random_ids(6, 3) * 3, toys.random_ids(6, 3) * 3, toys.random_ids(5, 53)]
-    greedy = SamplingParams(max_tokens=30, temperature=0, seed=3, ignore_eos=True)
-    ends = SamplingParams(max_tokens=10, seed=3, ignore_eos=True, record_routing=True)
-    params = [greedy, greedy, ends]
-    expected = generated(LLM(saved("qwen3_moe")), prompts, params)
-    placement = Cluster(stages=3, hosts=ThreadHosts(), keep=0)
-    with LLM(saved("qwen3_moe"), placement=placement, block_size=2, draft="ngram") as llm:
-        kill_at_record(llm, 1, 1)
-        assert all_facts(llm.generate(prompts, params)) == expected
 
 
 # Moving.
@@ -502,7 +574,7 @@ def test_layers_move_while_somebody_talks(saved: Callable[[str], Path]) -> None:
             if i in (2, 5):
                 pids = serving(llm)
                 ranges = [(0, 1), (1, 5), (5, 6)] if i == 2 else [(0, 4), (4, 5), (5, 6)]
-                runner.supervisor.move(ranges)
+                runner.group.move(ranges)
                 assert [tuple(s["layers"]) for s in llm.info()["stages"]] == ranges
                 assert serving(llm) == pids
         assert found == expected
@@ -514,28 +586,43 @@ def test_layers_move_while_somebody_talks(saved: Callable[[str], Path]) -> None:
 
 
 def test_a_machine_that_joins_is_taken_in_when_nobody_talks(saved: Callable[[str], Path]) -> None:
-    expected = resident(saved("gpt2"), 5)
+    expected = resident_facts(saved("gpt2"), 5)
     hosts = ThreadHosts("one")
     with clustered(saved("gpt2"), hosts) as llm:
-        supervisor = llm.engine.runner.supervisor
-        assert all_facts(llm.generate(*mixed_requests(5))) == expected
+        supervisor = llm.engine.runner.group
+        assert mixed_facts(llm, 5) == expected
         hosts.names.append("two")
         supervisor._next_look = 0.0
-        assert all_facts(llm.generate(*mixed_requests(5))) == expected
+        assert mixed_facts(llm, 5) == expected
         assert {host.machine for host in serving(llm)} == {"one", "two"}
         assert llm.stats()["cluster"]["restarts"] == 0
+
+
+def test_a_machine_that_joins_is_taken_in_where_another_that_joins_is_of_no_use(
+    saved: Callable[[str], Path],
+) -> None:
+    expected = resident_facts(saved("gpt2"), 5)
+    hosts = ThreadHosts("one")
+    with clustered(saved("gpt2"), hosts) as llm:
+        supervisor = llm.engine.runner.group
+        hosts.names += ["two", "three"]
+        hosts.on_start = lambda host: (host.kill(), setattr(hosts, "on_start", idle))
+        for machines in (1, 2):
+            supervisor._next_look = 0.0
+            assert mixed_facts(llm, 5) == expected
+            assert len({host.machine for host in serving(llm)}) == machines
 
 
 def test_a_stage_that_fits_on_no_machine_is_split_over_two(
     saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = resident(saved("qwen3_moe"))
+    expected = resident_facts(saved("qwen3_moe"))
     hosts = ThreadHosts()
     with clustered(saved("qwen3_moe"), hosts, stages=2) as llm:
         needed = max(stage["weight_bytes"] for stage in llm.info()["stages"])
         monkeypatch.setattr(served, "available_memory", lambda: needed * 3 // 4)
         at_batch(serving(llm)[1], 5, kill)
-        assert all_facts(llm.generate(*mixed_requests())) == expected
+        assert mixed_facts(llm) == expected
         assert [stage["layers"] for stage in llm.info()["stages"]] in (
             [[0, 3], [3, 4], [4, 6]],
             [[0, 3], [3, 5], [5, 6]],
@@ -581,14 +668,14 @@ def test_machines_that_would_give_other_bits_are_refused(
     saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = iter(["cpu/a", "cpu/b", "cpu/a"])
-    monkeypatch.setattr(stage_layers, "numerics_key", lambda *args: next(keys))
-    with pytest.raises(NotSupported, match=r"numerics key cpu/[ab] and .* by cpu/[ab]"):
+    monkeypatch.setattr(stage_share, "key_of", lambda *args: next(keys))
+    with pytest.raises(
+        NotSupported, match=r"one has the numerics key 'cpu/[ab]' and one 'cpu/[ab]'"
+    ):
         clustered(saved("gpt2"))
     monkeypatch.undo()
-    facts_of = stage_layers.Layers.facts
-    monkeypatch.setattr(
-        stage_layers.Layers, "facts", lambda *args: {**facts_of(*args), "verbatim": "0.0.0"}
-    )
+    facts_of = StageShare.facts
+    monkeypatch.setattr(StageShare, "facts", lambda *args: {**facts_of(*args), "verbatim": "0.0.0"})
     with pytest.raises(NotSupported, match=r"one has verbatim 0\.0\.0, and this machine has"):
         clustered(saved("gpt2"))
     monkeypatch.undo()
@@ -604,19 +691,17 @@ def test_what_cannot_be_clustered_is_refused_by_name(saved: Callable[[str], Path
     with pytest.raises(InvalidRequest, match=r"layers=\(2, 2\) are 4; the model has 6"):
         clustered(folder, stages=None, layers=(2, 2))
     with pytest.raises(NotSupported, match="a live module is in memory"):
-        LLM(toys.make_toy("gpt2"), placement=Cluster(stages=2, hosts=ThreadHosts()))
+        LLM(toys.make_toy("gpt2"), placement=staged())
     with pytest.raises(InvalidRequest, match=r"layers=4.*the first stage holds 3 layers"):
         clustered(folder, layers=(3, 3), stages=None, draft=EarlyExit(4))
     bad: list[tuple[dict[str, Any], str]] = [
         (dict(stages=0), "stages=0"),
         (dict(stages=True), "stages=True"),
-        (dict(stages=100_000), "at most 512"),
+        (dict(stages=100_000), "1 to 512"),
         (dict(layers=()), "layers=\\(\\)"),
         (dict(layers="22"), "layers='22'"),
         (dict(layers=(1, 0)), "layers=0"),
         (dict(stages=3, layers=(3, 3)), "are 2 stages"),
-        (dict(keep="many"), "keep='many'"),
-        (dict(keep=-1), "keep=-1"),
         (dict(spares=-1), "spares=-1"),
         (dict(max_restarts=1.5), "max_restarts=1.5"),
         (dict(patience_s=0), "patience_s=0"),
@@ -639,7 +724,7 @@ def test_updated_weights_are_lost_with_their_stage(saved: Callable[[str], Path])
     new = toys.make_toy("llama", seed=7, **MODELS["llama"])
     right = generated(LLM(new, max_length=200), *mixed_requests(5))
     with clustered(saved("llama")) as llm:
-        layers: Any = serving(llm)[1].stage._share
+        layers: Any = serving(llm)[1].stage
         write = layers.write_weights
 
         def lose(tensors: Any) -> Any:
@@ -649,7 +734,7 @@ def test_updated_weights_are_lost_with_their_stage(saved: Callable[[str], Path])
         layers.write_weights = lose
         llm.update_weights(new)
         assert llm.stats()["cluster"]["restarts"] == 1
-        assert all_facts(llm.generate(*mixed_requests(5))) == right
+        assert mixed_facts(llm, 5) == right
         for call, name in (
             (lambda: llm.rebalance(), "rebalance"),
             (lambda: llm.sleep(weights=True), "sleep"),
@@ -663,22 +748,18 @@ def test_updated_weights_are_lost_with_their_stage(saved: Callable[[str], Path])
             with pytest.raises(StageFailed, match=r"stage 2 .* call update_weights again"):
                 llm.generate(*mixed_requests(5))
         llm.update_weights(new)
-        assert all_facts(llm.generate(*mixed_requests(5))) == right
+        assert mixed_facts(llm, 5) == right
 
 
 def test_layers_as_told(saved: Callable[[str], Path]) -> None:
-    expected = resident(saved("llama"), 5)
+    expected = resident_facts(saved("llama"), 5)
     with clustered(saved("llama"), stages=None, layers=(1, 4, 1), num_threads=1) as llm:
         assert [stage["layers"] for stage in llm.info()["stages"]] == [[0, 1], [1, 5], [5, 6]]
-        assert all_facts(llm.generate(*mixed_requests(5))) == expected
-        for weights in (False, True):
-            llm.sleep(weights=weights)
-            llm.wake()
-            assert all_facts(llm.generate(*mixed_requests(5))) == expected
+        assert mixed_facts(llm, 5) == expected
         llm.sleep(weights=True)
         serving(llm)[1].kill()
         llm.wake()
-        assert all_facts(llm.generate(*mixed_requests(5))) == expected
+        assert mixed_facts(llm, 5) == expected
     whole = LLM(saved("llama"))
     parts = clustered(saved("llama"), stages=4)
     with whole, parts:
@@ -695,16 +776,8 @@ def test_layers_as_told(saved: Callable[[str], Path]) -> None:
         assert one["weight_bytes"] == other["weight_bytes"]
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
-def test_kv_in_few_bits(kv_dtype: str, saved: Callable[[str], Path]) -> None:
-    expected = resident(saved("llama"), 9, kv_dtype=kv_dtype)
-    with clustered(saved("llama"), kv_dtype=kv_dtype) as llm:
-        at_batch(serving(llm)[1], 4, kill)
-        assert all_facts(llm.generate(*mixed_requests(9))) == expected
-
-
 def test_evictions_prefixes_and_a_kill_in_little_memory(saved: Callable[[str], Path]) -> None:
-    expected = resident(saved("gpt2"))
+    expected = resident_facts(saved("gpt2"))
     with LLM(saved("gpt2")) as llm:
         per_token = llm.info()["kv_bytes_per_token"]
     for prefix_cache in (True, False):
@@ -712,7 +785,7 @@ def test_evictions_prefixes_and_a_kill_in_little_memory(saved: Callable[[str], P
         with clustered(saved("gpt2"), **options) as llm:
             for place in (2, 0, 1):
                 at_batch(serving(llm)[place], 11, kill)
-                assert all_facts(llm.generate(*mixed_requests())) == expected
+                assert mixed_facts(llm) == expected
             stats = llm.stats()
             assert stats["preemptions"] and stats["cluster"]["restarts"] == 3
 
@@ -763,8 +836,8 @@ def test_layers_that_draft_survive_a_stage(
         right = drafts_of(llm)
         expected = all_facts(llm.generate(prompts, params))
         assert len(right) > 30 and all(right.values())
-    staged = Cluster(layers=(2, 1), hosts=ThreadHosts())
-    with LLM(folder, placement=staged, **options) as llm:
+    placement = staged(layers=(2, 1))
+    with LLM(folder, placement=placement, **options) as llm:
         found = drafts_of(llm)
         assert all_facts(llm.generate(prompts, params)) == expected
         assert found == right
@@ -780,10 +853,20 @@ def test_layers_that_draft_survive_a_stage(
         found.clear()
         assert all_facts(llm.generate(prompts, params)) == expected
         assert found == right
-        llm.engine.runner.supervisor.move([(0, 1), (1, 3)])  # type: ignore[attr-defined]
+        llm.engine.runner.group.move([(0, 1), (1, 3)])  # type: ignore[attr-defined]
         found.clear()
         assert all_facts(llm.generate(prompts, params)) == expected
         assert found == right
+        drafting: Any = serving(llm)[-1 if draft == "mtp" else 0].stage.runner
+
+        def fail(**_: Any) -> None:
+            raise ZeroDivisionError("in a layer that drafts")
+
+        drafting.draft = fail
+        assert all_facts(llm.generate(prompts, params)) == expected
+        stats = llm.stats()
+        assert "in a layer that drafts (stage " in stats["draft"]["last_error"]
+        assert stats["draft"]["errors"] > 0 and stats["cluster"]["restarts"] == 1
 
 
 def test_an_error_in_the_model_fails_the_requests_and_not_the_stage(
@@ -794,11 +877,20 @@ def test_an_error_in_the_model_fails_the_requests_and_not_the_stage(
 
     with clustered(saved("gpt2")) as llm:
         before = serving(llm)
-        for place in range(3):
+        for place, hooks in itertools.product(range(3), ([], [lambda ids, logits: logits])):
             at_batch(before[place], 1, fail)
+            params = SamplingParams(max_tokens=5, ignore_eos=True, logits_processors=hooks)
             with pytest.raises(Exception, match=rf"in a stage \(stage {place} "):
-                llm.generate([[5, 6]], SamplingParams(max_tokens=5, ignore_eos=True))
-        assert llm.generate([[5, 6]], SamplingParams(max_tokens=5, ignore_eos=True))
+                llm.generate([[5, 6]], params)
+        last: Any = before[2].stage
+        draw = last.draw
+
+        def draw_plain(plan: Any, **which: Any) -> Any:
+            assert all(row.processed is None for row in plan.rows), "they came from there"
+            return draw(plan=plan, **which)
+
+        last.draw = draw_plain
+        assert mixed_facts(llm) == resident_facts(saved("gpt2"))
         assert serving(llm) == before and llm.stats()["cluster"]["restarts"] == 0
         assert torch.get_num_threads() >= 1
 

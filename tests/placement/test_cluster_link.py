@@ -18,42 +18,23 @@ from typing import Any
 import pytest
 import torch
 
-from support.programs import resident_bytes
-from verbatim import SamplingParams, VerbatimError
-from verbatim.batch import (
-    Batch,
-    Candidate,
-    Candidates,
-    Draw,
-    SamplePlan,
-    SampleRow,
-    Support,
-    dummy_batch,
-)
-from verbatim.core import Completion, DraftStats, FinishReason, Metrics, Result
+from support.programs import PATIENCE_S, in_thread, resident_bytes
+from verbatim import SamplingParams, StageFailed, VerbatimError
+from verbatim.batch import dummy_batch
 from verbatim.placement.distributed import link as links
 from verbatim.placement.distributed.group import StageGroup
-from verbatim.placement.distributed.hosts import NoHost
-from verbatim.placement.distributed.layers import Layers
+from verbatim.placement.distributed.hosts import Hosts, NoHost
 from verbatim.placement.distributed.link import Link, LinkLost, Listener, Refused, connect
-from verbatim.placement.distributed.stage import Stage
-from verbatim.placement.distributed.wire import (
-    PREFIX,
-    Garbage,
-    Mark,
-    bytes_of,
-    decode,
-    encode,
-    encode_rows,
-    sizes,
-)
+from verbatim.placement.distributed.stage_share import StageShare
+from verbatim.placement.distributed.torchrun import RankHost
+from verbatim.placement.distributed.wire import MAGIC, PREFIX, Garbage, decode, encode, sizes
 
 KEY = b"k" * 32
 
 
 def over_the_wire(message: Any) -> Any:
     raw = b"".join(bytes(buffer) for buffer in encode(message))
-    header, arrays, _ = sizes(raw[: PREFIX.size])
+    header, arrays = sizes(raw[: PREFIX.size])
     assert len(raw) == PREFIX.size + header + arrays
     return decode(raw[PREFIX.size :][:header], bytearray(raw[PREFIX.size + header :]))
 
@@ -86,70 +67,13 @@ def test_plain_data_and_arrays_arrive_as_they_were() -> None:
     assert same(found, message)
     assert type(found["many"]) is list and found["many of all sorts"][0] is True
     assert isinstance(next(iter(dict(list(found["by number"].items())[1:]))), tuple)
+    # Objects come as cluster and ranks exchange them in other tests; what is sent twice is one object.
+    params = SamplingParams(logit_bias={3: 1.5})
+    found = over_the_wire({"params": [params, params]})["params"]
+    assert found[0] is found[1] and found[0] == params
     for bad in ({"a": {1, 2}}, {"a": object()}, {"a": b"raw"}, {"a": torch.complex64}):
         with pytest.raises((TypeError, KeyError)):
             encode(bad)
-
-
-def test_batches_plans_and_draws_arrive_as_they_were() -> None:
-    batch = Batch(
-        token_ids=torch.tensor([5, 6, 7]),
-        positions=torch.tensor([0, 1, 4]),
-        query_starts=torch.tensor([0, 2, 3], dtype=torch.int32),
-        context_lens=torch.tensor([2, 5], dtype=torch.int32),
-        block_tables=torch.tensor([[1, 0], [2, 3]], dtype=torch.int32),
-        logit_rows=torch.tensor([1, 2]),
-        block_copies=[(1, 2), (4, 3)],
-        wants_hidden=True,
-        forced_experts=torch.full((3, 2, 2), -1, dtype=torch.int16),
-    )
-    found = over_the_wire({"batch": batch})["batch"]
-    assert all(same(getattr(found, f), getattr(batch, f)) for f in Batch.__slots__)
-    assert found.block_copies == batch.block_copies
-    params = SamplingParams(
-        temperature=0.7, top_k=9, top_p=0.9, min_p=0.01, typical_p=0.8, logit_bias={3: 1.5, 9: -2.0},
-        repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=-1,
-    )  # fmt: skip
-    rows = [
-        SampleRow(params, 2**64 - 1, 3, 17, [1, 2], [3], [4, 5], num_logprobs=2),
-        SampleRow(params, 0, 0, 0, target=7, mask=torch.tensor([-1, 3], dtype=torch.int32)),
-        SampleRow(SamplingParams(), 5, 1, 2, num_candidates=6),
-    ]
-    plan = over_the_wire({"plan": SamplePlan(rows, [0, 0, 1])})["plan"]
-    assert plan.logits_rows == [0, 0, 1] and plan.rows[0].params is plan.rows[1].params
-    for was, now in zip(rows, plan.rows, strict=True):
-        for field in set(SampleRow.__slots__) - {"params"}:
-            a, b = getattr(was, field), getattr(now, field)
-            assert same(list(a) if isinstance(a, tuple | list) else a, b), field
-    assert plan.rows[0].params == params
-    beam = Candidates([3, 4], [-0.1, -3.0], [-0.2, -3.0])
-    draws = [
-        Draw(1, -0.5, 0.0, [1], [-0.5], Support(None, -0.5)),
-        Draw(2, -math.inf, -1.0, [], [], candidates=beam),
-    ]
-    again = over_the_wire({"draws": draws})["draws"]
-    assert again == draws and next(iter(again[1].candidates)) == Candidate(3, -0.1, -0.2)
-    assert Mark(2, 1, 0) > Mark(1, 9, 9) and Mark(1, 2, 1) > Mark(1, 2, 0)
-
-
-def test_results_arrive_as_they_were() -> None:
-    output = Completion(
-        0, 0, "a", [1], [-0.5], None, [[(1, -0.5)]], FinishReason.STOP, (1, 2), 7, [0]
-    )  # fmt: skip
-    metrics = Metrics(draft=DraftStats([1], [1], 1))
-    result = Result("r", None, [5, 6], [None, -1.0], [None, [(6, -1.0)]], [output], 0, metrics, 3)
-    found = over_the_wire({"results": [result]})["results"]
-    assert found == [result] and found[0].outputs[0].finish_reason is FinishReason.STOP
-
-
-@pytest.mark.parametrize("rows", [0, 1, 300])
-def test_hidden_states_arrive_as_they_were(rows: int) -> None:
-    states, mark = torch.randn(rows, 48).bfloat16(), Mark(3, 2**40, 5)
-    for hidden in (states, states.t()):
-        raw = b"".join(bytes(buffer) for buffer in encode_rows(mark, hidden))
-        data = raw[PREFIX.size :]
-        assert sizes(raw[: PREFIX.size]) == (0, len(data), mark)
-        assert data == bytes_of(hidden.contiguous())
 
 
 @pytest.mark.parametrize(
@@ -184,8 +108,7 @@ def frames(count: int) -> Iterator[bytes]:
     rng = random.Random(0)
     deep = {"a": [{"b": torch.ones(2)}]}
     messages = ({"do": "work", "batch": dummy_batch(), **deep}, {"do": "ping"})
-    encoded = [some_rows(2, 3), *map(encode, messages)]
-    valid = [b"".join(map(bytes, buffers)) for buffers in encoded]
+    valid = [b"".join(map(bytes, buffers)) for buffers in map(encode, messages)]
     for _ in range(count):
         raw = bytearray(rng.choice(valid))
         for _ in range(rng.randint(1, 4)):
@@ -218,7 +141,7 @@ def test_fuzzed_frames_are_messages_or_garbage() -> None:
             link.close()
         if number == count // 5:
             before = resident_bytes()
-    assert seen > count // 20
+    assert seen > count // 50
     assert resident_bytes() < before + 100 * 2**20
 
 
@@ -254,73 +177,44 @@ def guests() -> Iterator[Guests]:
     made.close()
 
 
-def test_who_knows_the_key_is_let_in_and_heard(guests: Guests) -> None:
-    link = connect(guests.address, KEY, {"name": "me"})
-    assert guests.met == [{"name": "me"}]
-    big = {"rows": torch.randn(300, 1000), "many": [torch.tensor([i]) for i in range(200)]}
-    threading.Thread(target=link.send, args=(big,)).start()
-    assert same(guests.links[0].receive(), big)
-    guests.links[0].close()
-    with pytest.raises(LinkLost):
-        link.receive()
-    with pytest.raises(LinkLost):
-        send_often(link, big)
-    link.close()
-
-
 @pytest.mark.parametrize("near", [True, False], ids=["one-machine", "tcp"])
-def test_a_connection_carries_hidden_states(near: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_carries_messages_and_bytes(
+    near: bool, guests: Guests, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(links, "_HAS_NAMES", near and sys.platform == "linux")
-    guests = Guests()
     link = connect(guests.address, KEY, {"name": "me"})
     there = guests.links[0]
     if sys.platform == "linux":
         assert (link._connection.family == socket.AF_UNIX) == near
-    rooms: list[memoryview] = []
-    there.room = lambda mark, size: rooms.pop() if rooms and len(rooms[-1]) == size else None
-    for step, rows in enumerate([2, 3, 0, 1000, 1]):  # some are more than what is read ahead
-        sent = some_rows(step, rows)
-        for size in (0, 7, 96 * rows):
-            rooms[:] = [memoryview(bytearray(size))]
-            sending = threading.Thread(target=link.send, args=(sent,))
-            sending.start()
-            assert heard(there) == (Mark(3, step, 5), bytes(sent[1])), step
-            sending.join()
-    # They may come with something behind them, or in pieces.
-    sent = some_rows(20, 2)
-    raw = b"".join(bytes(buffer) for buffer in sent)
-    for pieces in ([raw + raw], [raw[:9], raw[9:], raw], [raw[:-3], raw[-3:] + raw[:50], raw[50:]]):
-        sending = threading.Thread(target=send_slowly, args=(link, pieces))
-        sending.start()
-        assert heard(there) == heard(there) == (Mark(3, 20, 5), bytes(sent[1]))
-        sending.join()
-    link._connection.sendall(b"vbt3" + raw[4:])
+    for size in (1, 100, 100_000, 10_000_000):  # some are more than what is read ahead
+        link.send({"size": size})
+        assert there.receive() == {"size": size}
+        sent, found = random.Random(size).randbytes(size), bytearray(size)
+        sending = in_thread(send_slowly, link, [sent[:50], sent[50:]])
+        there.fill(memoryview(found))
+        assert found == sent
+        sending.result()
+    big = {"rows": torch.randn(300, 1000), "many": [torch.tensor([i]) for i in range(200)]}
+    in_thread(link.send, big)
+    assert guests.met == [{"name": "me"}] and same(there.receive(), big)
+    link.put(b"vbt9" + bytes(PREFIX.size - 4))
     with pytest.raises(Garbage):
         there.receive()
+    there.close()
+    with pytest.raises(LinkLost):
+        link.receive()
+    with pytest.raises(LinkLost):  # more than what the operating system takes for one that is gone
+        list(map(link.send, [big] * 100))
+    link, there = connect(guests.address, KEY, {"name": "me"}), guests.links[1]
     link.close()
-    guests.close()
-
-
-def some_rows(step: int, rows: int) -> list[Any]:
-    return list(encode_rows(Mark(3, step, 5), torch.randn(rows, 48).bfloat16()))
-
-
-def heard(link: Link) -> tuple[Mark, bytes]:
-    message = link.receive()
-    assert message["do"] == "rows"
-    return message["mark"], bytes(message["states"])
+    with pytest.raises(LinkLost, match="the other side has closed it"):
+        there.fill(memoryview(bytearray(1)))
 
 
 def send_slowly(link: Link, pieces: list[bytes]) -> None:
     for piece in pieces:
-        link._connection.sendall(piece)
+        link.put(piece)
         time.sleep(0.02)
-
-
-def send_often(link: Link, message: dict[str, Any]) -> None:
-    """More than what the operating system would take for somebody who is gone."""
-    for _ in range(100):
-        link.send(message)
 
 
 def test_a_peer_that_accepts_nothing_is_lost() -> None:
@@ -333,15 +227,9 @@ def test_a_peer_that_accepts_nothing_is_lost() -> None:
         link.send({"do": "ping"})
 
 
-def test_who_does_not_is_told_why(guests: Guests, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_is_told_why(guests: Guests) -> None:
     with pytest.raises(Refused, match="it does not know the cluster's key"):
         connect(guests.address, b"x" * 32, {"name": "me"})
-    monkeypatch.setattr(links, "_GREETING", b"verbatim-cluster-7\n")
-    with pytest.raises(
-        Refused, match="it speaks verbatim-cluster-1, and this side verbatim-cluster-7"
-    ):
-        _connect_to_an_older_one()
-    monkeypatch.undo()
     with pytest.raises(Refused, match="we want nobody here"):
         connect(guests.address, KEY, {"name": "nobody"})
     assert guests.met == []
@@ -350,45 +238,33 @@ def test_who_does_not_is_told_why(guests: Guests, monkeypatch: pytest.MonkeyPatc
     connect(guests.address, KEY, {"name": "me"}).close()
 
 
-def _connect_to_an_older_one() -> None:
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (
+            b"verbatim-cluster-1\n" + bytes(32),
+            "verbatim-cluster-1, and this side verbatim-cluster-3",
+        ),
+        (links._GREETING + bytes(64), "does not know the cluster's key"),
+        (b"HTTP/1.1 400 Bad Request\r\n", "does not speak verbatim-cluster-3"),
+    ],
+    ids=["older", "impostor", "http"],
+)
+def test_another_program_behind_the_address_is_found_out(answer: bytes, reason: str) -> None:
     server = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
         peer, _ = server.accept()
-        peer.sendall(b"verbatim-cluster-1\n" + bytes(32))
+        peer.sendall(answer)
         with contextlib.suppress(ConnectionError):
-            peer.recv(1)
+            while peer.recv(1000):
+                pass
         peer.close()
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
+    serving = in_thread(serve)
+    with server, pytest.raises(Refused, match=reason):
         connect(server.getsockname(), KEY, {})
-    finally:
-        thread.join()
-        server.close()
-
-
-def test_an_impostor_behind_the_address_is_found_out() -> None:
-    server = socket.create_server(("127.0.0.1", 0))
-
-    def serve() -> None:
-        for answer in (links._GREETING + bytes(64), b"HTTP/1.1 400 Bad Request\r\n"):
-            peer, _ = server.accept()
-            peer.sendall(answer)
-            with contextlib.suppress(ConnectionError):
-                while peer.recv(1000):
-                    pass
-            peer.close()
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    with pytest.raises(Refused, match="does not know the cluster's key"):
-        connect(server.getsockname(), KEY, {})
-    with pytest.raises(Refused, match="does not speak verbatim-cluster-2"):
-        connect(server.getsockname(), KEY, {})
-    thread.join()
-    server.close()
+    serving.result()
 
 
 def test_strangers_of_all_kinds_leave_a_door_open_for_friends(
@@ -399,13 +275,16 @@ def test_strangers_of_all_kinds_leave_a_door_open_for_friends(
     for i, stranger in enumerate(strangers[:15]):
         said = [b"GET / HTTP/1.1\r\n\r\n" * 10, b"\0" * 5000, links._GREETING + bytes(64)][i % 3]
         stranger.sendall(said)
-    link = connect(guests.address, KEY, {"name": "me"})
+    link = None
+    while link is None:  # on a busy machine, shaking hands may take longer
+        with contextlib.suppress(LinkLost):
+            link = connect(guests.address, KEY, {"name": "me"})
     # One that was let in and then speaks garbage.
-    link._connection.sendall(PREFIX.pack(b"vbt2", 7, 0, 0, 0, 0) + b"garbage")
+    link._connection.sendall(PREFIX.pack(MAGIC, 7, 0) + b"garbage")
     with pytest.raises(Garbage):
-        guests.links[0].receive()
+        guests.links[-1].receive()
     for stranger in strangers:
-        stranger.settimeout(5)
+        stranger.settimeout(PATIENCE_S)
         with contextlib.suppress(ConnectionError):
             while stranger.recv(4096):
                 pass
@@ -417,11 +296,12 @@ def test_strangers_of_all_kinds_leave_a_door_open_for_friends(
 
 
 @pytest.fixture
-def stage() -> Iterator[Stage]:
-    made = Stage(KEY, "127.0.0.1", Layers())
+def stage() -> Iterator[StageShare]:
+    made = StageShare()
+    made.listen(KEY, "127.0.0.1")
     yield made
-    made.close()
-    made.join(5.0)
+    made.hang_up()
+    made.join(PATIENCE_S)
 
 
 def ask(link: Link, **message: Any) -> Any:
@@ -429,32 +309,40 @@ def ask(link: Link, **message: Any) -> Any:
     return link.receive()
 
 
-def test_a_stage_refuses_what_it_does_not_expect(stage: Stage) -> None:
+def test_a_stage_refuses_what_it_does_not_expect(stage: StageShare) -> None:
     with pytest.raises(Refused, match="role 'king' is not known"):
         connect(stage.address, KEY, {"role": "king"})
     head = connect(stage.address, KEY, {"role": "head"})
     with pytest.raises(Refused, match="serves another head"):
         connect(stage.address, KEY, {"role": "head"})
-    with pytest.raises(Refused, match="stage 0 of epoch 3 called stage 0 of epoch 0"):
-        connect(stage.address, KEY, {"role": "stage", "epoch": 3, "index": 0})
-    kind, text = ask(head, do="dance")["error"]
-    assert (kind, text) == ("VerbatimError", "'dance' is nothing that a stage can do")
+    for bad in ("dance", ["work"], "run", "epoch", "_work"):
+        kind, text = ask(head, do=bad)["error"]
+        assert (kind, text) == ("VerbatimError", f"{str(bad)!r} is nothing that a stage can do")
+    assert "is nothing that a stage can do" in ask(head)["error"][1]
+    assert ask(head, do="facts")["result"]["torch"]
     asked = ask(head, do="record", name="routing", block_table=[1], num_tokens=1)
     assert asked["result"] is None
     assert ask(head, do="open")["error"][0] == "KeyError"
-    sizes = dict(num_blocks=3, num_states=0, keep_bytes=0, first_of={})
+    sizes = dict(num_blocks=3, num_states=0, first_of={})
     asked = ask(head, do="allocate", **sizes)
     assert asked["error"][1] == "this stage holds no layers yet, or sleeps"
-    nobody = ask(head, do="link", next=["127.0.0.1", 1], epoch=0)
+    place = {"do": "link", "index": 0, "restarts": 0, "timeout_s": 9.0}
+    nobody = ask(head, **place, next=("127.0.0.1", 1), epoch=3)
     assert "no connection" in nobody["result"]["unreachable"]
-    assert ask(head, do="epoch", epoch="x", index=0)["error"][0] == "ValueError"
-    assert "result" in ask(head, do="epoch", epoch=4, index=0, restarts=0)
+    assert ask(head, **place, next=None, epoch="x")["error"][0] == "TypeError"
+    assert ask(head, **place, next=None, epoch=4)["result"] == {}
+    assert "epoch 4 is over" in ask(head, **place, next=None, epoch=4)["error"][1]
+    with pytest.raises(Refused, match="epoch 3 is over: this stage is in 4"):
+        connect(stage.address, KEY, {"role": "stage", "epoch": 3})
+    newer = connect(stage.address, KEY, {"role": "stage", "epoch": 6})  # before its own order
+    with pytest.raises(Refused, match="epoch 5 is over: this stage is in 6"):
+        connect(stage.address, KEY, {"role": "stage", "epoch": 5})
+    newer.close()
     batch = replace(dummy_batch(), token_ids=torch.tensor([3]))
-    rest = {"parts": 1, "first": 0, "stop": 0, "fresh": [], "kept": False, "replays": False}
-    work = {"do": "work", "epoch": 3, "step": 1, "part": 0, "batch": batch, **rest}
+    work = {"do": "work", "epoch": 3, "step": 1, "part": 0, "batch": batch}
     head.send(work)
     answer = head.receive()
-    assert answer["failed"] == 1 and "is of the past" in answer["error"][1]
+    assert answer["step"] == 1 and "is of the past" in answer["error"][1]
     head.send({**work, "epoch": 4, "batch": {}})
     assert head.receive()["error"][0] == "TypeError"
     head.send({**work, "epoch": 4})
@@ -462,38 +350,55 @@ def test_a_stage_refuses_what_it_does_not_expect(stage: Stage) -> None:
     head.send({**work, "epoch": 4})
     assert "is of the past" in head.receive()["error"][1], "it is not done twice"
     head.send({"do": "work"})
-    assert head.receive()["error"][0] == "KeyError"
+    assert head.receive()["error"][0] == "TypeError"
     stale = ask(head, do="draw", epoch=2, step=0, parts=1, plan={})
     assert "is of the past" in stale["error"][1]
-    pong = ask(head, do="ping")["result"]
-    assert pong["step"] == 1
+    head.send({"do": "ping"})
+    assert head.receive().keys() == {"busy_s"}
     assert ask(head, do="status")["result"]["layers"] is None
     head.close()
+
+
+def test_a_spare_that_does_not_come_is_replaced_by_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spares = [RankHost(number, ("127.0.0.1", 1)) for number in range(4)]
+    hosts, lost = Hosts(KEY, spares), spares[::2]
+
+    def wait(self: Hosts, host: RankHost, deadline: float) -> None:
+        if host in lost:
+            raise NoHost("it has ended")
+
+    monkeypatch.setattr(Hosts, "_wait", wait)
+    assert hosts.start(2, set()) == spares[1::2]
+    with pytest.raises(NoHost):
+        hosts.start(1, set())
 
 
 def test_a_stage_that_stops_before_its_welcome_is_not_waited_for() -> None:
     stopped, left = threading.Event(), threading.Event()
 
     def stop(who: Any, link: Link) -> Callable[[], object]:
-        stopped.wait(60.0)
+        stopped.wait(PATIENCE_S)
         return left.set
 
     door = Listener(KEY, "127.0.0.1", stop)
     host = SimpleNamespace(address=("127.0.0.1", door.port), machine="one", kill=lambda: None)
     hosts: Any = SimpleNamespace(key=KEY, start=lambda count, avoid: [host])
     try:
-        with pytest.raises(NoHost):
+        with pytest.raises(StageFailed):
             StageGroup(hosts, patience_s=0.3, step_timeout_s=60.0).launch(1)
     finally:
         stopped.set()
         door.close()
-        assert left.wait(10.0)
+        assert left.wait(PATIENCE_S)
 
 
 def test_a_stage_whose_head_is_gone_ends() -> None:
     ended = threading.Event()
-    stage = Stage(KEY, "127.0.0.1", Layers(), ended.set)
+    stage = StageShare()
+    stage.listen(KEY, "127.0.0.1", ended.set)
     connect(stage.address, KEY, {"role": "head"}).close()
-    assert ended.wait(5)
+    assert ended.wait(PATIENCE_S)
     with pytest.raises(LinkLost):
         connect(stage.address, KEY, {"role": "head"})

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from typing import Any
 import pytest
 
 from support import toys
-from support.requests_mixed import all_facts, mixed_requests
+from support.programs import PATIENCE_S, started, state_of, until
+from support.requests_mixed import mixed_facts, resident_facts
 from verbatim import LLM, Cluster, SamplingParams
 
 pytestmark = pytest.mark.slow
@@ -38,21 +38,15 @@ def launcher(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    toys.make_toy("qwen3_moe", num_hidden_layers=6).save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> list[Any]:
-    with LLM(folder, max_length=200) as llm:
-        return all_facts(llm.generate(*mixed_requests()))
+def folder(folders: Callable[..., Path]) -> Path:
+    return folders("qwen3_moe", num_hidden_layers=6)
 
 
 @pytest.fixture(scope="module")
 def llm(folder: Path, launcher: str) -> Iterator[LLM]:
-    placement = Cluster(stages=3, spares=2)
+    placement = Cluster(
+        stages=3, spares=2, patience_s=PATIENCE_S
+    )  # a busy machine delays processes
     options: dict[str, Any] = dict(max_length=200, max_batch_tokens=64, prefix_cache=False)
     with LLM(folder, placement=placement, **options) as opened:
         yield opened
@@ -84,18 +78,11 @@ def strike(llm: LLM, forward: int, places: list[int], number: int) -> Callable[[
 
 
 def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
+    return state_of(pid) != "Z"
 
 
-def all_end(pids: list[int]) -> bool:
-    """Whether these processes have ended, soon."""
-    deadline = time.monotonic() + 30
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not any(map(alive, pids))
+def check_all_end(pids: list[int]) -> None:
+    until(lambda: not any(map(alive, pids)))
 
 
 @pytest.mark.parametrize(
@@ -115,19 +102,26 @@ def all_end(pids: list[int]) -> bool:
     ids=lambda value: str(value).replace(" ", ""),
 )
 def test_a_killed_process_changes_no_word(
-    forward: int, places: list[int], number: int, llm: LLM, expected: list[Any]
+    forward: int,
+    places: list[int],
+    number: int,
+    llm: LLM,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Seventeen mixed requests, with chunked prefills, beams and samples."""
     before, restarts = pids(llm), llm.stats()["cluster"]["restarts"]
+    if number == signal.SIGSTOP:
+        monkeypatch.setattr(llm.engine.runner.group, "patience_s", 10.0)
     undo = strike(llm, forward, places, number)
     try:
-        assert all_facts(llm.generate(*mixed_requests())) == expected
+        assert mixed_facts(llm) == resident_facts(folder)
     finally:
         undo()
     after = pids(llm)
     assert [a != b for a, b in zip(before, after, strict=True)] == [i in places for i in range(3)]
     assert llm.stats()["cluster"]["restarts"] == restarts + len(places)
-    assert all_end([before[place] for place in places]), "a stopped process is ended, too"
+    check_all_end([before[place] for place in places])  # a stopped process is ended, too
     assert llm.stats()["blocks_used"] == 0
 
 
@@ -135,14 +129,16 @@ def test_two_models_and_nothing_left_behind(folder: Path, llm: LLM) -> None:
     prompt = toys.random_ids(20, 1)
     with LLM(folder) as whole:
         (want,) = [r.outputs[0].token_ids for r in whole.generate([prompt], PARAMS)]
-    with LLM(folder, placement=Cluster(stages=2, spares=0)) as other:
+    with LLM(folder, placement=Cluster(stages=2, spares=1)) as other:
         others = pids(other)
         assert other.generate([prompt], PARAMS)[0].outputs[0].token_ids == want
+        other.engine.runner.group.hosts._prepared[0].kill()  # the spare, unseen
         os.kill(others[0], signal.SIGKILL)
         assert llm.generate([prompt], PARAMS)[0].outputs[0].token_ids == want
         assert other.generate([prompt], PARAMS)[0].outputs[0].token_ids == want
         others = pids(other)
-    assert all_end(others) and all(map(alive, pids(llm)))
+    check_all_end(others)
+    assert all(map(alive, pids(llm)))
 
 
 def test_stages_end_with_a_head_that_is_killed(folder: Path) -> None:
@@ -156,16 +152,10 @@ def test_stages_end_with_a_head_that_is_killed(folder: Path) -> None:
         """
     )
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    head = subprocess.Popen(
-        [sys.executable, "-P", "-c", script],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    assert head.stdin is not None and head.stdout is not None
-    with head, head.stdin:
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with started([sys.executable, "-P", "-c", script], env=environment, text=True, **pipes) as head:
+        assert head.stdout is not None
         stages = [int(pid) for pid in head.stdout.readline().split()]
         assert len(stages) == 2 and all(map(alive, stages))
         head.kill()
-        assert all_end(stages)
+        check_all_end(stages)

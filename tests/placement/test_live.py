@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import verbatim
+from support.programs import PATIENCE_S, in_thread
 from support.toys import make_toy, random_ids
 from verbatim import LLM, InvalidRequest, SamplingParams, VerbatimError
 from verbatim.model import patching
@@ -206,19 +207,18 @@ def test_a_hook_may_use_another_engine_unless_that_would_wait_for_others() -> No
 
         def halt(request: Any, logits: torch.Tensor) -> torch.Tensor:
             stepping.set()
-            go_on.wait(10)
+            go_on.wait(PATIENCE_S)
             return logits
 
         found.clear()
         refused.clear()
         halting = SamplingParams(temperature=0.0, max_tokens=2, logits_processors=[halt])
-        caller = threading.Thread(target=lambda: b.generate(PROMPT, halting))
-        caller.start()
-        assert stepping.wait(10)
+        caller = in_thread(b.generate, PROMPT, halting)
+        assert stepping.wait(PATIENCE_S)
         greedy(a)
         go_on.set()
-        caller.join(10)
-        assert not caller.is_alive() and not found and len(refused) == 30
+        caller.result()
+        assert not found and len(refused) == 30
         assert all("from inside another engine's forward" in message for message in refused)
         hook.remove()
         assert greedy(b) == expected
@@ -231,22 +231,16 @@ def test_modules_that_use_each_other_are_generated_from_by_many_threads() -> Non
     def call(model: Any, count: int) -> torch.Tensor:
         return verbatim.generate(model, prompt, max_new_tokens=count, temperature=0.0)
 
-    finished: list[int] = []
-
-    def keep_calling(model: Any) -> None:
-        finished.extend(call(model, 2).shape[0] for _ in range(5))
+    def keep_calling(model: Any) -> int:
+        return sum(call(model, 2).shape[0] for _ in range(5))
 
     def use_the_inner(*_: Any) -> None:
         call(inner, 1)
 
     hook = outer.model.layers[0].register_forward_pre_hook(use_the_inner)
-    threads = [threading.Thread(target=keep_calling, args=(m,)) for m in (outer, other, other)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    callers = [in_thread(keep_calling, m) for m in (outer, other, other)]
+    assert [caller.result() for caller in callers] == [5] * 3
     hook.remove()
-    assert len(finished) == 15
     assert {m for m in (outer, inner, other) if m in _engines} == {outer, inner, other}
 
 

@@ -17,7 +17,7 @@ from verbatim.compat.coati import generate, generate_streaming
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_of_unequal_work_all_return(world: int, tmp_path: Path) -> None:
-    told = run_ranks(world, "rank", tmp_path / "store")
+    told = run_ranks(world, tmp_path, "rank")
     module = make_toy("llama")
     seeds: set[int] = set()
     for rank, ours in enumerate(told):

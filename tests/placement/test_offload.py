@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import gc
 import itertools
 import json
@@ -20,10 +19,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from support import sweep, toys
+from support import toys
 from support.mtp_toys import save_with_mtp, toy
 from support.pairwise import parametrize_combinations
-from support.requests_mixed import all_facts, facts, generated, mixed_requests
+from support.programs import run_program
+from support.requests_mixed import (
+    all_facts,
+    generated,
+    mixed_facts,
+    mixed_requests,
+    resident_facts,
+)
 from verbatim import (
     LLM,
     EngineClosed,
@@ -39,7 +45,6 @@ from verbatim import (
 )
 from verbatim.batch import Batch
 from verbatim.placement.offload.cut import cut
-from verbatim.placement.offload.prefetch import Prefetcher
 from verbatim.placement.offload.stream import Ring, Use, lay_out
 from verbatim.placement.offload.trace import Trace
 from verbatim.weights import skeleton
@@ -74,16 +79,6 @@ def offloaded(folder: Path, dtype: str = "float32", **settings: Any) -> LLM:
     )
 
 
-def said(llm: LLM, count: int = 5) -> Any:
-    return [facts(result) for result in llm.generate(*mixed_requests(count))]
-
-
-@functools.cache
-def resident_facts(folder: Path, dtype: str, count: int = 17) -> Any:
-    with LLM(folder, dtype=dtype, max_length=200) as llm:
-        return said(llm, count)
-
-
 @parametrize_combinations(
     name=ARCHITECTURES, dtype=["float32", "bfloat16"], weights=WEIGHTS, overlap=[True, False]
 )
@@ -91,42 +86,7 @@ def test_weights_on_any_tier_give_the_same_words(
     name: str, dtype: str, weights: Any, overlap: bool, folders: Callable[[str], Path]
 ) -> None:
     with offloaded(folders(name), dtype, weights=weights, overlap=overlap) as llm:
-        assert said(llm, 17) == resident_facts(folders(name), dtype)
-
-
-@parametrize_combinations(
-    name=["qwen3_moe", "gpt2"],
-    sizes=[(4, 1), (2, 2), (1, 4), (2, 3)],
-    max_batch_tokens=[7, 2048],
-)
-def test_micro_batches_of_any_size_give_the_same_words(
-    name: str, sizes: tuple[int, int], max_batch_tokens: int, folders: Callable[[str], Path]
-) -> None:
-    settings = dict(zip(("batch_size", "micro_batches"), sizes, strict=True))
-    with offloaded(folders(name), max_batch_tokens=max_batch_tokens, **settings) as llm:
-        assert said(llm) == resident_facts(folders(name), "float32", 5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [c for c in sweep.cases() if not sweep.refusal(c) and c not in sweep.UNBUILDABLE]
-)
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-def test_every_architecture_gives_the_same_words(case: str, tmp_path: Path) -> None:
-    sweep.build(case).save_pretrained(tmp_path)
-    placement = Offload(gpu=BUDGET, weights=(0, 0, 100), batch_size=3, micro_batches=1)
-    try:
-        resident = LLM(tmp_path, max_length=32)
-    except ModelError as error:  # saved under a type that transformers opens otherwise, for one
-        with pytest.raises(type(error)):
-            LLM(tmp_path, max_length=32, placement=placement)
-        return
-    prompts = [[1 + (i * j * 7 + j) % 90 for j in range(1, 4 + 4 * i)] for i in range(4)]
-    params = [SamplingParams(max_tokens=4, seed=i, prompt_logprobs=0) for i in range(4)]
-    with resident:
-        expected = [facts(result) for result in resident.generate(prompts, params)]
-    with LLM(tmp_path, max_length=32, placement=placement) as llm:
-        assert [facts(result) for result in llm.generate(prompts, params)] == expected
+        assert mixed_facts(llm) == resident_facts(folders(name), dtype=dtype)
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["tied", "untied"])
@@ -136,17 +96,17 @@ def test_a_tied_checkpoint_that_stores_both_tensors(same: bool, tmp_path: Path) 
     tensors = load_file(path)
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"] + (0 if same else 0.5)
     save_file(tensors, path, metadata={"format": "pt"})
-    expected = resident_facts(tmp_path, "float32", 4)
+    expected = resident_facts(tmp_path, 4)
     with offloaded(tmp_path) as llm:
-        assert said(llm, 4) == expected
+        assert mixed_facts(llm, 4) == expected
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_checkpoint_in_float16_is_converted_as_it_is_read(dtype: str, tmp_path: Path) -> None:
     toys.make_toy("mixtral").half().save_pretrained(tmp_path)
-    expected = resident_facts(tmp_path, dtype, 4)
+    expected = resident_facts(tmp_path, 4, dtype=dtype)
     with offloaded(tmp_path, dtype) as llm:
-        assert said(llm, 4) == expected
+        assert mixed_facts(llm, 4) == expected
 
 
 # ---- each layer is read once
@@ -224,26 +184,6 @@ def unnamed_files() -> int:
     return sum("(deleted)" in os.readlink(link) for link in links if os.path.exists(link))
 
 
-@pytest.fixture(scope="module")
-def seeds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
-    """Return folders of two models that differ in their weights alone."""
-
-    @functools.cache
-    def both(name: str) -> tuple[Path, Path]:
-        top = tmp_path_factory.mktemp(name)
-        for seed in (0, 1):
-            toys.make_toy(name, seed=seed).save_pretrained(top / str(seed))
-        return top / "0", top / "1"
-
-    return both
-
-
-@functools.cache
-def resident_tokens(folder: Path, quantization: str | None) -> Any:
-    with LLM(folder, max_length=200, quantization=quantization) as llm:
-        return said(llm)
-
-
 @parametrize_combinations(
     name=["llama", "qwen3_moe", "gemma2", "gpt2"],
     quantization=[None, "int8", "w4a8"],
@@ -253,48 +193,64 @@ def test_updates_and_sleep_with_weights_give_the_tokens_of_the_resident_model(
     name: str,
     quantization: str | None,
     weights: Any,
-    seeds: Callable[[str], tuple[Path, Path]],
+    folders: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folders = seeds(name)
-    before = [load_file(folder / "model.safetensors") for folder in folders]
-    expected = [resident_tokens(folder, quantization) for folder in folders]
+    both = folders(name), folders(name, seed=1)
+    before = [load_file(folder / "model.safetensors") for folder in both]
+    expected = [resident_facts(folder, 5, quantization=quantization) for folder in both]
     assert expected[0] != expected[1]
     monkeypatch.setattr("verbatim.placement.offload.head._SMALLEST", 0)
     monkeypatch.setattr("verbatim.placement.offload.head._LEAST", 7000)
     tiers = Offload(gpu=BUDGET, weights=weights, batch_size=3, micro_batches=2)
-    with LLM(folders[0], max_length=200, quantization=quantization, placement=tiers) as llm:
+    with LLM(both[0], max_length=200, quantization=quantization, placement=tiers) as llm:
         for seed in (1, 0, 1):
-            llm.update_weights(folders[seed])
-            assert said(llm) == expected[seed], seed
+            llm.update_weights(both[seed])
+            assert mixed_facts(llm, 5) == expected[seed], seed
         llm.sleep(weights=True)
         module = llm.engine.runner.module
         assert all(p.untyped_storage().nbytes() <= 4 for p in module.parameters())
         with pytest.raises(VerbatimError, match=r"call wake\(\)"):
-            llm.update_weights(folders[0])
+            llm.update_weights(both[0])
         llm.wake()
-        assert said(llm) == expected[1]
+        assert mixed_facts(llm, 5) == expected[1]
         info = llm.info()["quantization"]
-    with LLM(folders[1], max_length=200, quantization=quantization, placement=tiers) as llm:
+    with LLM(both[1], max_length=200, quantization=quantization, placement=tiers) as llm:
         assert llm.info()["quantization"] == info
-    for folder, tensors in zip(folders, before, strict=True):
+    for folder, tensors in zip(both, before, strict=True):
         found = load_file(folder / "model.safetensors")
         assert all(torch.equal(found[key], tensors[key]) for key in tensors)
 
 
-def test_an_update_that_cannot_be_written_leaves_the_old_weights(
-    seeds: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+def test_quantized_weights_outside_of_the_layers_are_held_quantized(
+    folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = seeds("llama")
+    folder = folders("llama")
+    expected = resident_facts(folder, 5, quantization="int8")
+    with LLM(folder, quantization="int8") as llm:
+        packed = llm.info()["quantization"]["packed"]
+    monkeypatch.setattr("verbatim.placement.offload.units._SMALL", 0.3)  # the embedding, the head
+    tiers = Offload(gpu=BUDGET, weights=(0, 0, 100))
+    with LLM(folder, max_length=200, quantization="int8", placement=tiers) as llm:
+        assert len(llm.engine.runner.weights.units.held) > 2
+        assert mixed_facts(llm, 5) == expected
+        info = llm.info()["quantization"]
+        assert set(info["packed"]) == set(packed) and "rounded" not in info
+
+
+def test_an_update_that_cannot_be_written_leaves_the_old_weights(
+    folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = folders("llama"), folders("llama", seed=1)
     size = (first / "model.safetensors").stat().st_size
     with offloaded(first, disk_limit=size // 2) as llm:
-        files, expected = unnamed_files(), said(llm)
+        files, expected = unnamed_files(), mixed_facts(llm, 5)
         with pytest.raises(TierFailed, match=f"disk_limit is {size // 2}"):
             llm.update_weights(second)
         new = load_file(second / "model.safetensors")
         with pytest.raises(InvalidRequest, match="are missing"):
             llm.update_weights({key: new[key] for key in list(new)[1:]})
-        assert said(llm) == expected
+        assert mixed_facts(llm, 5) == expected
         assert (unnamed_files(), llm.stats()["weight_version"]) == (files, 0)
     with offloaded(first) as llm:
         files = unnamed_files()
@@ -310,20 +266,20 @@ def test_an_update_that_cannot_be_written_leaves_the_old_weights(
             with pytest.raises(MemoryError):
                 llm.update_weights(first)
         llm.update_weights(first)
-        assert said(llm) == expected
+        assert mixed_facts(llm, 5) == expected
         monkeypatch.setattr("verbatim.placement.offload.weights.lay_out", fail)
         with pytest.raises(MemoryError):
             llm.update_weights(second)
         with pytest.raises(TierFailed, match="call update_weights again"):
-            said(llm)
+            mixed_facts(llm, 5)
 
 
 def test_ctrl_c_within_an_update_leaves_new_weights(
-    seeds: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+    folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = seeds("llama")
+    first, second = folders("llama"), folders("llama", seed=1)
     with LLM(second, dtype="float32", max_length=200) as llm:
-        expected = said(llm)
+        expected = mixed_facts(llm, 5)
     with offloaded(first, weights=(30, 40, 30)) as llm:
         write = llm.engine.runner.new_weights
 
@@ -341,37 +297,37 @@ def test_ctrl_c_within_an_update_leaves_new_weights(
         monkeypatch.setattr(llm.engine.runner, "new_weights", interrupted)
         with contextlib.suppress(KeyboardInterrupt):
             llm.update_weights(second)
-        assert said(llm) == expected
+        assert mixed_facts(llm, 5) == expected
 
 
 def test_weights_that_cannot_be_read_again_leave_it_asleep(
-    seeds: Callable[[str], tuple[Path, Path]], tmp_path: Path
+    folders: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
-    shutil.copytree(seeds("llama")[0], folder)
+    shutil.copytree(folders("llama"), folder)
     with offloaded(folder, weights=(30, 40, 30)) as llm:
-        expected = said(llm)
+        expected = mixed_facts(llm, 5)
         llm.sleep(weights=True)
         (folder / "model.safetensors").rename(tmp_path / "away")
         with pytest.raises(TierFailed, match=r"can't open .*model\.safetensors"):
             llm.wake()
         (tmp_path / "away").rename(folder / "model.safetensors")
         llm.wake()
-        assert said(llm) == expected
+        assert mixed_facts(llm, 5) == expected
 
 
 def test_a_full_disk_keeps_weights_that_are_in_no_file_awake(
-    seeds: Callable[[str], tuple[Path, Path]],
+    folders: Callable[..., Path],
 ) -> None:
     tiers = Offload(gpu=BUDGET, weights=(100, 0, 0), disk_limit=PAGE)
-    with LLM(seeds("llama")[0], max_length=200, quantization="int8", placement=tiers) as llm:
-        files, expected = unnamed_files(), said(llm)
+    with LLM(folders("llama"), max_length=200, quantization="int8", placement=tiers) as llm:
+        files, expected = unnamed_files(), mixed_facts(llm, 5)
         with pytest.raises(TierFailed, match=f"disk_limit is {PAGE}"):
             llm.sleep(weights=True)
-        assert said(llm) == expected and unnamed_files() == files
+        assert mixed_facts(llm, 5) == expected and unnamed_files() == files
         llm.sleep()
         llm.wake()
-        assert said(llm) == expected
+        assert mixed_facts(llm, 5) == expected
 
 
 @pytest.mark.parametrize("tiers", ["budget", "budget, K and V on disk", "disk"])
@@ -407,9 +363,9 @@ def test_some_rows_of_several_tensors_are_cut_from_each(dtype: torch.dtype, tmp_
         Stored(f"{first}", tmp_path / "numbers", 3 + 16 * first, 16 * count, rows.dtype, (count, 4))
         for first, count in ((0, 5), (5, 1), (6, 3))
     ]
-    lazy = Computed(torch.ops.aten.cat.default, (shards,), {}, None)
+    lazy = Computed(torch.ops.aten.cat.default, (shards,))
     if dtype != rows.dtype:
-        lazy = Computed(torch.ops.aten._to_copy.default, (lazy,), {"dtype": dtype}, None)
+        lazy = Computed(torch.ops.aten._to_copy.default, (lazy,), {"dtype": dtype})
     assert rows_can_be_read(lazy)
     for begin, end in itertools.combinations(range(10), 2):
         found = materialize(rows_of(lazy, begin, end), read_whole)
@@ -496,15 +452,13 @@ def test_a_read_error_closes_the_engine_and_hands_out_what_was_finished(
         return logits
 
     params = [short, long.replace(logits_processors=[fail_later]), long]
-    with pytest.raises(
-        TierFailed, match=r"disk tier: reading .*model\.safetensors.*Input"
-    ) as failed:
+    with pytest.raises(TierFailed, match=r"reading .*model\.safetensors.*Input") as failed:
         llm.generate([[5, 6], [7, 8], [9]], params)
     first, second, third = failed.value.results
     assert first is not None and len(first.outputs[0].token_ids) == 2
     assert second is None and third is None
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(EngineClosed, match="closed when this happened: disk tier"):
+    with pytest.raises(EngineClosed, match="closed when this happened: reading "):
         llm.generate([[5]], GREEDY)
     llm.close()
 
@@ -531,9 +485,10 @@ def test_a_file_that_ends_too_soon_is_an_error(direct: bool, tmp_path: Path) -> 
     file = DirectFile(path)
     file.direct = file.direct and direct
     buffer = bytes_of(pages(3 * PAGE))
-    assert file.read(buffer, 0, 5000) >= 5000
-    with pytest.raises(TierFailed, match="short ends at byte 5000, and 1 bytes"):
-        file.read(buffer, 0, 5001)
+    assert file.read([buffer], 0) == 5000
+    os.truncate(path, 4999)
+    with pytest.raises(TierFailed, match="short ends at byte 4999, and 1 bytes"):
+        file.read([buffer], 0)
     file.close()
 
 
@@ -596,11 +551,11 @@ def test_the_files_are_those_that_transformers_takes(tmp_path: Path) -> None:
     tensors = load_file(whole / "model.safetensors")
     tensors["unused"] = torch.zeros(4, dtype=torch.complex64)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    expected = resident_facts(whole, "float32", 3)
+    expected = resident_facts(whole, 3)
     with pytest.raises(ModelError, match="such as unused"):
         offloaded(tmp_path)
     with offloaded(tmp_path, unused_weights="ignore") as llm:
-        assert said(llm, 3) == expected
+        assert mixed_facts(llm, 3) == expected
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(
         json.dumps(config | {"transformers_weights": "other.safetensors"})
@@ -609,12 +564,13 @@ def test_the_files_are_those_that_transformers_takes(tmp_path: Path) -> None:
         offloaded(tmp_path, unused_weights="ignore")
     (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
     with offloaded(tmp_path, unused_weights="ignore") as llm:
-        assert [facts(result) for result in llm.generate(*mixed_requests(3))] == expected
+        assert mixed_facts(llm, 3) == expected
 
 
 def test_whoever_forgets_to_close_leaves_nothing_behind(
     folders: Callable[[str], Path], thread_names: set[str]
 ) -> None:
+    gc.collect()  # what other tests have left
     fds = len(os.listdir("/proc/self/fd"))
     llm = offloaded(folders("llama"), kv=(0, 0, 100))
     llm.generate([[5, 6]], GREEDY)
@@ -622,7 +578,7 @@ def test_whoever_forgets_to_close_leaves_nothing_behind(
     del llm
     gc.collect()
     assert _our_threads() <= thread_names
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert len(os.listdir("/proc/self/fd")) <= fds
 
 
 def test_a_draft_that_cannot_be_opened_leaves_nothing_behind(
@@ -675,17 +631,17 @@ def test_a_read_error_while_opening_leaves_nothing_behind(
 ) -> None:
     fds, plain, left = len(os.listdir("/proc/self/fd")), DirectFile.read, [after]
 
-    def read(self: DirectFile, into: memoryview, offset: int, needed: int) -> int:
+    def read(self: DirectFile, into: list[memoryview], offset: int, **settings: Any) -> int:
         left[0] -= 1
         if left[0] < 0:
             raise TierFailed("disk tier: broken")
-        return plain(self, into, offset, needed)
+        return plain(self, into, offset, **settings)
 
     monkeypatch.setattr(DirectFile, "read", read)
     with pytest.raises(TierFailed, match="disk tier: broken"):
         offloaded(folders("llama"), disk=tmp_path, weights=(20, 20, 60))
     gc.collect()
-    assert list(tmp_path.iterdir()) == [] and len(os.listdir("/proc/self/fd")) == fds
+    assert list(tmp_path.iterdir()) == [] and len(os.listdir("/proc/self/fd")) <= fds
 
 
 def test_a_folder_that_cannot_be_written_is_named(
@@ -693,41 +649,6 @@ def test_a_folder_that_cannot_be_written_is_named(
 ) -> None:
     with pytest.raises(TierFailed, match=r"can't write to the folder .*nowhere"):
         offloaded(folders("llama"), disk=tmp_path / "nowhere", kv=(0, 0, 100))
-
-
-@parametrize_combinations(after=[0, 1, 4, 7, 20], overlap=[True, False])
-def test_ctrl_c_in_the_middle_of_a_layer_leaves_the_engine_as_it_was(
-    after: int, overlap: bool, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = folders("llama")
-    prompts, params = mixed_requests(6)
-    expected = resident_facts(folder, "float32", 6)
-    with offloaded(folder, overlap=overlap) as llm:
-        runner: Any = llm.engine.runner
-        plain, left = runner.weights.ring.take, [after]
-
-        def take(use: Use) -> Any:
-            left[0] -= 1
-            if left[0] == -1:
-                raise KeyboardInterrupt
-            return plain(use)
-
-        monkeypatch.setattr(runner.weights.ring, "take", take)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(prompts, params)
-        assert [facts(result) for result in llm.generate(prompts, params)] == expected
-
-
-def test_an_exception_of_a_request_leaves_the_others_alone(folders: Callable[[str], Path]) -> None:
-    def broken(ids: Any, logits: Any) -> Any:
-        raise RuntimeError("mine")
-
-    with offloaded(folders("llama")) as llm:
-        (expected,) = llm.generate([[5, 6]], GREEDY)
-        with pytest.raises(RuntimeError, match="mine"):
-            llm.generate([[5, 6], [7]], [GREEDY, GREEDY.replace(logits_processors=[broken])])
-        (found,) = llm.generate([[5, 6]], GREEDY)
-        assert found.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
 def test_closing_gives_everything_back(folders: Callable[[str], Path], tmp_path: Path) -> None:
@@ -738,7 +659,7 @@ def test_closing_gives_everything_back(folders: Callable[[str], Path], tmp_path:
     assert list(tmp_path.iterdir()) == []  # what is written has no name
     llm.close()
     llm.close()
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert len(os.listdir("/proc/self/fd")) <= fds
     assert all(
         p.untyped_storage().nbytes() <= 4 for s in runner.weights.units.slots for p in [s.parameter]
     )
@@ -818,9 +739,36 @@ def test_a_tensor_at_any_offset_is_read(blob: Path, offset: int, nbytes: int) ->
     assert _is_what_lies_there(stored, read_whole(stored))
 
 
+@pytest.mark.skipif(
+    not os.path.exists("/sys/kernel/mm/transparent_hugepage"), reason="no huge pages"
+)
+@pytest.mark.parametrize("nbytes", [0, 1, PAGE, (4 << 20) + 5])
+def test_memory_of_direct_reads_is_in_huge_pages(nbytes: int) -> None:
+    memory = pages(nbytes)
+    assert memory.nbytes == nbytes and not memory.is_inference()
+    if not nbytes:
+        return
+    memory.fill_(7)
+    assert memory.data_ptr() % PAGE == 0 and bytes_of(memory).nbytes == nbytes
+    flags, is_here = None, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(bound, 16) for bound in first.split("-"))
+            is_here = begin <= memory.data_ptr() < end
+        elif is_here and first == "VmFlags:":
+            flags = line.split()[1:]
+    assert flags is not None and "hg" in flags
+
+
+def test_memory_that_cannot_be_allocated_is_named() -> None:
+    with pytest.raises(MemoryError, match="288,230,376,151,711,744 bytes can't be allocated"):
+        pages(1 << 58)
+
+
 def test_neighbours_in_a_file_are_read_in_one_run(blob: Path) -> None:
     layout = lay_out([_piece(blob, 5000, 100), _piece(blob, 10, 4900), _piece(blob, 90_000, 7)])
-    assert len(layout.runs) == 2
+    assert len(layout.chunks) == 2
     assert layout.nbytes == up(5100) + PAGE
     assert len(layout.places) == 3
 
@@ -830,7 +778,7 @@ def _ring_over(
     pieces: list[Stored], capacity: int, threads: int
 ) -> Iterator[tuple[Ring, list[Use], Callable[[int], bool]]]:
     """Yield a ring, a use for each piece, and whether the ring has the piece's bytes when it is taken."""
-    ring, files = Ring("weights", Prefetcher("verbatim-test", threads), Trace()), OpenFiles()
+    ring, files = Ring("weights", max(1, threads), Trace(), ahead=threads > 0), OpenFiles()
     layouts = [lay_out([stored]) for stored in pieces]
     uses = [layout.use(stored.name, files) for layout, stored in zip(layouts, pieces, strict=True)]
 
@@ -869,10 +817,10 @@ def test_an_interrupted_wait_does_not_mix_old_reads_with_new_ones(
     """A reader that is slow goes on writing to the ring after its region was given up."""
     slow, plain = threading.Event(), DirectFile.read
 
-    def read(self: DirectFile, into: memoryview, offset: int, needed: int) -> int:
+    def read(self: DirectFile, into: list[memoryview], offset: int, **settings: Any) -> int:
         if offset < 4096:
             slow.wait(0.2)
-        return plain(self, into, offset, needed)
+        return plain(self, into, offset, **settings)
 
     monkeypatch.setattr(DirectFile, "read", read)
     pieces = [_piece(blob, 20_000 * i, 4096) for i in range(4)]
@@ -881,40 +829,12 @@ def test_an_interrupted_wait_does_not_mix_old_reads_with_new_ones(
         slow.set()
 
 
-def _batch(lens: list[int], rows: list[int], logit_rows: list[int]) -> Batch:
-    starts = [0, *torch.tensor(rows).cumsum(0).tolist()]
-    total = starts[-1]
-    return Batch(
-        token_ids=torch.arange(total),
-        positions=torch.cat([torch.arange(n - r, n) for n, r in zip(lens, rows, strict=True)]),
-        query_starts=torch.tensor(starts, dtype=torch.int32),
-        context_lens=torch.tensor(lens, dtype=torch.int32),
-        block_tables=torch.arange(len(lens) * 2, dtype=torch.int32).view(-1, 2),
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
-        wants_hidden=True,
-        forced_experts=torch.arange(total)[:, None, None],
-    )
-
-
-@pytest.mark.parametrize("max_sequences", [1, 2, 5])
-@pytest.mark.parametrize("max_rows", [1, 3, 4, 100])
-def test_cut_batches_are_the_batch(max_sequences: int, max_rows: int) -> None:
-    whole = _batch([9, 4, 20, 1], [3, 1, 10, 1], [2, 3, 8, 13, 14])
+@pytest.mark.parametrize(("max_sequences", "max_rows"), [(1, 100), (2, 4), (5, 3)])
+def test_micro_batches_keep_to_their_limits(max_sequences: int, max_rows: int) -> None:
+    whole = Batch.of([(range(rows), 7, [s]) for s, rows in enumerate((3, 1, 10, 1))], range(15))
     parts = cut(whole, max_sequences, max_rows)
-    rows: list[int] = []
-    for part in parts:
-        assert part.num_sequences <= max_sequences and part.num_tokens <= max_rows
-        assert part.query_starts[-1] == part.num_tokens and part.wants_hidden
-        ends = part.query_starts[1:].long() - 1
-        assert torch.equal(part.positions[ends] + 1, part.context_lens.long())
-        tables = [tuple(table) for table in part.block_tables.tolist()]
-        assert len(set(tables)) == len(tables)  # no sequence twice
-        assert part.forced_experts is not None
-        assert torch.equal(part.forced_experts.flatten(), part.token_ids)
-        rows += part.token_ids[part.logit_rows].tolist()
-    assert torch.cat([part.token_ids for part in parts]).tolist() == list(range(15))
-    assert torch.equal(torch.cat([part.positions for part in parts]), whole.positions)
-    assert rows == [2, 3, 8, 13, 14]
+    assert max(part.num_sequences for part in parts) <= max_sequences
+    assert max(part.num_tokens for part in parts) <= max_rows
 
 
 # ---- a head in pieces
@@ -934,7 +854,7 @@ def test_a_head_in_pieces_gives_the_same_words(
 ) -> None:
     """Of a head of its own, and of two that are tied to the embedding."""
     folder = folders(name)
-    expected = resident_facts(folder, dtype)
+    expected = resident_facts(folder, dtype=dtype)
     monkeypatch.setattr("verbatim.placement.offload.head._SMALLEST", 0)
     monkeypatch.setattr("verbatim.placement.offload.head._WHOLE", (torch.nn.Module,))
     monkeypatch.setattr("verbatim.placement.offload.head._LEAST", 7000)
@@ -943,7 +863,7 @@ def test_a_head_in_pieces_gives_the_same_words(
         pieces = [unit for unit in runner.weights.units.order if "[" in unit.name]
         if kernels.library() is not None:
             assert len(pieces) > 1
-        assert said(llm, 17) == expected
+        assert mixed_facts(llm) == expected
 
 
 def test_a_file_of_nothing_but_a_head_in_pieces_is_found_out_when_it_changes(
@@ -968,9 +888,60 @@ def test_rows_that_are_drawn_a_few_at_a_time_are_the_same(
     folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folders("llama")
-    expected = resident_facts(folder, "float32")
+    expected = resident_facts(folder)
     with offloaded(folder) as llm:
         runner: Any = llm.engine.runner
         for at_once in (1, 2, 5):
             monkeypatch.setattr(runner, "_rows_at_once", lambda rows, n=at_once: n)
-            assert said(llm, 17) == expected
+            assert mixed_facts(llm) == expected
+
+
+def test_ctrl_c_in_the_middle_of_a_lookup_is_a_keyboard_interrupt(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = resident_facts(folders("llama"), 4)
+    with offloaded(folders("llama")) as llm:
+        pop: Any = torch.overrides._pop_torch_function_stack
+
+        def pop_and_interrupt() -> Any:
+            monkeypatch.undo()
+            popped = pop()
+            signal.raise_signal(signal.SIGINT)
+            return popped
+
+        monkeypatch.setattr(torch.overrides, "_pop_torch_function_stack", pop_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5, 6]], GREEDY)
+        assert mixed_facts(llm, 4) == expected
+
+
+_AFTER_MAIN = """
+import atexit, sys, threading
+from verbatim import LLM, Offload, SamplingParams
+
+llm = LLM(sys.argv[1], placement=Offload(gpu="300MB", weights=(0, 0, 100)))
+
+
+def speak():
+    greedy = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    print(llm.generate([[5, 6]], greedy)[0].outputs[0].token_ids)
+
+
+def speak_later():
+    threading.main_thread().join()
+    speak()
+
+
+atexit.register(speak)
+threading.Thread(target=speak_later).start()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_threads_and_functions_at_exit_generate_when_the_main_thread_has_ended(
+    name: str, folders: Callable[[str], Path]
+) -> None:
+    first, second = run_program("-W", "ignore", "-c", _AFTER_MAIN, folders(name)).splitlines()
+    assert first == second
+    assert len(json.loads(first)) == 5

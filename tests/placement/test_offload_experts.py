@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import time
 import weakref
 from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from support import sweep, toys
 from support.pairwise import parametrize_combinations
-from support.requests_mixed import facts, mixed_requests
+from support.requests_mixed import mixed_facts, resident_facts
 from verbatim import LLM, Offload, SamplingParams, TierFailed, kernels
 from verbatim.batch import Batch
 from verbatim.model.experts import run_experts
@@ -37,8 +37,6 @@ from verbatim.weights.lazy import (
     traced,
 )
 from verbatim.weights.opening import open_files
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 ON_DISK = dict(weights=(0, 0, 100), batch_size=3, micro_batches=2)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
@@ -64,10 +62,6 @@ def cache_of(llm: LLM) -> ExpertCache:
     return found
 
 
-def words(llm: LLM, count: int = 9) -> Any:
-    return [facts(result) for result in llm.generate(*mixed_requests(count))]
-
-
 def opened(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Units]:
     loaded = open_files(ModelSource(folder, dtype), False)
     assert loaded.lazy_weights is not None
@@ -77,15 +71,13 @@ def opened(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Units
 
 
 def cache_for(
-    folder: Path, slots: int | float, num_readers: int = 0
+    folder: Path, slots: int | float, ahead: bool = False
 ) -> tuple[list[Any], ExpertCache]:
     """Return the layers of experts of a model, and a cache of so many slots, or such a share of them."""
     layers: Any = opened(folder)[1].experts
     if isinstance(slots, float):
         slots = int(slots * sum(layer.count for layer in layers))
-    return layers, ExpertCache(
-        layers, slots * layers[0].expert_bytes, num_readers, Trace(), OpenFiles()
-    )
+    return layers, ExpertCache(layers, slots * layers[0].expert_bytes, ahead, Trace(), OpenFiles())
 
 
 def run_every_expert(layer: Any) -> None:
@@ -109,12 +101,6 @@ def reads_asked_of(cache: ExpertCache) -> list[int]:
 # ---- no token depends on it
 
 
-@functools.cache
-def resident_words(folder: Path, quantization: str | None = None) -> Any:
-    with LLM(folder, max_length=200, quantization=quantization) as llm:
-        return words(llm)
-
-
 @parametrize_combinations(
     name=FORMS,
     quantization=[None, "int8", "int4"],
@@ -124,7 +110,7 @@ def test_tokens_are_those_of_the_model_in_memory(
     name: str, quantization: str | None, settings: dict[str, Any], moe: Callable[[str], Path]
 ) -> None:
     with offloaded(moe(name), quantization=quantization, **settings) as llm:
-        assert words(llm) == resident_words(moe(name), quantization)
+        assert mixed_facts(llm, 9) == resident_facts(moe(name), 9, quantization=quantization)
         assert cache_of(llm).bytes_read > 0
 
 
@@ -132,11 +118,11 @@ def test_tokens_are_those_of_the_model_in_memory(
 def test_a_single_slot_is_enough(
     overlap: bool, moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = resident_words(moe("qwen3_moe"))
+    expected = resident_facts(moe("qwen3_moe"), 9)
     monkeypatch.setattr(ExpertCache, "_share_out", _with_slots(1))
     with offloaded(moe("qwen3_moe"), overlap=overlap) as llm:
         assert cache_of(llm).capacity == 1
-        assert words(llm) == expected
+        assert mixed_facts(llm, 9) == expected
 
 
 def _with_slots(count: int) -> Any:
@@ -148,26 +134,12 @@ def _with_slots(count: int) -> Any:
     return share_out
 
 
-def test_routing_is_recorded_and_replayed(moe: Callable[[str], Path]) -> None:
-    params = SamplingParams(max_tokens=5, seed=1, record_routing=True)
-    with LLM(moe("qwen3_moe"), max_length=200) as llm:
-        (expected,) = llm.generate([[5, 6, 7]], params)
-        record = expected.outputs[0].routing
-        forced = params.replace(replay_routing=(record + 1) % 8)
-        (other,) = llm.generate([[5, 6, 7]], forced)
-    with offloaded(moe("qwen3_moe")) as llm:
-        (found,) = llm.generate([[5, 6, 7]], params)
-        assert facts(found) == facts(expected)
-        assert torch.equal(found.outputs[0].routing, record)
-        assert facts(llm.generate([[5, 6, 7]], forced)[0]) == facts(other)
-
-
 def test_without_kernels(moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "library", lambda: None)
     with LLM(moe("qwen3_moe"), max_length=200) as llm:
-        expected = words(llm, 5)
+        expected = mixed_facts(llm, 5)
     with offloaded(moe("qwen3_moe")) as llm:
-        assert words(llm, 5) == expected
+        assert mixed_facts(llm, 5) == expected
         assert "no compiled kernels" in next(iter(llm.info()["experts"]))
 
 
@@ -178,20 +150,20 @@ def test_only_chosen_experts_are_read_and_only_once(moe: Callable[[str], Path]) 
     _, units = opened(moe("qwen3_moe"))
     layer = units.experts[0]
     each = layer.expert_bytes
-    cache = ExpertCache(units.experts, 100 * each, 2, Trace(), OpenFiles())
+    cache = ExpertCache(units.experts, 100 * each, True, Trace(), OpenFiles())
     share: Any = layer.module.expert_share
-    whole = {key: materialize(stack.slot.lazy, read_whole) for key, stack in layer.stacks.items()}
+    whole = {key: materialize(stack.lazy, read_whole) for key, stack in layer.stacks.items()}
     rows = torch.randn(6, 64)
     counts = [0, 3, 0, 0, 1, 0, 2, 0]
     out = share.run(layer.module, rows, counts)
-    cache._readers.finish()
+    futures.wait(share.pool.jobs)
     chosen = {e for e, count in enumerate(counts) if count}
     held = {e for e, slot in enumerate(share.slots.tolist()) if slot >= 0}
     assert held == chosen
     read = cache.bytes_read
     assert 3 * each <= read <= 3 * (each + 3 * 2 * 4096)
     for key, tensor in whole.items():
-        layer.stacks[key].slot.parameter.data = tensor
+        layer.stacks[key].parameter.data = tensor
     layer.module.__dict__.pop("expert_share")
     assert torch.equal(out, run_experts(layer.module, rows, counts))
     assert torch.equal(share.run(layer.module, rows, counts), out)
@@ -229,7 +201,9 @@ def test_all_experts_in_turn_leave_in_memory_what_was_there(moe: Callable[[str],
 
 
 def test_experts_of_the_next_layer_are_read_ahead(moe: Callable[[str], Path]) -> None:
-    layers, cache = cache_for(moe("qwen3_moe"), 2 * opened(moe("qwen3_moe"))[1].experts[0].count, 2)
+    layers, cache = cache_for(
+        moe("qwen3_moe"), 2 * opened(moe("qwen3_moe"))[1].experts[0].count, True
+    )
     asked = reads_asked_of(cache)
     for _ in range(3):
         found = []
@@ -250,10 +224,10 @@ def test_one_expert_is_cut_from_every_form(
     _, units = opened(moe(name), dtype)
     assert units.experts
     for stack in (s for layer in units.experts for s in layer.stacks.values()):
-        whole = materialize(stack.slot.lazy, read_whole)
-        rows = whole.shape[0] // stack.count
-        for expert in range(stack.count):
-            lazy = stack.lazy(expert)
+        whole = materialize(stack.lazy, read_whole)
+        rows = whole.shape[0] // stack.experts
+        for expert in range(stack.experts):
+            lazy = stack.expert(expert)
             assert torch.equal(
                 materialize(lazy, read_whole), whole[expert * rows : (expert + 1) * rows]
             )
@@ -295,10 +269,10 @@ def test_a_model_that_fits_reads_nothing(
     quantization: str | None, moe: Callable[[str], Path]
 ) -> None:
     """Nor are its quantized experts unpacked."""
-    expected = resident_words(moe("qwen3_moe"), quantization)
+    expected = resident_facts(moe("qwen3_moe"), 9, quantization=quantization)
     for settings in ({"weights": (100, 0, 0)}, {"weights": None}):
         with offloaded(moe("qwen3_moe"), quantization=quantization, **settings) as llm:
-            assert words(llm) == expected
+            assert mixed_facts(llm, 9) == expected
             runner: Any = llm.engine.runner
             assert runner.weights.experts is None
             assert set(llm.info()["experts"]) == {"all in one kernel call"}
@@ -320,17 +294,17 @@ def test_close_gives_the_memory_back(moe: Callable[[str], Path]) -> None:
 def test_reading_ahead_takes_nothing_from_the_layer_that_runs(moe: Callable[[str], Path]) -> None:
     """With fewer slots than a layer has experts, reads are those without reading ahead."""
     read = {}
-    for num_readers in (0, 2):
-        layers, cache = cache_for(moe("qwen3_moe"), 4, num_readers)
+    for ahead in (False, True):
+        layers, cache = cache_for(moe("qwen3_moe"), 4, ahead)
         for step in range(5):
             if step == 2:
                 before = cache.bytes_read
             for layer in layers:
                 run_every_expert(layer)
-        cache._readers.finish()
-        read[num_readers] = cache.bytes_read - before
+        futures.wait(layers[0].module.expert_share.pool.jobs)
+        read[ahead] = cache.bytes_read - before
         cache.close()
-    assert read[2] <= 1.05 * read[0]
+    assert read[True] <= 1.05 * read[False]
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -348,8 +322,10 @@ def test_waiting_for_experts_counts_as_loading(
         runner: Any = llm.engine.runner
         assert runner.timings().compute_s >= 0
         llm.generate([[5, 6, 7]], GREEDY)
-        assert runner.trace.seconds("wait experts") > 0.01
-        assert 0 <= runner.timings().compute_s < runner.timings().load_s
+        found, seconds = runner.timings(), runner.trace.seconds
+        waited = seconds("wait experts")
+        assert 0.01 < waited <= found.load_s
+        assert 0 <= found.compute_s <= seconds("compute weights") + seconds("make weights") - waited
 
 
 def test_other_parameters_of_an_experts_module_are_lent_with_their_layer(
@@ -358,7 +334,7 @@ def test_other_parameters_of_an_experts_module_are_lent_with_their_layer(
     _, units = opened(moe("qwen3_moe"))
     layer = units.experts[0]
     layer.module.post_expert_norm = torch.nn.RMSNorm(64)
-    cache = ExpertCache(units.experts, 1, 0, Trace(), OpenFiles())
+    cache = ExpertCache(units.experts, 1, False, Trace(), OpenFiles())
     held: Any = cache.layers[0].held
     assert held.post_expert_norm.weight is layer.module.post_expert_norm.weight  # type: ignore
     cache.close()
@@ -369,7 +345,7 @@ def test_a_read_that_could_not_begin_leaves_no_expert_behind(
     moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with offloaded(moe("qwen3_moe")) as llm:
-        expected = words(llm)
+        expected = mixed_facts(llm, 9)
         plain = ExpertCache.read
 
         def read(self: ExpertCache, *args: Any) -> Any:
@@ -381,9 +357,9 @@ def test_a_read_that_could_not_begin_leaves_no_expert_behind(
             noise = np.random.default_rng(seed)
             monkeypatch.setattr(ExpertCache, "read", read)
             with pytest.raises(MemoryError):
-                words(llm)
+                mixed_facts(llm, 9)
             monkeypatch.undo()
-            assert words(llm) == expected
+            assert mixed_facts(llm, 9) == expected
 
 
 def test_files_are_closed_where_the_cache_can_not_be_made(
@@ -421,7 +397,7 @@ def test_ctrl_c_while_experts_are_read(
     moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with offloaded(moe("qwen3_moe")) as llm:
-        expected = words(llm)
+        expected = mixed_facts(llm, 9)
         plain, calls = cache_room.run_experts, 0
 
         def interrupted(*args: Any, **kwargs: Any) -> Any:
@@ -435,7 +411,7 @@ def test_ctrl_c_while_experts_are_read(
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[5, 6, 7]] * 4, GREEDY)
         monkeypatch.undo()
-        assert words(llm) == expected
+        assert mixed_facts(llm, 9) == expected
 
 
 @pytest.mark.slow

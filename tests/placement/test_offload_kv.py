@@ -18,36 +18,58 @@ import pytest
 import torch
 
 from support import toys
-from support.kv_life import GROUPS, HEADS, OPTIONS, SHAPES, Life
-from support.pairwise import slow_but, some_combinations
-from support.requests_mixed import facts, finish_despite_ctrl_c, mixed_requests, press_ctrl_c
+from support.pairwise import some_combinations
+from support.poison import poison
+from support.programs import PATIENCE_S
+from support.requests_mixed import (
+    facts,
+    finish_despite_ctrl_c,
+    mixed_facts,
+    mixed_requests,
+    press_ctrl_c,
+    resident_facts,
+)
 from verbatim import LLM, Offload, SamplingParams, TierFailed
-from verbatim.batch import AttentionBatch
+from verbatim.batch import AttentionBatch, Batch
 from verbatim.kernels.options import AttentionOptions
-from verbatim.kv.quantized import PACKINGS, KVDtype
 from verbatim.kv.store import KVStore, LayerShape
 from verbatim.placement.offload.kv import TieredKVStore, assign_tiers
-from verbatim.placement.offload.prefetch import Job, Prefetcher
+from verbatim.placement.offload.kv_disk import DiskLayer
 from verbatim.placement.offload.schedule import HiddenStates, Part
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.sparse import top_k_attention
-from verbatim.placement.offload.stream import Ring, Use
+from verbatim.placement.offload.stream import Readers, Ring, Use
 from verbatim.placement.offload.trace import Trace
 from verbatim.weights.files import PAGE
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 KV = ((100, 0, 0), (0, 100, 0), (0, 0, 100), (30, 40, 30))
 ACTIVATIONS = ((0, 0, 100), (100, 0, 0), (0, 100, 0), (30, 40, 30))
 BLOCKS = ((4, 1), (2, 2), (1, 4))  # (batch size, number of batches)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, seed=1)
 CPU = torch.device("cpu")
+SHAPE = LayerShape(2, 8, 8)
 
 
 @pytest.fixture
 def no_thread_left() -> Iterator[None]:
+    before = threading.enumerate()  # of other tests' engines, which are not collected yet
     yield
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("verbatim")]
+    left = set(threading.enumerate()).difference(before)
+    assert not [thread.name for thread in left if thread.name.startswith("verbatim")]
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads and writes that take an odd while, so that what is not waited for is seen."""
+    chance = random.Random(0)
+    for name in ("read", "write_from"):
+        plain = getattr(Scratch, name)
+
+        def slow(self: Scratch, *args: Any, plain: Any = plain, **kwargs: Any) -> None:
+            time.sleep(chance.choice([0, 0, 0.0001]))
+            plain(self, *args, **kwargs)
+
+        monkeypatch.setattr(Scratch, name, slow)
 
 
 def offloaded(folder: Path, *, micro_tokens: int = 13, **settings: Any) -> LLM:
@@ -61,37 +83,26 @@ def offloaded(folder: Path, *, micro_tokens: int = 13, **settings: Any) -> LLM:
     return llm
 
 
-def run(llm: LLM, count: int = 12) -> list[Any]:
-    return [facts(result) for result in llm.generate(*mixed_requests(count))]
-
-
-def resident(folder: Path, **settings: Any) -> list[Any]:
-    with LLM(folder, max_length=200, **settings) as llm:
-        return run(llm)
+def on_disk(
+    scratch: Scratch,
+    shape: LayerShape = SHAPE,
+    *,
+    num_blocks: int = 8,
+    block_size: int = 4,
+    overlap: bool = True,
+) -> TieredKVStore:
+    """Return a store of one layer, which is on the disk."""
+    settings: dict[str, Any] = dict(percents=(0, 0, 100), groups=[[0]], overlap=overlap)
+    size = num_blocks, block_size, torch.float32, CPU
+    return TieredKVStore([shape], *size, scratch=scratch, trace=Trace(), **settings)
 
 
 MATRIX = [
-    dict(kv=kv, activations=act, overlap=overlap, cpu_cache_compute=here, batch_size=size, micro_batches=n)
-    for kv, act, overlap, here, (size, n) in some_combinations(
-        kv=KV, activations=ACTIVATIONS, overlap=(True, False), here=(None, False, True), blocks=BLOCKS
+    dict(kv=kv, activations=act, overlap=overlap, batch_size=size, micro_batches=n)
+    for kv, act, overlap, (size, n) in some_combinations(
+        kv=KV, activations=ACTIVATIONS, overlap=(True, False), blocks=BLOCKS
     )
 ]  # fmt: skip
-
-
-def assert_same_words(folder: Path, dtype: str, cases: list[dict[str, Any]]) -> None:
-    expected = resident(folder, dtype=dtype)
-    preempted = 0
-    for case in cases:
-        with offloaded(folder, dtype=dtype, **case) as llm:
-            assert run(llm) == expected, case
-            runner = llm.engine.runner
-            preempted += llm.stats()["preemptions"]
-            for kind in ("read", "write"):
-                assert bool(runner.trace.nbytes(f"{kind} K and V")) == bool(case["kv"][2])
-            assert runner.info()["attention"] == "exact"
-            for share, held in zip(case["kv"], runner.store.bytes_by_tier().values(), strict=True):
-                assert bool(share) == bool(held)
-    assert preempted, "the memory for K and V is too large to show evictions"
 
 
 @pytest.mark.parametrize(
@@ -113,40 +124,23 @@ def test_kv_and_hidden_states_on_any_tier_give_the_same_words(
     dtype: str,
     cases: list[dict[str, Any]],
     folders: Callable[[str], Path],
+    slow_disk: None,
     no_thread_left: None,
 ) -> None:
-    assert_same_words(folders(name), dtype, cases)
-
-
-@pytest.mark.parametrize(
-    ("name", "kv_dtype"),
-    [
-        ("mistral", "int4"),
-        pytest.param("qwen3_moe", "int8", marks=pytest.mark.slow),
-        pytest.param("gpt2", "bfloat16", marks=pytest.mark.slow),
-    ],
-)
-def test_kv_in_few_bits_give_the_same_words_on_the_disk(
-    name: str, kv_dtype: str, folders: Callable[[str], Path]
-) -> None:
-    expected = resident(folders(name), dtype="float32", kv_dtype=kv_dtype)
-    for kv, overlap in (((0, 0, 100), True), ((30, 40, 30), False)):
-        settings: dict[str, Any] = dict(kv=kv, overlap=overlap, cpu_cache_compute=False)
-        with offloaded(folders(name), kv_dtype=kv_dtype, **settings) as llm:
-            assert run(llm) == expected
-            assert llm.engine.runner.info()["kv_dtype"] == kv_dtype
-
-
-def test_five_prompts_in_batches_of_two(folders: Callable[[str], Path]) -> None:
-    prompts = [toys.random_ids(n, n) for n in (5, 33, 16, 1, 40)]
-    with LLM(folders("gpt2"), dtype="float32") as llm:
-        expected = [facts(r) for r in llm.generate(prompts, GREEDY)]
-    for kv in KV:
-        settings: dict[str, Any] = dict(batch_size=2, micro_batches=3, activations=(0, 0, 100))
-        with offloaded(folders("gpt2"), micro_tokens=64, kv=kv, **settings) as llm:
-            assert [facts(r) for r in llm.generate(prompts, GREEDY)] == expected
-            moved = llm.engine.runner.trace.nbytes
-            assert moved("read hidden states") == moved("write hidden states") > 0
+    folder = folders(name)
+    expected = resident_facts(folder, 12, dtype=dtype)
+    preempted = 0
+    for case in cases:
+        with offloaded(folder, dtype=dtype, **case) as llm:
+            assert mixed_facts(llm, 12) == expected, case
+            runner = llm.engine.runner
+            preempted += llm.stats()["preemptions"]
+            for kind in ("read", "write"):
+                assert bool(runner.trace.nbytes(f"{kind} K and V")) == bool(case["kv"][2])
+            assert runner.info()["attention"] == "exact"
+            for share, held in zip(case["kv"], runner.store.bytes_by_tier().values(), strict=True):
+                assert bool(share) == bool(held)
+    assert preempted, "the memory for K and V is too large to show evictions"
 
 
 def test_prefixes_and_sleep(folders: Callable[[str], Path], no_thread_left: None) -> None:
@@ -158,111 +152,42 @@ def test_prefixes_and_sleep(folders: Callable[[str], Path], no_thread_left: None
         again = llm.generate([prompt], GREEDY)[0]
         assert facts(again) == expected and again.num_cached_tokens >= 32
         llm.sleep()
-        assert not [t for t in threading.enumerate() if t.name.startswith("verbatim-kv")]
+        assert not [t for t in threading.enumerate() if t.name.startswith("verbatim-K and V")]
         assert llm.engine.runner.store.staging_bytes == 0
         llm.wake()
         last = llm.generate([prompt], GREEDY)[0]
         assert facts(last) == expected and not last.num_cached_tokens
 
 
+@pytest.mark.parametrize("overlap", [True, False])
 def test_ctrl_c_within_forwards_changes_no_word(
-    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, no_thread_left: None
+    overlap: bool,
+    folders: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    slow_disk: None,
+    no_thread_left: None,
 ) -> None:
-    expected, chance = resident(folders("gpt2"), dtype="float32"), random.Random(3)
-    settings: dict[str, Any] = dict(kv=(0, 0, 100), activations=(0, 0, 100))
+    expected, chance = resident_facts(folders("gpt2"), 8), random.Random(3)
+    settings: dict[str, Any] = dict(kv=(0, 0, 100), activations=(0, 0, 100), overlap=overlap)
     with offloaded(folders("gpt2"), **settings) as llm, monkeypatch.context() as patch:
-        calls = ("follow", "take", "give_back", "finish", "drop", "_fill")
-        press_ctrl_c(patch, chance, 0.004, Ring, *calls)
-        press_ctrl_c(patch, chance, 0.004, HiddenStates, "send", "bring")
-        results, raised = finish_despite_ctrl_c(llm, *mixed_requests(12))
+        for owner, *calls in (
+            (Ring, "follow", "reserve", "take", "give_back", "finish", "drop", "_fill"),
+            (HiddenStates, "send", "bring"),
+            (TieredKVStore, "copy_blocks"),
+            (DiskLayer, "views", "load", "save"),
+        ):
+            press_ctrl_c(patch, chance, 0.004, owner, *calls)
+        results, raised = finish_despite_ctrl_c(llm, *mixed_requests(8))
     assert [facts(result) for result in results] == expected
     assert raised > 5
 
 
 def test_timings_without_overlap_are_all_of_a_forward(folders: Callable[[str], Path]) -> None:
     with offloaded(folders("gpt2"), kv=(0, 0, 100), activations=(0, 0, 100), overlap=False) as llm:
-        run(llm)
+        mixed_facts(llm, 12)
         found, seconds = llm.engine.runner.timings(), llm.engine.runner.trace.seconds
         assert min(found) > 0
         assert seconds("wait K and V") > 0 and seconds("store K and V") > 0
-        assert not [t for t in threading.enumerate() if t.name.startswith("verbatim")]
-
-
-# The store alone.
-
-
-def two_stores(
-    folder: Path,
-    *,
-    dtype: KVDtype = torch.float32,
-    percents: tuple[float, float, float] = (20, 20, 60),
-    overlap: bool = True,
-    **settings: Any,
-) -> tuple[TieredKVStore, Scratch]:
-    scratch = Scratch(folder, None)
-    shape = (SHAPES, 40, 4, dtype, CPU)
-    tiered = TieredKVStore(
-        *shape,
-        percents=percents,
-        groups=GROUPS,
-        scratch=scratch,
-        trace=Trace(),
-        overlap=overlap,
-        **settings,
-    )
-    return tiered, KVStore(*shape), scratch
-
-
-@pytest.fixture
-def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads and writes that take an odd while, so that what is not waited for is seen."""
-    chance = random.Random(0)
-    for name in ("read_into", "write_from"):
-        plain = getattr(Scratch, name)
-
-        def slow(self: Scratch, *args: Any, plain: Any = plain, **kwargs: Any) -> None:
-            time.sleep(chance.choice([0, 0, 0.0001]))
-            plain(self, *args, **kwargs)
-
-        monkeypatch.setattr(Scratch, name, slow)
-
-
-@pytest.mark.parametrize(
-    ("seed", "overlap"),
-    slow_but([(0, True), (1, False), (2, True)], itertools.product(range(4), (True, False))),
-)
-def test_a_random_life_equals_that_of_a_plain_store(
-    seed: int, overlap: bool, tmp_path: Path, slow_disk: None, no_thread_left: None
-) -> None:
-    dtype = (torch.float32, PACKINGS["int8"], torch.bfloat16, PACKINGS["int4"])[seed]
-    tiered, plain, scratch = two_stores(
-        tmp_path, dtype=dtype, overlap=overlap, cpu_cache_compute=bool(seed % 2)
-    )
-    life = Life(tiered, plain, seed)
-    for i in range(40):
-        life.step(strange=i % 8 == 7)
-    assert life.pieces > 2 * life.forwards > 30 and life.compared > 200
-    moved = tiered.trace.nbytes
-    assert moved("read K and V") and moved("write K and V")
-    assert tiered.trace.seconds("wait K and V") > 0
-    tiered.release()
-    scratch.close()
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_ctrl_c_anywhere_leaves_a_store_that_goes_on(
-    seed: int, tmp_path: Path, slow_disk: None, no_thread_left: None
-) -> None:
-    tiered, plain, scratch = two_stores(tmp_path, percents=(0, 0, 100))
-    life, chance = Life(tiered, plain, seed), random.Random(seed)
-    broken = 0
-    for i in range(60):
-        done = life.step(breaks=chance.randrange(1, 1500) if i % 2 else None)
-        broken += not done
-    assert broken > 10 and life.forwards > 20
-    tiered.release()
-    scratch.close()
 
 
 def test_whole_pages_go_past_the_page_cache(
@@ -272,15 +197,12 @@ def test_whole_pages_go_past_the_page_cache(
     if scratch._direct < 0:
         pytest.skip("the file system of the temporary folder has no direct reads")
     shape = LayerShape(2, 64, 64)  # 16 positions of it in float32 are two pages
-    store = TieredKVStore(
-        [shape], 8, 16, torch.float32, CPU, percents=(0, 0, 100), groups=[[0]],
-        scratch=scratch, trace=Trace(), overlap=False,
-    )  # fmt: skip
+    store = on_disk(scratch, shape, block_size=16, overlap=False)
     used: set[int] = set()
     for name in ("preadv", "pwritev"):
         plain = getattr(os, name)
         monkeypatch.setattr(os, name, lambda fd, *a, f=plain: (used.add(fd), f(fd, *a))[1])
-    store.poison([1, 2, 5])
+    poison(store, [1, 2, 5])
     store.copy_blocks([(1, 3)])
     assert used == {scratch._direct} and 2 * PAGE == 2 * 16 * 64 * 4
     store.release()
@@ -298,10 +220,37 @@ def test_layers_are_dealt_out_evenly() -> None:
 def test_a_store_needs_its_room_at_once(tmp_path: Path) -> None:
     scratch = Scratch(tmp_path, 10_000)
     with pytest.raises(TierFailed, match=r"disk_limit is 10000"):
-        TieredKVStore(
-            SHAPES, 400, 4, torch.float32, CPU, percents=(0, 0, 100), groups=GROUPS,
-            scratch=scratch, trace=Trace(),
-        )  # fmt: skip
+        on_disk(scratch, num_blocks=400)
+    scratch.close()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_follows_from_another_block_or_micro_batch_waits_for_it(
+    overlap: bool, tmp_path: Path, slow_disk: None, no_thread_left: None
+) -> None:
+    scratch = Scratch(tmp_path, None)
+    tiered = on_disk(scratch, overlap=overlap)
+    plain = KVStore([SHAPE], 8, 4, torch.float32, CPU)
+    contents = [torch.randn(8, 2, 4, 8) for _ in range(2)]
+    found = []
+    for store in (tiered, plain):
+        store.write_blocks(list(range(8)), contents)
+        store.copy_blocks([(1, 2), (2, 3), (3, 1)])  # each target is a source
+        found.append(store.read_blocks(list(range(8))))
+    assert all(map(torch.equal, *found))
+    # Two pieces of one sequence: the second reads what the first writes.
+    batches = [Batch.of([(range(5), 0, [1, 2])]), Batch.of([(range(6), 5, [1, 2, 3])])]
+    rows = [torch.randn(batch.num_tokens, 2, 8) for batch in batches]
+    outputs: list[list[torch.Tensor]] = []
+    for whole in (tiered, plain):
+        outputs.append([])
+        with whole.stores_for(batches) as stores:
+            for store, batch, x in zip(stores, batches, rows, strict=True):
+                store.write(0, x, x, batch.slots(4))
+                options = AttentionOptions(scale=0.3)
+                outputs[-1].append(store.attend(0, x, batch.attention, options))
+    assert all(map(torch.equal, *outputs))
+    tiered.release()
     scratch.close()
 
 
@@ -351,21 +300,19 @@ def test_a_fault_of_the_disk_is_told_and_leaves_nothing(
 def test_what_the_last_layer_could_not_write_is_told(
     overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiered, plain, scratch = two_stores(tmp_path, percents=(0, 0, 100), overlap=overlap)
-    life = Life(tiered, plain, 0)
-    life._come_and_go()
-    batch, _ = life._batch()
-    numbers = torch.randn(batch.num_tokens, 4, 8)
+    scratch = Scratch(tmp_path, None)
+    store = on_disk(scratch, overlap=overlap)
+    batch, rows = Batch.of([(range(5), 0, [1, 2])]), torch.randn(5, 2, 8)
     failing(monkeypatch, "pwritev", errno.EIO, after=0)
 
     def forward() -> None:
-        with tiered.stores_for([batch]) as (store,):
-            store.write(0, numbers[:, :2], numbers[:, 2:], batch.slots(4))
-            store.attend(0, numbers, batch.attention, OPTIONS[0])
+        with store.stores_for([batch]) as (one,):
+            one.write(0, rows, rows, batch.slots(4))
+            one.attend(0, rows, batch.attention, AttentionOptions(scale=0.3))
 
     with pytest.raises(TierFailed):
         forward()
-    tiered.release()
+    store.release()
     scratch.close()
 
 
@@ -382,41 +329,6 @@ def test_a_full_disk_is_found_when_the_model_is_opened(
     with pytest.raises(TierFailed, match=r"no room for \d+ bytes in .*No space left"):
         offloaded(folders("gpt2"), kv=(50, 0, 50), disk=tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("call", ["preadv", "pwritev"])
-def test_a_store_goes_on_after_a_fault_that_has_passed(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_thread_left: None
-) -> None:
-    tiered, plain, scratch = two_stores(tmp_path, percents=(0, 0, 100))
-    life = Life(tiered, plain, 5)
-    faults = 0
-    for after in range(1, 40, 3):
-        for _ in range(2):
-            life.step()
-        with monkeypatch.context() as patch:
-            failing(patch, call, errno.EIO, after)
-            batch, _ = life._batch()
-            try:
-                life._forward([batch], GROUPS)
-            except TierFailed:
-                faults += 1
-    assert faults > 3 and life.forwards > 10
-    tiered.release()
-    scratch.close()
-
-
-def test_what_a_job_raises_is_kept_and_ends_no_thread() -> None:
-    worker, done = Prefetcher("verbatim-test", 2), []
-    worker.start()
-    first = Job(lambda: 1 / 0)  # type: ignore[arg-type,return-value]
-    second = Job(lambda: done.append(2))
-    for job in (first, second):
-        worker.submit(job)
-    worker.finish()
-    assert isinstance(first.error, ZeroDivisionError) and done == [2] and second.error is None
-    worker.stop()
-    worker.stop()
 
 
 # Hidden states.
@@ -460,6 +372,20 @@ def test_hidden_states_are_freed_and_come_back(tmp_path: Path) -> None:
     scratch.close()
 
 
+def test_the_tensors_of_a_module_are_looked_at_once_for_all_that_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, scratch, looks = torch.nn.Linear(4, 4), Scratch(tmp_path, None), []
+    buffers = module.buffers
+    monkeypatch.setattr(module, "buffers", lambda: (looks.append(0), buffers())[1])
+    away: Any = HiddenStates(module, (0, 0, 100), scratch, Trace())
+    for _ in range(2):
+        for number in range(5):
+            away.send(_Waiting(number, torch.randn(3, 50)))
+    assert len(looks) == 2
+    scratch.close()
+
+
 # Sparse attention.
 
 
@@ -469,7 +395,7 @@ def one_sequence(
     """Attention of all rows of one sequence, in pieces that end at `cuts`."""
     numbers = torch.Generator().manual_seed(1)
     shape = store.layers[0][0].shape
-    q = torch.randn(length, HEADS, 8, generator=numbers)
+    q = torch.randn(length, 4, 8, generator=numbers)
     k, v = (torch.randn(length, shape[1], 8, generator=numbers) for _ in range(2))
     k[5] = k[3]  # a tie
     table = torch.tensor([[3, 1, 2, 5, 4, 7, 6, 9, 8, 10][: -(-length // 16)]], dtype=torch.int32)
@@ -488,7 +414,6 @@ def one_sequence(
             ),
             options,
             top_k=top_k,
-            value_size=8,
         )
         for begin, end in itertools.pairwise([0, *cuts, length])
     ]
@@ -506,8 +431,8 @@ def one_sequence(
     ids=["plain", "window", "softcap-sinks", "alibi"],
 )
 def test_sparse_attention_is_that_of_the_likeliest_keys(options: AttentionOptions) -> None:
-    store, length, top_k = KVStore([LayerShape(2, 8, 8)], 12, 16, torch.float32, CPU), 150, 7
-    store.poison(list(range(12)))
+    store, length, top_k = KVStore([SHAPE], 12, 16, torch.float32, CPU), 150, 7
+    poison(store, range(12))
     found, q, k, v = one_sequence(store, length, options, top_k, [])
     places = torch.arange(length)
     scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1)) * options.scale
@@ -534,23 +459,55 @@ def test_sparse_attention_is_that_of_the_likeliest_keys(options: AttentionOption
     assert torch.equal(whole, many) and not torch.equal(whole, found)
 
 
+def test_rows_that_all_see_more_keys_have_no_exact_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exact: Any = KVStore.attend
+    num_rows: list[int] = []
+
+    def noted(self: KVStore, layer: int, q: torch.Tensor, *rest: Any) -> Any:
+        num_rows.append(len(q))
+        return exact(self, layer, q, *rest)
+
+    monkeypatch.setattr(KVStore, "attend", noted)
+    store = KVStore([SHAPE], 12, 16, torch.float32, CPU)
+    one_sequence(store, 150, AttentionOptions(scale=0.4), 7, [3, 20, 80])
+    assert num_rows == [3, 17]
+
+
 @pytest.mark.slow
 def test_a_sparse_model_says_so_and_has_the_same_words_in_every_schedule(
     folders: Callable[[str], Path],
 ) -> None:
-    exact = resident(folders("gemma2"), dtype="float32")
+    exact = resident_facts(folders("gemma2"), 12)
     settings: dict[str, Any] = dict(attention_top_k=300, kv=(0, 0, 100))
     with offloaded(folders("gemma2"), **settings) as llm:
-        assert run(llm) == exact
+        assert mixed_facts(llm, 12) == exact
     found = []
     for kv, size, rows in (((100, 0, 0), 4, 64), ((0, 0, 100), 1, 5), ((30, 40, 30), 2, 17)):
-        settings = dict(kv=kv, batch_size=size, attention_top_k=4, cpu_cache_compute=False)
+        settings = dict(kv=kv, batch_size=size, attention_top_k=4)
         with offloaded(folders("gemma2"), micro_tokens=rows, **settings) as llm:
             assert llm.engine.runner.info()["attention"] == "approximate: top 4 keys"
-            found.append(run(llm))
+            found.append(mixed_facts(llm, 12))
     assert found[0] == found[1] == found[2] != exact
     with offloaded(folders("gemma2"), kv_dtype="int4", kv=(0, 0, 100), attention_top_k=4) as llm:
-        assert run(llm) != found[0]  # K and V are others, and nothing breaks
+        assert mixed_facts(llm, 12) != found[0]  # K and V are others, and nothing breaks
+
+
+def test_what_a_job_raises_is_kept_and_ends_no_thread() -> None:
+    readers = Readers(2, "verbatim-test")
+    first, second = readers.submit(lambda: 1 / 0), readers.submit(int, "2")  # type: ignore[arg-type,return-value]
+    assert isinstance(first.exception(), ZeroDivisionError) and second.result() == 2
+    assert [readers.submit(int, number).result() for number in range(9)] == list(range(9))
+    begun, go_on = threading.Event(), threading.Event()
+    busy = [readers.submit(lambda: (begun.set(), go_on.wait(PATIENCE_S))) for _ in range(2)]
+    assert begun.wait(PATIENCE_S)
+    late = readers.submit(lambda: 1 / 0)
+    assert late.cancel()
+    go_on.set()
+    readers.shutdown()
+    assert late.cancelled() and all(job.done() for job in busy)
+    readers.shutdown()
 
 
 def test_what_is_used_once_more_is_read_again_only_when_it_was_written_again() -> None:
@@ -561,7 +518,7 @@ def test_what_is_used_once_more_is_read_again_only_when_it_was_written_again() -
         memory[:] = file
         return PAGE
 
-    ring = Ring("K and V", Prefetcher("verbatim-test", 1), Trace())
+    ring = Ring("K and V", 1, Trace())
     first = Use("first", PAGE, [partial(move, write=False)])
     second = Use("second", PAGE, [partial(move, write=False)], [first])
     try:

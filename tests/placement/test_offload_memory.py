@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from support.programs import run_program
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +70,7 @@ print(json.dumps(dict(peak=peak - base, after=memory("VmRSS") - base, read=read,
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """About 600 MB in bfloat16."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    subprocess.run([sys.executable, "-P", "-c", CHECKPOINT, str(folder)], check=True)
+    run_program("-c", CHECKPOINT, folder)
     return folder
 
 
@@ -85,14 +85,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=["auto", "kv-on-disk", "all-on-disk", "converted"],
 )
 def test_the_peak_stays_within_the_budget(settings: str, checkpoint: Path, tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-P", "-c", RUN, str(checkpoint), str(BUDGET), str(tmp_path), settings],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    found = json.loads(run.stdout.splitlines()[-1])
+    said = run_program("-c", RUN, checkpoint, BUDGET, tmp_path, settings)
+    found = json.loads(said.splitlines()[-1])
     assert found["weights"] > 3 * BUDGET
     assert found["peak"] <= 1.15 * BUDGET
     assert (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.pairwise import slow_but
+from support.programs import resident_bytes
 from support.requests_mixed import facts, mixed_requests
 from support.toys import RECURRENT_FAMILIES, RECURRENT_TOYS, TOYS, make_toy
 from verbatim import LLM, InvalidRequest, Offload
@@ -20,7 +21,7 @@ from verbatim.kv.store import bytes_per_token
 from verbatim.placement.offload import cost
 from verbatim.placement.offload import forecast as forecasts
 from verbatim.placement.offload import machine as machines
-from verbatim.placement.offload.cost import Load, predict, predict_step
+from verbatim.placement.offload.cost import Forecast, Load, Prediction
 from verbatim.placement.offload.machine import NOMINAL, Machine, measure
 from verbatim.placement.offload.plan import Plan
 from verbatim.placement.offload.planner import Planner
@@ -80,8 +81,9 @@ def model(
     )  # fmt: skip
 
 
-def planned(shape, machine=NOMINAL, limit=40_960, given=None, **said):
-    return Planner(shape, Offload(**said), given or options(), limit).best(machine)
+def planned(shape, machine=NOMINAL, limit=40_960, given=None, **said) -> tuple[Plan, Prediction]:
+    found = Planner(shape, Offload(**said), given or options(), limit).best(machine)
+    return found.plan, found.prediction
 
 
 def test_what_fits_into_memory_stays_there():
@@ -320,14 +322,14 @@ def small_plan(**changes) -> Plan:
     settled = dict(
         weights=(0, 0, 100), kv=(100, 0, 0), activations=(100, 0, 0), tiers=("disk", "disk"),
         ring_bytes=100_000, kv_bytes=200 * 16 * 9, batch_size=4, micro_batches=2, micro_tokens=10,
-        max_batch_tokens=10,
+        max_batch_tokens=10, workload=(512, 128),
     )  # fmt: skip
     return Plan(**{**settled, **changes})
 
 
 def test_a_step_by_hand(products_alone):
     plan = small_plan(overlap=False)
-    step = predict_step(SMALL, plan, ROUND, Load(8, 8, 50, 8))
+    step = Forecast(SMALL, ROUND, plan).step(Load(8, 8, 50, 8))
     assert step.weight_bytes == 4096 + 8192
     assert step.io_s == pytest.approx(0.012288)
     # Two micro-batches of 4 rows at 4e-5 s a weight, 1,000 weights, two units; K and V: 8 x 50 x 200 bytes.
@@ -340,14 +342,14 @@ def test_a_step_by_hand(products_alone):
 def test_reading_hides_behind_computing_where_the_ring_holds_two_units(read_rate):
     machine, load = replace(ROUND, read_rate=read_rate), Load(8, 8, 50, 8)
     for ring, beside in ((4096 + 8192, True), (8192, False)):
-        step = predict_step(SMALL, small_plan(ring_bytes=ring), machine, load)
+        step = Forecast(SMALL, machine, small_plan(ring_bytes=ring)).step(load)
         longer, shorter = max(step.io_s, step.compute_s), min(step.io_s, step.compute_s)
         assert step.seconds == pytest.approx(longer if beside else longer + shorter)
 
 
 def test_k_and_v_on_the_disk_by_hand():
     plan = small_plan(kv=(50, 0, 50), tiers=("gpu", "gpu"), ring_bytes=0, overlap=False)
-    step = predict_step(SMALL, plan, ROUND, Load(8, 8, 50, 8))
+    step = Forecast(SMALL, ROUND, plan).step(Load(8, 8, 50, 8))
     read, written = 8 * 50 * 100, 8 * 16 * 100  # whole blocks of 16 are written
     assert step.weight_bytes == 0
     assert step.kv_bytes == read + written
@@ -355,8 +357,8 @@ def test_k_and_v_on_the_disk_by_hand():
 
 
 def test_a_whole_workload_by_hand(products_alone):
-    plan = small_plan(overlap=False)
-    found = predict(SMALL, plan, ROUND, (40, 24))  # 64 tokens, so that K and V hold two of them
+    plan = small_plan(overlap=False, workload=(40, 24))
+    found = Forecast(SMALL, ROUND, plan).prediction  # 64 tokens, so that K and V hold two of them
     assert found.sequences == 2
     decode_s = 0.012288 + 2 * 1000 * 2e-5 + 2 * 52 * 200 / MEMORY_RATE
     assert found.decode.seconds == pytest.approx(decode_s)
@@ -468,7 +470,7 @@ def test_measuring_leaves_nothing_behind_and_happens_once(folders, tmp_path, mon
         slots = llm.engine.runner.weights.units.slots
         tensors = [stored for slot in slots for stored in sources(slot.lazy)]
     found = measure(tensors, tmp_path, torch.float32)
-    assert all(value > 0 for value in found.as_dict().values() if isinstance(value, int | float))
+    assert all(value > 0 for value in asdict(found).values() if isinstance(value, int | float))
     assert [rows for rows, _ in found.product_s] == [1, 8, 64, 512]
     assert os.listdir(tmp_path) == []
     monkeypatch.setattr(machines, "_products", None)  # it would be called
@@ -498,12 +500,7 @@ def test_freed_memory_goes_back_once_it_is_more_than_the_limit():
     kept = [torch.ones(100_000) for _ in range(200)]  # 400 KB each: on the heap, in one row
     del kept[::2]
     for limit, is_kept in ((1 << 40, True), (1_000_000, False)):
-        before = _resident_bytes()
+        before = resident_bytes()
         Heap(limit).tidy()
-        assert (_resident_bytes() > before - 10_000_000) == is_kept, limit
+        assert (resident_bytes() > before - 10_000_000) == is_kept, limit
     assert all(float(block.sum()) == 100_000 for block in kept)
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -11,9 +11,8 @@ import torch
 
 from support import toys
 from support.mtp_toys import save_with_mtp, toy
-from support.pairwise import slow_but
-from support.requests_mixed import all_facts, mixed_requests
-from support.stages import ThreadHosts, check_threads_end, num_threads, serving
+from support.requests_mixed import mixed_facts, resident_facts
+from support.stages import ThreadHosts, check_threads_end, num_threads, serving, staged
 from verbatim import (
     LLM,
     Cluster,
@@ -24,41 +23,25 @@ from verbatim import (
     PipelineParallel,
 )
 from verbatim.draft import EarlyExit
-from verbatim.placement.distributed import layers as stage_layers
+from verbatim.placement.distributed.stage_share import StageShare
 
+COUNT = 6  # requests
 ON_DISK: dict[str, Any] = dict(weights=(0, 0, 100), kv=(0, 0, 100), activations=(0, 0, 100))
 PARTLY: dict[str, Any] = dict(weights=(30, 0, 70), batch_size=2, micro_batches=3)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    return toys.saver(tmp_path_factory, toys.make_toy)
+def tiered(tiers: dict[str, Any], **settings: Any) -> Cluster:
+    return staged(offload=Offload(policy=None, **tiers), **settings)
 
 
-def staged(tiers: dict[str, Any], **settings: Any) -> Cluster:
-    offload = Offload(policy=None, **tiers)
-    return Cluster(**{"stages": 2, "hosts": ThreadHosts(), "offload": offload} | settings)
-
-
-@pytest.mark.parametrize(
-    ("name", "tiers"),
-    slow_but(
-        {("llama", "partly")},
-        [(name, tiers) for name in ("llama", "qwen3_moe", "gpt2") for tiers in ("partly", "disk")],
-    ),
-)
-@pytest.mark.parametrize("quantization", [None, pytest.param("int4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tiers", [PARTLY, ON_DISK], ids=["partly", "disk"])
 def test_the_same_tokens_from_every_tier(
-    name: str, tiers: str, quantization: str | None, saved: Callable[[str], Path]
+    tiers: dict[str, Any], folders: Callable[..., Path]
 ) -> None:
-    options: dict[str, Any] = dict(max_length=200, quantization=quantization)
-    with LLM(saved(name), **options) as llm:
-        expected = all_facts(llm.generate(*mixed_requests()))
-    placement = staged(PARTLY if tiers == "partly" else ON_DISK, stages=3)
-    with LLM(saved(name), placement=placement, **options) as llm:
-        assert all_facts(llm.generate(*mixed_requests())) == expected
+    with LLM(folders("llama"), placement=tiered(tiers, stages=3), max_length=200) as llm:
+        assert mixed_facts(llm) == resident_facts(folders("llama"))
         for host in serving(llm):
-            layers: Any = host.stage._share
+            layers: Any = host.stage
             weights = layers.running.weights
             assert weights.bytes_read > 0
             held = sum(slot.tier_bytes for slot in weights.units.slots)
@@ -75,29 +58,28 @@ def test_lost_moved_asleep_and_updated(draft: Any, tmp_path: Path) -> None:
     save_with_mtp(toy("qwen3", 2), tmp_path)
     new = toys.make_toy("qwen3", seed=7)
     options: dict[str, Any] = dict(max_length=200, draft=draft)
-    requests = mixed_requests(6)
     with LLM(tmp_path, **options) as llm:
-        expected = all_facts(llm.generate(*requests))
+        expected = mixed_facts(llm, COUNT)
         llm.update_weights(new)
-        updated = all_facts(llm.generate(*requests))
-    with LLM(tmp_path, placement=staged(PARTLY, layers=(2, 1)), **options) as llm:
-        assert all_facts(llm.generate(*requests)) == expected
+        updated = mixed_facts(llm, COUNT)
+    with LLM(tmp_path, placement=tiered(PARTLY, layers=(2, 1)), **options) as llm:
+        assert mixed_facts(llm, COUNT) == expected
         for place in (0, 1):
             host = serving(llm)[place]
             host.before = lambda batch, host=host: host.kill()
-            assert all_facts(llm.generate(*requests)) == expected
+            assert mixed_facts(llm, COUNT) == expected
         assert llm.stats()["cluster"]["restarts"] == 2
         llm.sleep(weights=True)
         llm.wake()
-        assert all_facts(llm.generate(*requests)) == expected
-        llm.engine.runner.supervisor.move([(0, 1), (1, 3)])  # type: ignore[attr-defined]
-        assert all_facts(llm.generate(*requests)) == expected
+        assert mixed_facts(llm, COUNT) == expected
+        llm.engine.runner.group.move([(0, 1), (1, 3)])  # type: ignore[attr-defined]
+        assert mixed_facts(llm, COUNT) == expected
         for _ in range(2):
             llm.update_weights(new)
-            assert all_facts(llm.generate(*requests)) == updated
+            assert mixed_facts(llm, COUNT) == updated
         llm.sleep()
         llm.wake()
-        assert all_facts(llm.generate(*requests)) == updated
+        assert mixed_facts(llm, COUNT) == updated
     check_threads_end(before)
 
 
@@ -107,29 +89,28 @@ def test_lost_moved_asleep_and_updated(draft: Any, tmp_path: Path) -> None:
     ids=["partly", "disk", "memory-int4", "memory-w8a8"],
 )
 def test_an_update_that_fails_leaves_the_weights(
-    tiers: dict[str, Any] | None, quantization: str, saved: Callable[[str], Path]
+    tiers: dict[str, Any] | None, quantization: str, folders: Callable[..., Path]
 ) -> None:
     new = toys.make_toy("llama", seed=7)
     state = dict(new.state_dict())
     name = [n for n in state if "down_proj" in n][-1]
     bad = state | {name: torch.full_like(state[name], torch.nan)}
     options: dict[str, Any] = dict(max_length=200, quantization=quantization)
-    requests = mixed_requests(4)
-    with LLM(saved("llama"), **options) as llm:
-        expected = all_facts(llm.generate(*requests))
+    expected = resident_facts(folders("llama"), COUNT, quantization=quantization)
+    with LLM(folders("llama"), **options) as llm:
         llm.update_weights(state)
-        updated, error = all_facts(llm.generate(*requests)), llm.info()["quantization"]["worst"]
-    placement = Cluster(stages=2, hosts=ThreadHosts()) if tiers is None else staged(tiers)
-    with LLM(saved("llama"), placement=placement, **options) as llm:
+        updated, error = mixed_facts(llm, COUNT), llm.info()["quantization"]["worst"]
+    placement = staged() if tiers is None else tiered(tiers)
+    with LLM(folders("llama"), placement=placement, **options) as llm:
         with pytest.raises(ModelError, match="NaN"):
             llm.update_weights(bad)
-        assert all_facts(llm.generate(*requests)) == expected != updated
+        assert mixed_facts(llm, COUNT) == expected != updated
         llm.update_weights(state)
-        assert all_facts(llm.generate(*requests)) == updated
+        assert mixed_facts(llm, COUNT) == updated
         assert error in [stage["worst"] for stage in llm.info()["quantization"]["stages"]]
 
 
-def test_what_a_stage_has_no_room_for_is_refused_by_name(saved: Callable[[str], Path]) -> None:
+def test_what_a_stage_has_no_room_for_is_refused_by_name(folders: Callable[..., Path]) -> None:
     with pytest.raises(InvalidRequest, match=r"offload='2GB'.*must be an Offload"):
         Cluster(offload="2GB")  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=r"offload=2.*must be an Offload"):
@@ -138,41 +119,33 @@ def test_what_a_stage_has_no_room_for_is_refused_by_name(saved: Callable[[str], 
         (Offload(cpu="10KB"), OutOfBlocks),
         (Offload(disk="/nowhere"), Exception),
     ):
-        placement = Cluster(stages=2, hosts=ThreadHosts(), offload=offload)
         with pytest.raises(error, match=r"(bytes are needed|nowhere).*stage|one"):
-            LLM(saved("llama"), placement=placement)
+            LLM(folders("llama"), placement=staged(offload=offload))
 
 
 def test_layers_that_fit_nowhere_are_divided_by_memory(
-    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a machine with little memory would hold the others up."""
     hosts = ThreadHosts("small", "large")
-    facts = stage_layers.Layers.facts
+    facts = StageShare.facts
 
     def little(layers: Any) -> Any:
-        on = [host.machine for host in hosts.hosts if host.stage._share is layers]
+        on = [host.machine for host in hosts.hosts if host.stage is layers]
         return facts(layers) | {"memory": 20_000 if on == ["small"] else 60_000}
 
-    monkeypatch.setattr(stage_layers.Layers, "facts", little)
-    with LLM(saved("llama"), max_length=200) as llm:
-        expected = all_facts(llm.generate(*mixed_requests(4)))
-    offload = Offload(cpu="20MB", policy=None)
-    folder = saved("llama")
-    with LLM(
-        folder, placement=Cluster(stages=2, hosts=hosts, offload=offload), max_length=200
-    ) as llm:
+    monkeypatch.setattr(StageShare, "facts", little)
+    folder, offload = folders("llama"), Offload(cpu="20MB", policy=None)
+    with LLM(folder, placement=staged(hosts=hosts, offload=offload), max_length=200) as llm:
         (one, _), (other, end) = (stage["layers"] for stage in llm.info()["stages"])
         assert (one, other, end) == (0, 1, 3)
-        assert all_facts(llm.generate(*mixed_requests(4))) == expected
+        assert mixed_facts(llm, 4) == resident_facts(folder, 4)
     with pytest.raises(OutOfBlocks, match="can't be divided"):
-        LLM(folder, placement=Cluster(stages=2, hosts=ThreadHosts("small")))
+        LLM(folder, placement=staged(hosts=ThreadHosts("small")))
 
 
 @pytest.mark.slow
-def test_ranks_of_this_machine(saved: Callable[[str], Path]) -> None:
-    with LLM(saved("llama"), max_length=200) as llm:
-        expected = all_facts(llm.generate(*mixed_requests()))
-    offload = Offload(cpu="30MB", kv=(0, 0, 100))
-    with LLM(saved("llama"), placement=PipelineParallel(2, offload=offload), max_length=200) as llm:
-        assert all_facts(llm.generate(*mixed_requests())) == expected
+def test_ranks_of_this_machine(folders: Callable[..., Path]) -> None:
+    placement = PipelineParallel(2, offload=Offload(cpu="30MB", kv=(0, 0, 100)))
+    with LLM(folders("llama"), placement=placement, max_length=200) as llm:
+        assert mixed_facts(llm) == resident_facts(folders("llama"))

@@ -6,11 +6,9 @@ import contextlib
 import gc
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +20,14 @@ import torch
 from support import toys
 from support.lora import save_adapter
 from support.parallel_rank import GREEDY, QUANTIZED, ROLLOUT, fingerprint, ids_of
-from support.programs import run_ranks, run_without_kernels
+from support.programs import (
+    PATIENCE_S,
+    run_program,
+    run_ranks,
+    run_without_kernels,
+    state_of,
+    until,
+)
 from support.requests_mixed import all_facts, generated, mixed_requests
 from verbatim import (
     LLM,
@@ -45,9 +50,8 @@ from verbatim.placement.distributed.following import Following
 from verbatim.placement.distributed.heads import split_heads
 from verbatim.placement.distributed.hosts import Hosts, LocalHosts
 from verbatim.placement.distributed.launcher import HOST
-from verbatim.placement.distributed.rank_group import RankGroup
 from verbatim.placement.distributed.served import Served
-from verbatim.placement.distributed.stage import Stage
+from verbatim.placement.distributed.tensor import RankGroup
 from verbatim.placement.distributed.torchrun import RankHost
 
 Folders = Callable[[str], Path]
@@ -89,8 +93,8 @@ def _has_kernels() -> bool:
     return kernels.library() is not None
 
 
-@pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_heads_have_the_same_bits_alone(backend: str) -> None:
+@pytest.mark.usefixtures("backend")
+def test_heads_have_the_same_bits_alone() -> None:
     noise = torch.Generator().manual_seed(2)
     q = torch.randn(9, 8, 20, generator=noise)
     k, v = (torch.randn(5, 4, 16, 20, generator=noise) for _ in range(2))
@@ -103,7 +107,7 @@ def test_heads_have_the_same_bits_alone(backend: str) -> None:
             scale=0.2, sinks=sinks[heads].clone(), alibi=alibi[heads].clone()
         )
         own_k, own_v = k[:, kv].contiguous(), v[:, kv].contiguous()
-        return paged_attention(q[:, heads], own_k, own_v, rows, options, backend=backend)
+        return paged_attention(q[:, heads], own_k, own_v, rows, options)
 
     whole = attend(slice(None), slice(None))
     for size in (2, 3, 4, 8):
@@ -149,7 +153,7 @@ def run_all(
     save_adapter(folder / "llama-adapter", toys.make_toy("llama"))
     toys.make_toy("llama", seed=9).save_pretrained(folder / "new-llama")
     toys.make_toy("qwen3_moe", seed=9).save_pretrained(folder / "new-qwen3_moe")
-    told = run_ranks(world, "parallel_rank", folder, "share_columns+share_layers+share_experts")
+    told = run_ranks(world, folder, "parallel_rank", folder)
     return {name: [ours[name] for ours in told] for name in told[0]}
 
 
@@ -246,12 +250,17 @@ def check_experts(told: list[dict[str, Any]], folder: Path, folders: Folders) ->
 # ---- ranks that we start
 
 
-def test_started_ranks_serve_all_there_is_and_are_gone_afterwards(folders: Folders) -> None:
+def test_started_ranks_serve_all_there_is_and_are_gone_afterwards(
+    folders: Folders, tmp_path: Path
+) -> None:
     prompts, params = mixed_requests(12)
     expected = generated(LLM(folders("mixtral")), prompts, params)
     with LLM(folders("mixtral"), placement=TensorParallel(2), max_batch_tokens=32) as llm:
         assert all_facts(llm.generate(prompts, params)) == expected
         assert [d.token_ids for d in llm.stream([5, 6], GREEDY)]
+        adapter = save_adapter(tmp_path, toys.make_toy("mixtral"), layers="lm_head|q_proj")
+        with pytest.raises(NotSupported, match="lm_head is not a linear layer"):
+            llm.load_adapter("a", adapter)
         info = llm.info()
         assert info["placement"] == "tensor parallel" and info["ranks"] == 2
         assert sum(info["rank_kv_bytes"]) == info["kv_bytes"]
@@ -266,10 +275,8 @@ def test_started_ranks_serve_all_there_is_and_are_gone_afterwards(folders: Folde
         stream = llm.stream([5, 6, 7], ROLLOUT)
         next(stream)
         os.kill(process.pid, signal.SIGKILL)
-        begin = time.monotonic()
         with pytest.raises(TierFailed, match=rf"rank 1 of 2: process {process.pid} .*signal 9"):
             list(stream)
-        assert time.monotonic() - begin < 20
     assert process.returncode == -signal.SIGKILL
 
 
@@ -296,7 +303,7 @@ def test_weights_of_ranks_sleep_unless_they_or_their_files_changed(tmp_path: Pat
 
 def test_a_rank_that_fails_alone_is_named() -> None:
     class Failing(Served):
-        calls = frozenset({"facts", "forward", "open"})
+        calls = Served.calls | {"forward"}
 
         def __init__(self, number: int) -> None:
             super().__init__()
@@ -308,17 +315,23 @@ def test_a_rank_that_fails_alone_is_named() -> None:
         def open(self) -> int:
             return self.number
 
-    stages = [Stage(b"key", HOST, Failing(number)) for number in (1, 2)]
+    stages = [Failing(number) for number in (1, 2)]
+    for stage in stages:
+        stage.listen(b"key", HOST)
     ranks = [RankHost(rank, stage.address) for rank, stage in enumerate(stages, start=1)]
-    group = RankGroup(Hosts(b"key", ranks), 3, 5.0)
-    assert group.ask({"do": "open"}) == [1, 2]
-    group.tell({"do": "forward"})
-    assert re.match("rank [12] of 3: RuntimeError: out of luck", str(group.failure(None)))
+    group = RankGroup(Hosts(b"key", ranks), 3, 60.0)
+    assert group.ask("open") == [1, 2]
+
+    def cut_off() -> None:
+        raise TierFailed("rank 0 lost touch with the others")
+
+    with pytest.raises(TierFailed, match=r"^rank [12] of 3: RuntimeError: out of luck"):
+        group.together("forward", cut_off)
     with pytest.raises(VerbatimError, match=r"RuntimeError: out of luck \(rank 1 of 3, forward\)"):
-        group.ask({"do": "forward"})
-    stages[1].close()
+        group.ask("forward")
+    stages[1].hang_up()
     with pytest.raises(TierFailed, match="rank 2 of 3: the connection is lost"):
-        group.ask({"do": "open"})
+        group.ask("open")
     group.close()
     for why in ("has closed its LLM", "is gone"):
         with pytest.raises(TierFailed, match=f"rank 0 {why}"):
@@ -343,7 +356,7 @@ def test_ctrl_c_leaves_the_ranks_in_step(folders: Folders) -> None:
             llm.generate(prompts, params)
         assert all_facts(llm.generate(prompts, params)) == expected
         process = llm.engine.runner.group.members[0].host
-    assert process.returncode is not None
+    assert process.wait(PATIENCE_S)
 
 
 @pytest.mark.slow
@@ -352,7 +365,7 @@ def test_ranks_end_with_their_llm_however_it_ends(folders: Folders) -> None:
     process = llm.engine.runner.group.members[0].host
     del llm  # forgotten
     gc.collect()
-    assert process.wait(20)
+    assert process.wait(PATIENCE_S)
     script = (
         "import os, signal, sys; from verbatim import LLM, TensorParallel\n"
         "llm = LLM(sys.argv[1], placement=TensorParallel(2))\n"
@@ -360,15 +373,9 @@ def test_ranks_end_with_their_llm_however_it_ends(folders: Folders) -> None:
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, str(folders("llama"))],
-        capture_output=True,
-        text=True,
-        timeout=100,
+        [sys.executable, "-c", script, str(folders("llama"))], capture_output=True, text=True
     )
-    pid, end = int(done.stdout), time.monotonic() + 20
-    while os.path.exists(f"/proc/{pid}") and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not os.path.exists(f"/proc/{pid}")
+    until(lambda: state_of(int(done.stdout)) == "Z")
 
 
 @pytest.mark.slow
@@ -413,17 +420,8 @@ def test_torchrun_without_a_process_group(folders: Folders, tmp_path: Path) -> N
         "    c = llm.generate([5, 6, 7], SamplingParams(max_tokens=6, seed=3))[0].outputs[0]\n"
         "    open(sys.argv[2] + str(id(llm)), 'w').write(repr((c.token_ids, c.logprobs)))\n"
     )
-    done = subprocess.run(
-        [
-            *[sys.executable, "-m", "torch.distributed.run", "--standalone"],
-            *["--nproc-per-node", "2", str(script), str(folders("llama")), str(tmp_path / "told")],
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    run_program(*torchrun, script, folders("llama"), tmp_path / "told", OMP_NUM_THREADS="1")
     with LLM(folders("llama")) as llm:
         from verbatim import SamplingParams
 

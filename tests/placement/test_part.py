@@ -14,13 +14,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from support import sweep, toys
-from support.stores import poisoned
-from verbatim.batch import ZERO_STATE, Batch, Choices
+from support.requests_mixed import generated
+from support.stores import Sequences
+from verbatim import LLM, Offload, SamplingParams
+from verbatim.batch import Batch
 from verbatim.errors import (
     EngineClosed,
     InvalidRequest,
     ModelError,
-    NotSupported,
     TierFailed,
     UnsupportedModel,
 )
@@ -37,19 +38,11 @@ from verbatim.weights.lazy import Held
 from verbatim.weights.load import open_weights
 
 SOME = ("llama", "gpt2", "bloom", "qwen3_moe", "gemma2")
-LENGTHS = (23, 5, 31)
-STEPS = (
-    (3, 2, 17),
-    (20, 4, 28),
-    (21, 5, 29),
-    (23, 5, 31),
-)  # how far each sequence is, forward by forward
-BLOCK_SIZE, BLOCKS = 8, 4  # blocks of each sequence
+SEQUENCES = Sequences(23, 5, 31, block_size=8, spare=1)
+# How far each sequence is, forward by forward.
+STEPS = ((3, 2, 17), (20, 4, 28), (21, 5, 29), (23, 5, 31))
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),
-    pytest.mark.usefixtures("one_thread"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 
 
 def open_both(folder: Path, dtype: str = "float32") -> tuple[Any, LoadedModel]:
@@ -65,34 +58,20 @@ def held(module: Any) -> LoadedModel:
     return LoadedModel(module, None, None, "held", lazy_weights=lazy_weights)
 
 
-def batches(vocab_size: int = toys.VOCAB) -> Iterator[Batch]:
+def batches() -> Iterator[Batch]:
     """Three sequences: chunks of their prompts, then steps of one token, some of them at their end."""
-    ids = [toys.random_ids(n, seed=n, high=vocab_size) for n in LENGTHS]
-    order = torch.randperm(3 * BLOCKS, generator=torch.Generator().manual_seed(3)) + 1
-    tables = order.view(3, BLOCKS).to(torch.int32)
     before = (0, 0, 0)
     for step in STEPS:
-        spans = [(s, a, b) for s, (a, b) in enumerate(zip(before, step, strict=True)) if b > a]
-        ends = torch.tensor([b - a for _, a, b in spans]).cumsum(0)
-        yield Batch(
-            token_ids=torch.tensor([i for s, a, b in spans for i in ids[s][a:b]]),
-            positions=torch.cat([torch.arange(a, b) for _, a, b in spans]),
-            query_starts=torch.cat([torch.zeros(1), ends]).to(torch.int32),
-            context_lens=torch.tensor([b for _, _, b in spans], dtype=torch.int32),
-            block_tables=tables[[s for s, _, _ in spans]].contiguous(),
-            logit_rows=ends - 1 if step != STEPS[1] else torch.arange(int(ends[-1])),
+        which = [s for s in range(3) if step[s] > before[s]]
+        second = step == STEPS[1]
+        yield SEQUENCES.batch(
+            which,
+            [(before[s], step[s]) for s in which],
+            last_only=not second,
             records_keys=True,
-            state_sources=torch.tensor([_slot(s, a) for s, a, _ in spans]).int(),
-            state_rows=(ends - 1).int(),
-            state_targets=torch.tensor([_slot(s, b) for s, _, b in spans]).int(),
-            block_copies=[(int(tables[0, 0]), 3 * BLOCKS + 1)] if step == STEPS[1] else [],
+            block_copies=[(SEQUENCES.tables[0][0], *SEQUENCES.spare)] if second else [],
         )
         before = step
-
-
-def _slot(which: int, position: int) -> int:
-    """The slot of a sequence's state after so many tokens."""
-    return which * max(LENGTHS) + position if position else ZERO_STATE
 
 
 class Computed(NamedTuple):
@@ -105,15 +84,10 @@ class Computed(NamedTuple):
     states: list[Tensor]
 
 
-def store_for(shape: Any, dtype: torch.dtype) -> KVStore:
-    num_states = 1 + 3 * max(LENGTHS)
-    return poisoned(shape.layers, shape.states, dtype, 2 + 3 * BLOCKS, BLOCK_SIZE, num_states)
-
-
-def records_for(shape: Any) -> Records:
-    records = open_records(shape.choices, 2 + 3 * BLOCKS, BLOCK_SIZE)
-    for store in records.values():
-        store.ids.fill_(0)
+def records_for(decoder: Decoder, store: KVStore) -> Records:
+    records = open_records(decoder.spec.choices, store.num_blocks, store.block_size)
+    for choices in records.values():
+        choices.ids.fill_(0)
     return records
 
 
@@ -122,9 +96,8 @@ class Whole:
 
     def __init__(self, module: Any) -> None:
         self.decoder = Decoder(module)
-        spec = self.decoder.spec
-        self.store = store_for(spec, spec.dtype)
-        self.records = records_for(spec)
+        self.store = SEQUENCES.store(self.decoder)
+        self.records = records_for(self.decoder, self.store)
 
     def run(self, batch: Batch) -> Computed:
         out = self.decoder.run(batch, self.store, self.records)
@@ -146,22 +119,15 @@ class Chain:
         split = split or Split(skeleton)
         ends = [0, *cuts, split.num_layers]
         self.parts = [Part(skeleton, a, b, split=split) for a, b in pairwise(ends)]
-        self.stores = [store_for(p.decoder.spec, p.decoder.spec.dtype) for p in self.parts]
-        self.records = [records_for(p.decoder.spec) for p in self.parts]
+        decoders = [part.decoder for part in self.parts]
+        self.stores = [SEQUENCES.store(decoder) for decoder in decoders]
+        self.records = list(map(records_for, decoders, self.stores))
         self.leaving: list[Tensor] = []
 
     def run(self, batch: Batch) -> Computed:
         received, self.leaving = None, []
-        first = dict.fromkeys(CHOICES, 0)
         for part, store, records in zip(self.parts, self.stores, self.records, strict=True):
-            own = {}
-            for name in CHOICES:
-                field = "forced_experts" if name == "routing" else "forced_keys"
-                forced, count = getattr(batch, field), part.decoder.spec.choices[name].layers
-                rows = slice(first[name], first[name] + count)
-                own[field] = None if forced is None or not count else forced[:, rows]
-                first[name] += count
-            out = run(part, replace(batch, **own), received, store, records)
+            out = run(part, replace(batch), received, store, records)
             if not part.is_last:
                 received = out.logits
                 self.leaving.append(received)
@@ -209,7 +175,7 @@ def assert_cut_anywhere_it_is_the_same(
     middle = split.cuts[len(split.cuts) // 2]
     chains = [Chain(skeleton, cuts, split) for cuts in ([], [middle], split.cuts)]
     whole = Whole(module)
-    for batch in batches(split.vocab_size):
+    for batch in batches():
         batch = replace(batch, wants_hidden=hidden)
         expected = whole.run(batch)
         for chain in chains:
@@ -239,15 +205,22 @@ NO_CUTS = {  # of these toys: cases with another layout have some
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [c for c in sweep.cases() if not sweep.refusal(c) and c not in sweep.UNBUILDABLE]
-)
-def test_every_architecture_can_be_cut_or_is_refused(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", sweep.supported())
+def test_every_architecture_is_offloaded_and_can_be_cut_or_is_refused(
+    case: str, tmp_path: Path
+) -> None:
     sweep.build(case).save_pretrained(tmp_path)
+    offload = Offload(gpu="300MB", weights=(0, 0, 100), batch_size=3, micro_batches=1)
     try:
         module, skeleton = open_both(tmp_path)
-    except ModelError:  # saved under a type that transformers opens otherwise
-        pytest.skip("it can't be opened from a folder")
+    except ModelError as error:  # saved under a type that transformers opens otherwise, for one
+        with pytest.raises(type(error)):
+            LLM(tmp_path, placement=offload)
+        return
+    prompts = [[1 + (i * j * 7 + j) % 90 for j in range(1, 4 + 4 * i)] for i in range(4)]
+    params = [SamplingParams(max_tokens=4, seed=i, prompt_logprobs=0) for i in range(4)]
+    expected = generated(LLM(tmp_path, max_length=32), prompts, params)
+    assert generated(LLM(tmp_path, max_length=32, placement=offload), prompts, params) == expected
     if case in REFUSED:
         with pytest.raises(UnsupportedModel, match=REFUSED[case]):
             Split(skeleton)
@@ -283,19 +256,6 @@ def test_layers_that_share_keys_stay_together_and_each_part_makes_its_own_inputs
     assert_cut_anywhere_it_is_the_same(module, held(module))
 
 
-def test_what_leaves_is_what_would_enter_the_next_layer(folders: Callable[[str], Path]) -> None:
-    module, skeleton = open_both(folders("gpt2"))
-    chain, whole, seen = Chain(skeleton, [1, 2]), Whole(module), []
-    for layer in module.transformer.h[1:]:
-        layer.register_forward_pre_hook(lambda _, args: seen.append(args[0][0].clone()))
-    for batch in batches():
-        seen.clear()
-        whole.run(batch)
-        chain.run(batch)
-        assert [same(a, b) for a, b in zip(seen, chain.leaving, strict=True)] == [True, True]
-        assert all(rows.is_contiguous() for rows in chain.leaving)
-
-
 def test_hidden_states_may_lie_anywhere_in_memory(folders: Callable[[str], Path]) -> None:
     """What came over a wire may begin at an odd address, or be a piece of something wider."""
     _, skeleton = open_both(folders("opt"))  # whose layers are handed it without a norm before
@@ -312,32 +272,6 @@ def test_hidden_states_may_lie_anywhere_in_memory(folders: Callable[[str], Path]
         odd = torch.cat([torch.zeros(1), rows.flatten()])[1:].view_as(rows)
         out = run(last, replace(batch), odd, moved.stores[1])
         assert same(expected.logits, out.logits)
-
-
-def test_forced_experts_are_taken_in_every_part(folders: Callable[[str], Path]) -> None:
-    module, skeleton = open_both(folders("qwen3_moe"))
-    chain, whole = Chain(skeleton, [1]), Whole(module)
-    for part in chain.parts:
-        part.decoder.spec.routed.check_replay("routing")
-    for number, batch in enumerate(batches()):
-        forced = torch.randint(
-            0, 6, (batch.num_tokens, 3, 1), generator=torch.Generator().manual_seed(number)
-        )
-        batch.forced_experts = torch.cat([forced, (forced + 1) % 6], dim=2).to(torch.int16)
-        expected = whole.run(batch)
-        assert_same_everywhere(expected, chain.run(batch))
-        slots = batch.slots(BLOCK_SIZE)
-        recorded = expected.chosen[0].flatten(0, 1)[slots]
-        assert torch.equal(recorded.long(), batch.forced_experts.long())
-
-
-def test_a_part_without_experts_says_so(folders: Callable[[str], Path]) -> None:
-    _, skeleton = open_both(folders("deepseek_v3"))  # whose first layer has none
-    first, rest = Chain(skeleton, [1]).parts
-    assert first.decoder.spec.choices["routing"].layers == 0
-    assert rest.decoder.spec.choices["routing"] == Choices(2, 2, 8)
-    with pytest.raises(NotSupported, match="experts"):
-        first.decoder.spec.routed.check_replay("routing")
 
 
 def test_a_part_reads_its_own_weights_only(tmp_path: Path) -> None:

@@ -9,16 +9,9 @@ from typing import Any
 import pytest
 
 from support.pairwise import slow_but
-from support.stages import ThreadHosts, serving
+from support.stages import serving, staged
 from support.toys import random_ids
-from verbatim import (
-    LLM,
-    Cluster,
-    InvalidRequest,
-    Offload,
-    SamplingParams,
-    TensorParallel,
-)
+from verbatim import LLM, InvalidRequest, Offload, SamplingParams, TensorParallel
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2, ignore_eos=True)
 PROMPT = random_ids(70, seed=3)
@@ -41,16 +34,12 @@ def on_disk() -> Offload:
     return Offload(gpu="100MB", weights=(0, 0, 100), kv=(30, 30, 40))
 
 
-def stages() -> Cluster:
-    return Cluster(stages=2, hosts=ThreadHosts())
-
-
 @pytest.mark.parametrize(
     "name", slow_but(["qwen3_5", "qwen3_moe"], ["llama", "qwen3_5", "qwen3_moe", "deepseek_v3"])
 )
 @pytest.mark.parametrize(
     ("write", "read"),
-    [(on_disk, None), (None, on_disk), (stages, None), (None, stages), (on_disk, stages)],
+    [(on_disk, None), (None, on_disk), (staged, None), (None, staged), (on_disk, staged)],
     ids=["offload-memory", "memory-offload", "stages-memory", "memory-stages", "offload-stages"],
 )
 def test_one_placement_reads_what_another_wrote(
@@ -59,7 +48,6 @@ def test_one_placement_reads_what_another_wrote(
     name: str,
     folders: Callable[[str], Path],
     tmp_path: Path,
-    one_thread: None,
 ) -> None:
     where = {"prefix_folder": tmp_path / "kept"}
     with opened(folders(name), placement=write and write(), **where) as llm:
@@ -71,15 +59,15 @@ def test_one_placement_reads_what_another_wrote(
 
 
 def test_a_stage_that_is_lost_has_what_was_read(
-    folders: Callable[[str], Path], tmp_path: Path, one_thread: None
+    folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
     where = {"prefix_folder": tmp_path / "kept"}
     with opened(folders("llama")) as llm:
         expected, _ = result(llm)
-    with opened(folders("llama"), placement=stages(), **where) as llm:
+    with opened(folders("llama"), placement=staged(), **where) as llm:
         result(llm)
     for place in (0, 1):
-        with opened(folders("llama"), placement=stages(), **where) as llm:
+        with opened(folders("llama"), placement=staged(), **where) as llm:
             host, left = serving(llm)[place], [3]
 
             def kill(batch: Any, host: Any = host, left: list[int] = left) -> None:
@@ -94,12 +82,12 @@ def test_a_stage_that_is_lost_has_what_was_read(
 
 
 def test_a_stage_that_is_lost_while_nothing_runs_is_a_miss(
-    folders: Callable[[str], Path], tmp_path: Path, one_thread: None
+    folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
     where = {"prefix_folder": tmp_path / "kept"}
-    with opened(folders("llama"), placement=stages(), **where) as llm:
+    with opened(folders("llama"), placement=staged(), **where) as llm:
         expected, _ = result(llm)
-    with opened(folders("llama"), placement=stages(), **where) as llm:
+    with opened(folders("llama"), placement=staged(), **where) as llm:
         serving(llm)[1].kill()
         assert result(llm)[0] == expected
         assert result(llm)[0] == expected
@@ -110,7 +98,7 @@ def test_a_stage_that_is_lost_while_nothing_runs_is_a_miss(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "qwen3_5"])
 def test_ranks_find_what_they_wrote(
-    name: str, folders: Callable[[str], Path], tmp_path: Path, one_thread: None
+    name: str, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
     where = {"prefix_folder": tmp_path / "kept"}
     with opened(folders(name)) as llm:

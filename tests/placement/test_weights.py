@@ -5,14 +5,27 @@ from __future__ import annotations
 import itertools
 import signal
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from support.programs import in_thread
+from support.requests_mixed import submitted
 from support.toys import make_toy as make
-from verbatim import LLM, InvalidRequest, ModelError, NotSupported, SamplingParams, VerbatimError
+from verbatim import (
+    LLM,
+    InvalidRequest,
+    ModelError,
+    NotSupported,
+    Result,
+    SamplingParams,
+    VerbatimError,
+    sample,
+)
+from verbatim.compat import petals
 from verbatim.weights.update import _is_finite
 
 PROMPTS = [[5, 9, 23, 40], [7, 8], [5, 9, 23, 41, 3, 3, 60]]
@@ -38,34 +51,51 @@ def bits(module: torch.nn.Module) -> list[tuple[str, int, list]]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    other().save_pretrained(tmp_path / "new")
-    return tmp_path / "new"
+def folder(folders: Callable[..., Path]) -> Path:
+    return folders("llama", seed=1)
 
 
-@pytest.mark.parametrize("kind", ["dict", "pairs", "iterator", "folder", "file", "module"])
-def test_new_weights_of_any_kind_give_the_words_of_the_new_model(kind: str, folder: Path) -> None:
-    new = other()
-    given = {
-        "dict": state(new),
-        "pairs": list(state(new).items()),
-        "iterator": iter(state(new).items()),
-        "folder": folder,
-        "file": str(folder / "model.safetensors"),
-        "module": new,
-    }[kind]
-    with LLM(make("llama")) as llm, LLM(new) as fresh:
+def in_one_buffer(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors one by one, each in the memory of the one before."""
+    buffer = torch.empty(max(t.numel() for t in weights.values()))
+    for name, tensor in weights.items():
+        yield name, buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+def in_shards(weights: dict[str, torch.Tensor], folder: Path) -> Path:
+    """Save weights in two files, without a config."""
+    items = list(weights.items())
+    save_file(dict(items[:9]), folder / "a.safetensors")
+    save_file(dict(items[9:]), folder / "b.safetensors")
+    return folder
+
+
+# What is given for new weights, of them, their folder and an empty one.
+GIVEN: dict[str, Callable[[dict[str, torch.Tensor], Path, Path], object]] = {
+    "dict": lambda new, folder, empty: new,
+    "pairs": lambda new, folder, empty: list(new.items()),
+    "iterator": lambda new, folder, empty: iter(new.items()),
+    "one buffer": lambda new, folder, empty: in_one_buffer(new),
+    "folder": lambda new, folder, empty: folder,
+    "file": lambda new, folder, empty: str(folder / "model.safetensors"),
+    "shards": lambda new, folder, empty: in_shards(new, empty),
+    "module": lambda new, folder, empty: other(),
+    "names of wrappers": lambda new, folder, empty: {
+        f"module._orig_mod.{n}".replace("layers.1.", "layers.1._orig_mod."): t
+        for n, t in new.items()
+    },
+}
+
+
+@pytest.mark.parametrize("kind", GIVEN)
+def test_new_weights_of_any_kind_give_the_words_of_the_new_model(
+    kind: str, folder: Path, tmp_path: Path
+) -> None:
+    given = GIVEN[kind](state(other()), folder, tmp_path)
+    with LLM(make("llama")) as llm, LLM(other()) as fresh:
         before = words(llm)
         assert llm.update_weights(given) == 1
         assert words(llm) == words(fresh) != before
-
-
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt2", "gemma2", "deepseek_v3"])
-def test_any_architecture(name: str) -> None:
-    new = other(name)
-    with LLM(make(name)) as llm, LLM(new) as fresh:
-        llm.update_weights(new.state_dict())
-        assert words(llm) == words(fresh)
 
 
 def test_a_live_module_keeps_its_memory() -> None:
@@ -75,17 +105,6 @@ def test_a_live_module_keeps_its_memory() -> None:
         llm.update_weights(other())
     assert {n: p.data_ptr() for n, p in module.named_parameters()} == places
     assert all(p.requires_grad for p in module.parameters())
-
-
-def test_the_names_of_wrappers_make_no_difference() -> None:
-    new = state(other())
-    wrapped = {
-        f"module._orig_mod.{n}".replace("layers.1.", "layers.1._orig_mod."): t
-        for n, t in new.items()
-    }
-    with LLM(make("llama")) as llm, LLM(other()) as fresh:
-        llm.update_weights(wrapped)
-        assert words(llm) == words(fresh)
 
 
 def test_a_float32_trainer_is_rounded_to_a_bfloat16_engine() -> None:
@@ -185,15 +204,6 @@ def test_folders_that_are_none(tmp_path: Path, folder: Path) -> None:
             llm.update_weights(tmp_path / "cut.safetensors")
 
 
-def test_shards_without_a_config_are_joined(tmp_path: Path) -> None:
-    new = list(state(other()).items())
-    save_file(dict(new[:9]), tmp_path / "a.safetensors")
-    save_file(dict(new[9:]), tmp_path / "b.safetensors")
-    with LLM(make("llama")) as llm, LLM(other()) as fresh:
-        llm.update_weights(tmp_path)
-        assert words(llm) == words(fresh)
-
-
 class TestTiedWeights:
     def make(self, seed: int = 0) -> torch.nn.Module:
         return make("qwen2", seed=seed, tie_word_embeddings=True)
@@ -234,20 +244,6 @@ def test_memory_of_the_model_seen_through_another_storage_is_not_overwritten_fir
     with LLM(module) as llm:
         llm.update_weights(weights)
     assert torch.equal(module.state_dict()["model.layers.1.mlp.up_proj.weight"], first)
-
-
-def test_a_sender_may_use_one_buffer_for_all() -> None:
-    new = state(other())
-    buffer = torch.empty(max(t.numel() for t in new.values()))
-
-    def sent():
-        for name, tensor in new.items():
-            view = buffer[: tensor.numel()].view(tensor.shape)
-            yield name, view.copy_(tensor)
-
-    with LLM(make("llama")) as llm, LLM(other()) as fresh:
-        llm.update_weights(sent())
-        assert words(llm) == words(fresh)
 
 
 def test_weights_that_share_their_own_memory_are_refused_before_any_is_written() -> None:
@@ -317,15 +313,14 @@ def test_an_update_never_lands_inside_of_another_engines_forward() -> None:
                 if stop.is_set():
                     return
 
-    thread = threading.Thread(target=trainer)
     with LLM(module) as a:
-        thread.start()
+        training = in_thread(trainer)
         try:
             for _ in range(150):
                 assert a.score(PROMPTS[2]) in scores
         finally:
             stop.set()
-            thread.join()
+            training.result()
 
 
 def test_an_optimizers_step_in_the_middle_of_a_stream_is_seen() -> None:
@@ -357,10 +352,9 @@ def test_tied_weights_may_hold_the_same_nan() -> None:
     assert module.lm_head.weight[0, 0].isnan()
 
 
-def test_cached_prefixes_are_dropped(folder: Path, tmp_path: Path) -> None:
-    make("llama").save_pretrained(tmp_path / "old")
+def test_cached_prefixes_are_dropped(folder: Path, folders: Callable[..., Path]) -> None:
     prompt = [list(range(3, 60))]
-    with LLM(tmp_path / "old") as llm, LLM(folder) as fresh:
+    with LLM(folders("llama")) as llm, LLM(folder) as fresh:
         llm.generate(prompt, LONG)
         assert llm.generate(prompt, LONG)[0].num_cached_tokens > 0
         llm.update_weights(folder)
@@ -387,42 +381,29 @@ def test_versions_count_on_or_are_given() -> None:
         assert llm.stats()["weight_version"] == 71
 
 
-def during(llm: LLM, after: int, act) -> None:
-    """Call `act` once in another thread, when the model has run `after` forwards."""
-    module, count = llm.engine.runner.module, itertools.count(1)
-    done = threading.Event()
-
-    def start(*_) -> None:
-        if next(count) == after:
-            threading.Thread(target=lambda: (act(), done.set())).start()
-            threading.Event().wait(0.05)  # so that it waits for the engine before the next step
-
-    module.register_forward_hook(start)
+def updated_after(llm: LLM, steps: int, prompts, params, **options) -> list[Result]:
+    """Results of requests between whose steps the weights are updated once."""
+    requests = submitted(llm, prompts, [params] * len(prompts))
+    assert all(llm.engine.step() for _ in range(steps))
+    llm.update_weights(other(), **options)
+    while llm.engine.step():
+        pass
+    return [request.result for request in requests]
 
 
 def spliced(old: LLM, new: LLM, prompt: list[int], versions: list[int]) -> list[int]:
     """What one hand would write that made each token with the weights of that version."""
-    ids: list[int] = []
+    row = list(prompt)
     for version in versions:
-        llm = new if version else old
-        one = SamplingParams(max_tokens=len(ids) + 1, seed=3, ignore_eos=True)
-        # A prompt's tokens are drawn at their positions, so the row so far is forced by a bias.
-        ids.append(_next(llm, prompt, ids, one))
-    return ids
-
-
-def _next(llm: LLM, prompt: list[int], ids: list[int], params: SamplingParams) -> int:
-    from verbatim import sample
-
-    row = prompt + ids
-    logits = llm.engine.runner.module(torch.tensor([row])).logits[:, -1].float()
-    return int(sample(logits, seed=params.seed, position=len(row))[0])
+        module = (new if version else old).engine.runner.module
+        logits = module(torch.tensor([row])).logits[:, -1].float()
+        row += sample(logits, seed=LONG.seed, position=len(row)).tolist()
+    return row[len(prompt) :]
 
 
 def test_what_runs_goes_on_with_the_new_weights() -> None:
     with LLM(make("llama")) as llm, LLM(make("llama")) as old, LLM(other()) as new:
-        during(llm, 5, lambda: llm.update_weights(other()))
-        found = [result.outputs[0] for result in llm.generate(PROMPTS, LONG)]
+        found = [result.outputs[0] for result in updated_after(llm, 5, PROMPTS, LONG)]
         for prompt, completion in zip(PROMPTS, found, strict=True):
             versions = completion.weight_versions
             assert len(versions) == 12
@@ -434,8 +415,8 @@ def test_what_runs_goes_on_with_the_new_weights() -> None:
 def test_what_runs_begins_again_if_told_to() -> None:
     with LLM(make("llama")) as llm, LLM(other()) as fresh:
         params = SamplingParams(max_tokens=12, seed=3, n=3, ignore_eos=True, prompt_logprobs=2)
-        during(llm, 5, lambda: llm.update_weights(other(), restart=True))
-        found, expected = llm.generate(PROMPTS, params), fresh.generate(PROMPTS, params)
+        found = updated_after(llm, 5, PROMPTS, params, restart=True)
+        expected = fresh.generate(PROMPTS, params)
         for ours, theirs in zip(found, expected, strict=True):
             assert ours.prompt_logprobs == theirs.prompt_logprobs
             for a, b in zip(ours.outputs, theirs.outputs, strict=True):
@@ -462,8 +443,8 @@ def test_a_stream_that_was_read_goes_on_and_is_not_begun_again() -> None:
 def test_beams_go_on_or_begin_again(restart: bool) -> None:
     params = SamplingParams(num_beams=3, n=3, max_tokens=8, temperature=0, ignore_eos=True)
     with LLM(make("llama"), max_sequences=2) as llm, LLM(other()) as fresh:
-        during(llm, 4, lambda: llm.update_weights(other(), restart=restart))
-        ours, theirs = llm.generate(PROMPTS, params), fresh.generate(PROMPTS, params)
+        ours = updated_after(llm, 4, PROMPTS, params, restart=restart)
+        theirs = fresh.generate(PROMPTS, params)
         assert llm.stats()["blocks_used"] == 0
         for a, b in zip(ours, theirs, strict=True):
             for beam in a.outputs:
@@ -476,21 +457,21 @@ def test_weights_that_change_in_the_middle_of_a_prompt_report_on_all_of_it() -> 
     params = SamplingParams(max_tokens=0, prompt_logprobs=0)
     prompt = [list(range(3, 100))]
     with LLM(make("llama"), max_batch_tokens=16) as llm, LLM(other()) as fresh:
-        during(llm, 3, lambda: llm.update_weights(other()))
-        ours, theirs = llm.generate(prompt, params)[0], fresh.generate(prompt, params)[0]
+        ours, theirs = updated_after(llm, 3, prompt, params)[0], fresh.generate(prompt, params)[0]
         assert ours.prompt_logprobs == theirs.prompt_logprobs
 
 
-def test_weights_come_while_it_is_paused_or_asleep(folder: Path, tmp_path: Path) -> None:
-    make("llama").save_pretrained(tmp_path / "old")
-    with LLM(tmp_path / "old") as llm, LLM(other()) as fresh:
+def test_weights_come_while_it_is_paused_or_asleep(
+    folder: Path, folders: Callable[..., Path]
+) -> None:
+    with LLM(folders("llama")) as llm, LLM(other()) as fresh:
         llm.sleep()
         llm.update_weights(folder)
         llm.wake()
         assert words(llm) == words(fresh)
         with pytest.raises(NotSupported, match="were changed since they were read"):
             llm.sleep(weights=True)
-    with LLM(tmp_path / "old") as llm:
+    with LLM(folders("llama")) as llm:
         llm.sleep(weights=True)
         with pytest.raises(VerbatimError, match="call wake"):
             llm.update_weights(folder)
@@ -516,3 +497,23 @@ def test_an_owner_who_changes_a_live_module_says_so() -> None:
         assert last.result is not None
         assert last.result.outputs[0].weight_versions == [0] + [1] * 11
         assert words(llm) == words(fresh)
+
+
+def test_a_petals_session_goes_on_across_a_weight_update() -> None:
+    """From there on it says what the new weights say behind all that was said before."""
+    prompt = torch.tensor([[5, 9, 300, 41]])
+    plain = dict(max_new_tokens=6, do_sample=False, top_k=0, top_p=1.0, eos_token_id=None)
+    from_pretrained = petals.AutoDistributedModelForCausalLM.from_pretrained
+    with LLM() as llm, LLM() as before:
+        weights = llm.engine.runner.decoder.held.named_parameters()
+        drawn = torch.Generator().manual_seed(1)
+        new = {n: t + 0.02 * torch.randn(t.shape, generator=drawn).to(t.dtype) for n, t in weights}
+        model = from_pretrained(llm)
+        with model.inference_session(max_length=64):
+            first = model.generate(prompt, **plain)
+            llm.update_weights(new)
+            second = model.generate(None, **plain)
+        assert torch.equal(second, model.generate(first, **plain)[:, first.shape[1] :])
+        assert torch.equal(first, from_pretrained(before).generate(prompt, **plain))
+        unchanged = from_pretrained(before).generate(first, **plain)[:, first.shape[1] :]
+        assert not torch.equal(second, unchanged)

@@ -32,6 +32,7 @@ from support.stages import ThreadHosts
 from support.toys import make_toy
 from verbatim import LLM, Cluster, InvalidRequest, Offload, SamplingParams
 from verbatim.errors import VerbatimError
+from verbatim.model.loader import ModelSource
 from verbatim.opening import plan_offload
 from verbatim.placement.distributed import wire
 from verbatim.placement.options import engine_options
@@ -283,7 +284,7 @@ ENTRANCES: dict[str, Callable[[Path], object]] = {
     "tokenizer": lambda path: chats(LLM(make_toy("llama"), tokenizer=path)),
     "weights": lambda path: LLM(make_toy("llama")).update_weights(path),
     "adapter": lambda path: LLM(make_toy("llama"), adapters={"x": path}),
-    "plan": lambda path: plan_offload(path, Offload(), engine_options()),
+    "plan": lambda path: plan_offload(ModelSource(path), Offload(), engine_options()),
     "files": loads_files,
     "server": serves_training,
     "prefixes": finds_prefixes,
@@ -397,7 +398,7 @@ def test_leak_by_abort(served: Served) -> None:
         with served.connect() as connection:
             connection.sendall(sent)
             connection.recv(100)
-    assert served.idle()
+    served.until_idle()
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from support.programs import PATIENCE_S
 from support.serving import Client, Served, serving
 from verbatim import LLM, SamplingParams
 from verbatim.sampling.json_schema import closed
@@ -367,8 +368,9 @@ def test_an_unknown_field_and_another_model_are_refused(served, path):
         hint = "" if meant is None else f"; did you mean {meant!r}?"
         message = served.refused(path, body | {name: 1})["message"]
         assert message == f"unsupported field {name!r}{hint}"
-    answer = httpx.post(f"{served.url}{path}", json=body)
+    answer = httpx.post(f"{served.url}{path}", json=body, timeout=PATIENCE_S)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+    assert len(served.refused(path, body | {"model": "x" * 5000}, 404)["message"]) < 300
     error = served.refused(path, body | {"model": "gpt-4"}, 404)
     assert (error["param"], error["code"]) == ("model", "model_not_found")
     assert served.post(path, **body, model="storyteller", temperature=0.0, stop=["a"])
@@ -426,7 +428,7 @@ def test_a_value_of_another_type_or_range_is_refused_by_name(served, name):
 @pytest.mark.parametrize("prompt", ["", [], [""], [[]], [-1], [10**9], [1.5], [True], ["a", 5], None, {}],
                          ids=repr)  # fmt: skip
 def test_a_prompt_that_is_none_is_refused(served, prompt):
-    assert "prompt" in json.dumps(served.refused("/v1/completions", {"prompt": prompt}))
+    assert served.refused("/v1/completions", {"prompt": prompt})["param"].startswith("prompt")
 
 
 def test_a_prompt_that_is_too_long_is_refused_as_clients_know_it(served):
@@ -440,7 +442,7 @@ def test_a_prompt_that_is_too_long_is_refused_as_clients_know_it(served):
 def test_nothing_that_can_be_drawn_is_the_fault_of_who_asked(served):
     body = {"prompt": "x", "allowed_token_ids": [5], "bad_words": [[5]]}
     assert "no token can be drawn" in served.refused("/v1/completions", body)["message"]
-    assert served.idle()
+    served.until_idle()
 
 
 # ---- ours
@@ -683,7 +685,7 @@ def test_two_kinds_of_clients_at_once_get_the_words_of_one_alone(served):
         again = served.post("/v1/completions", prompt=PROMPT, **SEEDED)["choices"]
     assert alone == again
     assert result.outputs[0].text == alone[0]["text"]
-    assert served.idle()
+    served.until_idle()
 
 
 # ---- documents are compact: no answer is filled with whitespace, or with properties of its own

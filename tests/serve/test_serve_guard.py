@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import io
 import json
+import logging
 import re
+import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
 import pytest
 import torch
-from starlette.responses import Response
 
+from support.programs import PATIENCE_S, in_thread
 from support.serving import Client, Served, received, request_of, serving, until
 from verbatim import LLM
 from verbatim.cli.serve import _settings
-from verbatim.errors import InvalidRequest
+from verbatim.errors import InvalidRequest, VerbatimError
 from verbatim.sampling.grammar import GrammarCompiler
 from verbatim.serve.app import make_app
-from verbatim.serve.errors import to_bytes
-from verbatim.serve.guard import Guard
-from verbatim.serve.metrics import ServerMetrics
-from verbatim.serve.server import listen
+from verbatim.serve.completions import CompletionRequest
+from verbatim.serve.errors import PIECE_BYTES, json_pieces, to_bytes
+from verbatim.serve.fields import Completions
+from verbatim.serve.server import Server, configured, listen, logged, run
+from verbatim.serve.service import UNKNOWN
 from verbatim.serve.settings import LOCAL_HOSTS, ServeSettings, is_local
 
 KEYS = ("first-key-1", "second-key-2")
@@ -42,9 +47,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def served(llm: LLM) -> Iterator[Served]:
-    settings = ServeSettings(
-        max_body_bytes=20_000, body_timeout_s=0.4, max_requests=6, max_choices=4
-    )
+    settings = ServeSettings(max_body_bytes=20_000, max_requests=6, max_choices=4)
     with serving(llm, settings) as server:
         yield server
 
@@ -53,6 +56,12 @@ def served(llm: LLM) -> Iterator[Served]:
 def locked(llm: LLM) -> Iterator[Served]:
     settings = ServeSettings(api_keys=KEYS, cors_origins=("https://a.example",))
     with serving(llm, settings) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def local(llm: LLM) -> Iterator[Served]:
+    with serving(llm, ServeSettings(hosts=LOCAL_HOSTS)) as server:
         yield server
 
 
@@ -137,16 +146,17 @@ def test_a_body_that_is_too_long_is_413(served):
     answer = served.client.post("/v1/completions", content=pieces(), headers=JSON)  # chunked
     assert answer.status_code == 411
     assert "Content-Length" in answer.json()["error"]["message"]
-    assert served.idle()
+    served.until_idle()
 
 
-def test_a_body_that_never_ends_is_408(served):
-    with served.connect() as link:
-        link.sendall(request_of(b'{"prompt": "x"}')[:-5])
-        said = received(link)
-    assert b" 408 " in said.split(b"\r\n")[0]
-    assert b"0.4 s" in said
-    assert served.idle()
+def test_a_body_that_never_ends_is_408(llm):
+    with serving(llm, ServeSettings(body_timeout_s=0.4)) as server:
+        with server.connect() as link:
+            link.sendall(request_of(b'{"prompt": "x"}')[:-5])
+            said = received(link)
+        assert b" 408 " in said.split(b"\r\n")[0]
+        assert b"0.4 s" in said
+        server.until_idle()
 
 
 @pytest.mark.parametrize(
@@ -188,7 +198,8 @@ def test_half_a_character_in_a_prompt_is_no_text(served, path, field):
     half = "\ud83d"
     body = {"model": "storyteller", field: [half] if field == "prompts" else half}
     answer = served.client.post(path, content=json.dumps(body), headers=JSON)
-    assert answer.status_code == 400 and answer.json()["error"]["message"]
+    assert answer.status_code == 400
+    assert "the body has half a surrogate pair" in answer.json()["error"]["message"]
 
 
 # ---- paths and methods
@@ -228,7 +239,7 @@ def test_no_answer_tells_of_this_machine(served, monkeypatch, caplog):
         assert not re.search(r"Traceback|secret|/home|/usr|/root|/work|site-packages|\.py\b", text)
     sample = 'verbatim_http_answers_total{path="/v1/completions",status="500"} 1.0'
     assert sample in served.client.get("/metrics").text
-    assert served.idle()
+    served.until_idle()
 
 
 def test_an_error_that_nobody_foresaw_leaves_the_connection_open(served, monkeypatch):
@@ -236,7 +247,7 @@ def test_an_error_that_nobody_foresaw_leaves_the_connection_open(served, monkeyp
         raise OSError
 
     monkeypatch.setattr(served.llm.engine.admission, "admit", broken)
-    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", served.port)
     connection.connect()
     connection.auto_open = 0  # it would connect again by itself
     headers = {"Content-Type": "application/json"}
@@ -254,18 +265,21 @@ def test_an_error_that_nobody_foresaw_leaves_the_connection_open(served, monkeyp
 
 
 @contextmanager
-def busy(served: Served, count: int, **more: Any) -> Iterator[list[Any]]:
-    """So many long streams that have begun."""
-    with Client(base_url=served.url, timeout=30) as client:
-        streams = []
+def busy(served: Served, count: int, **more: Any) -> Iterator[None]:
+    """So many long streams that have begun, and come no further."""
+    begun = []
+    with Client(base_url=served.url) as client, ExitStack() as streams:
         for number in range(count):
             body = LONG | {"stream": True, "seed": number} | more
-            request = client.build_request("POST", "/v1/completions", json=body)
-            streams.append(client.send(request, stream=True))
-            assert streams[-1].status_code == 200
-        yield streams
-        for stream in streams:
-            stream.close()
+            stream = streams.enter_context(client.stream("POST", "/v1/completions", json=body))
+            begun.append(stream.iter_lines())  # kept: a dropped one would close the stream
+            assert stream.status_code == 200 and next(begun[-1])
+        served.llm.pause()
+        try:
+            yield
+        finally:
+            streams.close()
+            served.llm.resume()
 
 
 def test_more_than_may_run_or_wait_are_429_with_a_time_to_come_again(served, llm):
@@ -273,12 +287,11 @@ def test_more_than_may_run_or_wait_are_429_with_a_time_to_come_again(served, llm
     statuses: list[httpx.Response] = []
 
     def ask() -> None:
-        statuses.append(httpx.post(f"{served.url}/v1/completions", json=LONG, timeout=60))
+        with Client(base_url=served.url) as client:
+            statuses.append(client.post("/v1/completions", json=LONG))
 
-    threads = [threading.Thread(target=ask) for _ in range(12)]
     with busy(served, 2):
-        for thread in threads:
-            thread.start()
+        asked = [in_thread(ask) for _ in range(12)]
         # Six have seats, two of them run, four wait; the rest were sent away.
         until(lambda: len(statuses) >= 8)
         for answer in statuses:
@@ -287,10 +300,9 @@ def test_more_than_may_run_or_wait_are_429_with_a_time_to_come_again(served, llm
             assert int(answer.headers["retry-after"]) >= 1
         assert served.client.get("/health").status_code == 200
         llm.pause("abort")  # what waits has been seen enough of
-        llm.resume()
-    for thread in threads:
-        thread.join(30)
-    assert served.idle()
+    for each in asked:
+        each.result()
+    served.until_idle()
     assert served.num_tasks() <= tasks + 1
 
 
@@ -301,7 +313,7 @@ def test_a_full_queue_of_the_engine_is_429(llm):
         for body in bodies:
             error = server.refused("/v1/completions", body, 429)
             assert "max_waiting" in error["message"] or "wait" in error["message"]
-    assert server.idle()
+    server.until_idle()
 
 
 def test_a_generation_ends_when_its_time_is_over(llm):
@@ -325,15 +337,15 @@ def test_a_client_that_goes_takes_its_request_along(served, llm):
         link.close()
         until(lambda: served.service.under_way == 2)
         assert llm.stats()["waiting"] == 0
-    assert served.idle()  # the streams were left in the middle
+    served.until_idle()  # the streams were left in the middle
     for prompt in ([5] * 1900, "x"):
         with served.connect() as link:
             link.sendall(request_of(LONG | {"prompt": prompt, "max_tokens": 100}))
             until(lambda: served.service.under_way)
-        assert served.idle()
+        served.until_idle()
     with busy(served, 1, prompt=["x", "y"], n=2):
         pass
-    assert served.idle()
+    served.until_idle()
     assert served.num_tasks() <= tasks + 1
     assert "verbatim_clients_gone_total" in served.client.get("/metrics").text
 
@@ -348,7 +360,7 @@ def test_who_does_not_read_is_let_go(llm):
             link.connect(("127.0.0.1", server.port))
             link.sendall(request_of(body))
             until(lambda: server.service.under_way)
-            assert server.idle()
+            server.until_idle()
 
 
 def test_while_it_drains_nobody_new_is_let_in(served):
@@ -409,29 +421,13 @@ def test_local_addresses_are_known():
         (None, 200),  # HTTP/1.0, which no browser speaks
     ],
 )
-def test_a_local_server_answers_under_its_own_names_alone(host, status):
+def test_a_local_server_answers_under_its_own_names_alone(local, host, status):
     """A page of another name, which leads a browser here, is told nothing, not even at open paths."""
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await Response("here")(scope, receive, send)
-
-    guard = Guard(app, ServeSettings(hosts=LOCAL_HOSTS), ServerMetrics(), lambda: None)
-
-    async def ask() -> list[int]:
-        transport = httpx.ASGITransport(guard)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-            return [
-                (await client.send(request_to(client, path))).status_code
-                for path in ("/", "/health", "/v1/models")
-            ]
-
-    def request_to(client: httpx.AsyncClient, path: str) -> httpx.Request:
-        request = client.build_request("GET", path, headers={"host": host or ""})
-        if host is None:
-            del request.headers["host"]
-        return request
-
-    assert asyncio.run(ask()) == [status] * 3
+    head = "" if host is None else f"Host: {host}\r\n"
+    for path in ("/", "/health", "/v1/models"):
+        with local.connect() as link:
+            link.sendall(f"GET {path} HTTP/1.0\r\n{head}\r\n".encode())
+            assert received(link).startswith(f"HTTP/1.1 {status}".encode())
 
 
 def test_the_command_names_hosts_where_nobody_needs_a_key(monkeypatch):
@@ -444,23 +440,10 @@ def test_the_command_names_hosts_where_nobody_needs_a_key(monkeypatch):
 
 
 def test_a_token_does_not_wait_for_the_one_before_to_be_acknowledged():
-    async def without_delay() -> int:
-        accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-        def note(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            end = writer.get_extra_info("socket")
-            accepted.set_result(end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-            writer.close()
-
-        listener = listen("127.0.0.1", 0)
-        async with await asyncio.start_server(note, sock=listener):
-            _, writer = await asyncio.open_connection(*listener.getsockname())
-            found = await accepted
-            writer.close()
-            await writer.wait_closed()
-        return found
-
-    assert asyncio.run(without_delay()) == 1
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 
 
 # ---- one client's work is not another's wait
@@ -480,36 +463,31 @@ def test_structures_that_take_long_to_compile_hold_up_nobody_else(roomy, monkeyp
 
     def slow(self: GrammarCompiler, key: Any) -> Any:
         begun.append(key)
-        assert go_on.wait(60)
+        assert go_on.wait(PATIENCE_S)
         return compile_(self, key)
 
     monkeypatch.setattr(GrammarCompiler, "compile", slow)
-    answers: list[int] = []
 
-    def ask(number: int) -> None:
+    def ask(number: int) -> int:
         body = {"prompt": "x", "regex": f"[ab]{{{number + 4}}}", "max_tokens": 2}
-        with Client(base_url=roomy.url, timeout=60) as client:
-            answers.append(client.post("/v1/completions", json=body).status_code)
+        with Client(base_url=roomy.url) as client:
+            return client.post("/v1/completions", json=body).status_code
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(20)]
-    for thread in threads:
-        thread.start()
+    asked = [in_thread(ask, number) for number in range(20)]
     try:
-        until(lambda: roomy.service.under_way == len(threads) and begun, 30)
+        until(lambda: roomy.service.under_way == len(asked) and begun)
         free = roomy.post("/v1/completions", prompt="x", max_tokens=4, ignore_eos=True)
         assert free["usage"]["completion_tokens"] == 4
         assert roomy.post("/tokenize", text="x")["count"]
-        assert roomy.client.get("/v1/engine").json()["under_way"] == len(threads)
+        assert roomy.client.get("/v1/engine").json()["under_way"] == len(asked)
         again = roomy.post("/v1/completions", seed=1, **known)  # compiled before
         assert again["choices"][0]["text"] == first["choices"][0]["text"]
-        assert not answers
+        assert not any(each.done() for each in asked)
         assert len(begun) <= 2  # each may take memory
     finally:
         go_on.set()
-        for thread in threads:
-            thread.join()
-    assert answers == [200] * len(threads)
-    assert roomy.idle()
+    assert {each.result() for each in asked} == {200}
+    roomy.until_idle()
 
 
 def test_prompts_of_one_stream_come_in_together(roomy):
@@ -564,6 +542,16 @@ def test_an_error_is_not_told_again_when_it_is_over(roomy, monkeypatch):
     assert roomy.client.get("/v1/engine").status_code == 200
 
 
+def test_many_long_completions_are_sent_in_small_pieces(roomy):
+    body = {"prompt": [[5] * 200] * 70, "max_tokens": 1, "echo": True, "logprobs": 5}
+    request = CompletionRequest(roomy.service, Completions(model=roomy.service.name, **body))
+    answer = asyncio.run_coroutine_threadsafe(request.answer(UNKNOWN), roomy.loop).result()
+    pieces = list(json_pieces(answer))
+    assert len(json.loads(b"".join(pieces))["choices"]) == 70
+    assert len(pieces) > 4
+    assert max(map(len, pieces)) < 2 * PIECE_BYTES
+
+
 NESTED = json.loads("[" * 400 + "]" * 400)  # deeper than pydantic writes
 
 
@@ -581,3 +569,52 @@ NESTED = json.loads("[" * 400 + "]" * 400)  # deeper than pydantic writes
 )
 def test_what_json_has_no_word_for(value, text):
     assert to_bytes(value) == text
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"port": 65536}, "port=65536: must be an integer, 0 to 65535"),
+        (
+            {"log_level": "loud"},
+            "log_level='loud': must be one of critical, error, warning, info, debug",
+        ),
+        ({"drain_s": -1}, "drain_s=-1: must be an integer, 0 or more"),
+        ({"host": "a..b"}, "can't listen at a..b:8000: not a host name"),
+    ],
+)
+def test_what_a_server_from_python_is_given_is_checked(llm, given, says):
+    with pytest.raises(VerbatimError, match=re.escape(says)):
+        run(llm, ServeSettings(), **given)
+
+
+def test_a_signal_within_the_handler_of_the_first_one_is_a_second_one(llm: LLM) -> None:
+    messages: list[str] = []
+
+    def say(message: str) -> None:
+        messages.append(message)
+        if len(messages) == 1:
+            server.handle_exit(signal.SIGTERM, None)
+
+    app = make_app(llm, ServeSettings())
+    config = configured(app, ServeSettings(), log_level="info", drain_s=60)
+    server = Server(config, app.state.service, say, "http://127.0.0.1:1")
+    server.handle_exit(signal.SIGTERM, None)
+    assert server.should_exit and server.force_exit and messages[1:] == ["ending now"]
+
+
+def test_logs_have_handlers_only_while_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    loggers = [logging.getLogger(f"uvicorn.{name}") for name in ("error", "access")]
+    before = [([*logger.handlers], logger.propagate) for logger in loggers]
+    at_root = logging.StreamHandler(io.StringIO())
+    monkeypatch.setattr(logging.getLogger(), "handlers", [at_root])
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with logged("info"):
+        for logger in loggers:
+            logger.critical('%s - "%s %s HTTP/%s" %d', "client", "GET", "/", "1.1", 200)
+    line = r'\d{4}-\d\d-\d\d .* client - "GET / HTTP/1.1" 200'
+    assert re.match(f"{line}\n", sys.stderr.getvalue())
+    assert re.match(f"{line} OK\n", sys.stdout.getvalue())
+    assert at_root.stream.getvalue() == ""  # nothing is written twice
+    assert [(logger.handlers, logger.propagate) for logger in loggers] == before

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 
+from support.programs import PATIENCE_S
 from support.serving import Served, serving, talking
 from support.tool_templates import HERMES, THINKING
 from verbatim import LLM
@@ -120,16 +122,17 @@ def test_what_is_not_served_is_refused_by_name(served, change, param):
         assert error["error"]["type"] == "invalid_request_error"
         assert (error["error"]["param"] or "").startswith(param)
         assert len(error["error"]["message"]) < 300
-    assert served.idle()
+    served.until_idle()
 
 
 def test_a_key_may_come_as_anthropics(calling):
     body = ASK | {"model": "tales"}
     url = f"{calling.url}/v1/messages"
-    assert httpx.post(url, json=body, headers={"x-api-key": KEY}).status_code == 200
-    assert httpx.post(url, json=body, headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
+    post = partial(httpx.post, timeout=PATIENCE_S)
+    assert post(url, json=body, headers={"x-api-key": KEY}).status_code == 200
+    assert post(url, json=body, headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
     for headers in ({}, {"x-api-key": "wrong-key"}, {"x-api-key": ""}):
-        answer = httpx.post(url, json=body, headers=headers)
+        answer = post(url, json=body, headers=headers)
         assert answer.status_code == 401
         assert answer.json()["error"]["type"] == "authentication_error"
 

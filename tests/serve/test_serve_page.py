@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from support import toys
+from support.programs import PATIENCE_S
 from support.serving import Served, serving, until
 from support.stages import ThreadHosts
 from verbatim import LLM, Cluster, Offload
@@ -156,7 +157,7 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 860}} | settings)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(1000 * PATIENCE_S)
         expected.extend([expect] if expect else [])
         page.on("console", lambda m: errors.append(m.text) if m.type != "log" else None)
         page.on("pageerror", lambda error: errors.append(str(error)))

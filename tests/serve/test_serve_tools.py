@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,10 +24,9 @@ from support.tool_templates import (
     PYTHONIC,
     QWEN_CODER,
 )
-from verbatim.errors import VerbatimError
+from verbatim.errors import NotSupported, VerbatimError
 from verbatim.serve.fields import Function
-from verbatim.serve.formats import ParsedCall
-from verbatim.serve.marks import Dropped
+from verbatim.serve.formats import CallFormat, ParsedCall
 from verbatim.serve.reader import ChannelReader, Reader, Reasoning, split_parts
 from verbatim.serve.tools import ToolUse
 
@@ -211,8 +210,13 @@ def test_responses_call_and_take_what_the_tool_said(served):
         tools=[{"type": "function", "function": {"name": n, "parameters": s}} for n, s in SCHEMAS.items()],
     )  # fmt: skip
     assert again["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
-    messages[1]["tool_calls"][0]["function"]["arguments"] = "{"
-    assert "not JSON" in served.refused("/v1/chat/completions", {"messages": messages})["message"]
+    sent = messages[1]["tool_calls"][0]["function"]
+    sent["arguments"] = '{"city": "\\ud83d"}'  # a model may write half a character
+    served.post("/v1/chat/completions", messages=messages, max_tokens=1)
+    sent["arguments"] = "{"
+    error = served.refused("/v1/chat/completions", {"messages": messages})
+    assert error["param"] == "messages.1.tool_calls.0.function.arguments"
+    assert "'{': Invalid JSON" in error["message"]
 
 
 def function(**schema: Any) -> dict[str, Any]:
@@ -320,13 +324,20 @@ def test_a_reader_reads_any_pieces_alike(name):
         assert reader.num_calls == len(whole[1])
 
 
-def test_marks_within_an_argument_are_read_in_time_that_grows_little() -> None:
+def test_marks_within_an_argument_are_not_read_as_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """An end mark in a string is no end, and is not tried again with each piece of text."""
-    value, started = "</tool_call>" * 2000, time.process_time()
+    value, num_read, parse = "</tool_call>" * 2000, 0, CallFormat.parse
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal num_read
+        num_read += 1
+        return parse(*arguments)
+
+    monkeypatch.setattr(CallFormat, "parse", counted)
     text = f'<tool_call>\n{{"name": "f", "arguments": {{"x": "{value}"}}}}\n</tool_call>'
     _, _, calls = read(Reader(use()), text, 12)
     assert [call.arguments for call in calls] == [f'{{"x": "{value}"}}']
-    assert time.process_time() - started < 5
+    assert num_read < 10
 
 
 def test_arguments_come_as_they_were_written():
@@ -388,6 +399,7 @@ RAW = {
         "list": {"type": "array", "items": {"type": "string"}},
         "any": {},
         "kind": {"$ref": "#/$defs/Kind"},
+        "when": {"type": "string", "anyOf": [{"title": "A day"}, {"title": "An hour"}]},
     },
     "$defs": {"Kind": {"enum": ["a", "b"], "type": "string"}},
 }
@@ -398,6 +410,7 @@ WRITTEN = {  # as a model writes them without quotes: what they are
     "list": ('["</arg_value>"]', ["</arg_value>"]),
     "any": ('{"a": 1}', {"a": 1}),
     "kind": ("b", "b"),
+    "when": ("12", "12"),
 }
 
 
@@ -437,6 +450,22 @@ def test_schemas_of_arguments_that_are_none_are_refused(template, schema):
 
     with pytest.raises(VerbatimError, match="f: "):
         grammar()
+
+
+@pytest.mark.parametrize(
+    ("part", "key"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}], "maxLength": 3}, "maxLength"),
+        ({"anyOf": [{"$ref": "#/$defs/Part"}] * 2000}, "$ref"),  # 2000 ** n alternatives
+    ],
+    ids=["limit", "circles"],
+)
+def test_alternatives_behind_a_reference_are_refused_by_the_keys_beside_them(part, key):
+    schema = {"properties": {"a": {"$ref": "#/$defs/Part"}}, "$defs": {"Part": part}}
+    used = ToolUse.resolve([tool("f", **schema)], None, None, QWEN_CODER)
+    assert used is not None
+    with pytest.raises(NotSupported, match=f"f: .*{re.escape(repr(key))}"):
+        used.grammar()
 
 
 CHANNELS = {
@@ -502,10 +531,3 @@ def test_reasoning_is_split_from_the_text_in_any_pieces(text):
         assert (thought, said) == THOUGHTS[text]
     inside = Reader(None, marks, opened=True)
     assert inside.push("A\n</think>\n\nB", last=True) == [Reasoning("A"), "B"]
-
-
-def test_a_special_token_divided_between_two_deltas_is_dropped() -> None:
-    whole = "a<|x|>b<|c <|y|>"
-    for size in range(1, 9):
-        reader = Reader(None, dropped=Dropped(["<|x|>", "<|y|>"]))
-        assert read(reader, whole, size)[0] == "ab<|c "

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,12 +15,14 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from support.programs import PATIENCE_S, in_thread, started, state_of
 from support.serving import Served, serving, until
 from verbatim import LLM, InvalidRequest, SamplingParams, rl
 from verbatim.errors import VerbatimError
 from verbatim.placement.distributed.link import LinkLost
 from verbatim.placement.distributed.wire import MAGIC, PREFIX
 from verbatim.serve.settings import ServeSettings
+from verbatim.serve.training import Updates
 
 PROMPT = "Once upon a time"
 BODY: dict[str, Any] = {"prompt": PROMPT, "seed": 7, "max_tokens": 6, "temperature": 0.7}
@@ -35,7 +34,6 @@ ROUTES = [
     ("POST", "/pause"),
     ("POST", "/resume"),
     ("POST", "/reset_prefix_cache"),
-    ("POST", "/init_weight_transfer_engine"),
     ("POST", "/start_weight_update"),
     ("POST", "/update_weights"),
     ("POST", "/finish_weight_update"),
@@ -189,15 +187,12 @@ def test_pause_keeps_requests_and_resume_continues_them(served: Served) -> None:
     expected = served.post("/v1/completions", **BODY)["choices"]
     assert served.client.post("/pause", params={"mode": "keep"}).status_code == 200
     assert served.client.get("/is_paused").json() == {"is_paused": True}
-    answers: list[Any] = []
-    waits = threading.Thread(target=lambda: answers.append(served.post("/v1/completions", **BODY)))
-    waits.start()
-    waits.join(0.1)
-    assert not answers
+    answer = in_thread(lambda: served.post("/v1/completions", **BODY))
+    time.sleep(0.1)
+    assert not answer.done()
     assert served.client.post("/reset_prefix_cache").json()["success"] is True
     assert served.client.post("/resume").status_code == 200
-    waits.join(20)
-    assert answers[0]["choices"] == expected
+    assert answer.result()["choices"] == expected
     assert "mode" in served.client.post("/pause?mode=stop").json()["error"]["message"]
 
 
@@ -211,7 +206,7 @@ def keyed(llm: LLM) -> Iterator[Served]:
 def test_key_in_the_url(keyed: Served) -> None:
     """As basic authentication, for clients with no setting for a key, such as TRL's."""
     url = keyed.url.replace("://", "://:secret-key-1@")
-    assert httpx.get(f"{url}/get_world_size").json() == {"world_size": 1}
+    assert httpx.get(f"{url}/get_world_size", timeout=PATIENCE_S).json() == {"world_size": 1}
     for wrong in (b"secret-key-1", b":secret-key-2", b"secret-key-1:", b"\xff"):
         headers = {"authorization": b"Basic " + base64.b64encode(wrong)}
         assert keyed.client.get("/get_world_size", headers=headers).status_code == 401
@@ -293,7 +288,7 @@ def test_a_rollout_under_way_has_both_versions(served: Served, weights: Any) -> 
 
 
 def test_weights_over_a_connection(served: Served, weights: dict[str, torch.Tensor]) -> None:
-    sender = rl.WeightSender(served.url, timeout_s=20)
+    sender = rl.WeightSender(served.url, timeout_s=PATIENCE_S)
     before = generated(served.llm)
     sender.pause()
     assert sender.send(other(weights), version=50) == 50
@@ -315,34 +310,20 @@ def test_sender_is_refused_without_a_key(keyed: Served) -> None:
         rl.WeightSender(keyed.url, timeout_s=1)
 
 
-TRAINER_KEY = {"trainer": "0" * 64}
-INFO = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[2, 3]]}
+ADDRESS = {"master_address": "127.0.0.1", "master_port": 1, "key": "0" * 64, "num_bytes": 24}
 
 
 @pytest.mark.parametrize(
     ("path", "body", "status", "says"),
     [
         ("/finish_weight_update", {}, 409, "start_weight_update"),
-        ("/update_weights", {"update_info": INFO}, 409, "start_weight_update"),
-        ("/update_weights", {"update_info": INFO | {"names": []}}, 400, "as many"),
-        ("/update_weights", {"update_info": INFO | {"dtype_names": ["int4"]}}, 400, "int4"),
-        ("/update_weights", {"update_info": {k: 2 * v for k, v in INFO.items()}}, 400, "twice"),
-        ("/update_weights", {"update_info": INFO | {"shapes": [[-1]]}}, 400, "shapes"),
-        ("/update_weights", {"update_info": INFO | {"packed": True}}, 400, "packed"),
-        ("/update_weights", {"info": 1}, 400, "info"),
+        ("/update_weights", ADDRESS, 502, "no connection to 127.0.0.1:1"),
+        ("/update_weights", ADDRESS | {"master_address": "a..b"}, 502, "no connection to a..b:1"),
+        ("/update_weights", ADDRESS | {"num_bytes": 1 << 40}, 400, "(--max-update-bytes)"),
+        ("/update_weights", ADDRESS | {"key": "0"}, 400, "key"),
+        ("/update_weights", ADDRESS | {"world_size": 2}, 400, "world_size"),
+        ("/update_weights", {}, 400, "master_address"),
         ("/start_weight_update", {"is_checkpoint_format": False}, 400, "is_checkpoint_format"),
-        (
-            "/init_weight_transfer_engine",
-            {"init_info": {"master_address": "x", "master_port": 1, "world_size": 2}} | TRAINER_KEY,
-            400,
-            "world_size",
-        ),
-        (
-            "/init_weight_transfer_engine",
-            {"init_info": {"master_address": "127.0.0.1", "master_port": 1}} | TRAINER_KEY,
-            502,
-            "no connection to 127.0.0.1:1",
-        ),
     ],
 )
 def test_bad_updates_are_refused(served, path, body, status, says) -> None:
@@ -364,11 +345,6 @@ def test_bodies_that_are_no_safetensors_are_refused(served: Served, weights: Any
 
 
 def test_more_bytes_than_allowed_are_not_received(served: Served, weights: Any) -> None:
-    served.post("/start_weight_update")
-    huge = INFO | {"shapes": [[1 << 40]]}
-    error = served.refused("/update_weights", {"update_info": huge})
-    assert f"{8 * served.llm.info()['parameters']:,} (--max-update-bytes)" in error["message"]
-    assert "no update" in served.refused("/finish_weight_update", {}, 409)["message"]
     body = save(weights)
     size = sum(tensor.nbytes for tensor in weights.values())
     for limit, status in ((size, 200), (size - 1, 400)):
@@ -381,14 +357,16 @@ def test_more_bytes_than_allowed_are_not_received(served: Served, weights: Any) 
 # ---- trainers that fail
 
 
-def test_silent_trainer_loses_its_update(llm: LLM) -> None:
+def test_silent_trainer_loses_its_update(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(llm, ServeSettings(training=True, update_timeout_s=0.3)) as server:
+        monkeypatch.setattr(Updates, "_drop", lambda updates: None)  # not yet
         server.post("/start_weight_update")
-        init = {"init_info": {"master_address": "127.0.0.1", "master_port": 1}, **TRAINER_KEY}
-        for path, body in (("/start_weight_update", {}), ("/init_weight_transfer_engine", init)):
+        for path, body in (("/start_weight_update", {}), ("/update_weights", ADDRESS)):
             answer = server.client.post(path, json=body)
             assert answer.status_code == 409 and answer.headers["retry-after"]
             assert "another update" in answer.text and "0.3 s" in answer.text
+        monkeypatch.undo()
+        server.client.post("/update_weights", content=b"", headers=OCTETS)  # it is heard of again
         until(lambda: server.client.post("/start_weight_update", json={}).status_code == 200)
         time.sleep(0.4)
         assert "no update" in server.refused("/finish_weight_update", {}, 409)["message"]
@@ -397,10 +375,9 @@ def test_silent_trainer_loses_its_update(llm: LLM) -> None:
 TRAINER = """
 import os, signal, sys, torch
 from verbatim import rl
-sender = rl.WeightSender(sys.argv[1], timeout_s=30)
-send = sender._send
-def die_midway(tensors):
-    send(list(tensors)[:1])
+sender = rl.WeightSender(sys.argv[1], timeout_s=240)
+def die_midway(link, tensors):
+    link.send({"name": "a", "tensor": tensors["a"]})
     os.kill(os.getpid(), getattr(signal, sys.argv[2]))
 sender._send = die_midway
 sender.send({"a": torch.ones(1000), "b": torch.ones(1000)})
@@ -412,81 +389,72 @@ sender.send({"a": torch.ones(1000), "b": torch.ones(1000)})
 def test_lost_trainer_frees_the_weights(llm: LLM, weights: Any, name: str) -> None:
     before = generated(llm)
     settings = ServeSettings(training=True, update_timeout_s=10)
-    with serving(llm, settings) as server:
-        trainer = subprocess.Popen([sys.executable, "-c", TRAINER, server.url, name])
-        try:
-            state = Path(f"/proc/{trainer.pid}/stat")
-            until(lambda: state.read_text().rpartition(")")[2].split()[0] in "TZ")
-            until(lambda: server.client.post("/start_weight_update").status_code == 200)
-            refused = server.refused("/update_weights", {"update_info": INFO}, 409)
-            assert "no connection" in refused["message"]
-            assert generated(llm) == before
-            sender = rl.WeightSender(server.url, timeout_s=30)
-            assert sender.send(other(weights), version=700) == 700
-            assert generated(llm) != before
-        finally:
-            trainer.kill()
-            trainer.wait()
+    line = [sys.executable, "-c", TRAINER]
+    with serving(llm, settings) as server, started([*line, server.url, name]) as trainer:
+        until(lambda: state_of(trainer.pid) in "TZ")
+        until(
+            lambda: (
+                server.client.post("/finish_weight_update").json()["error"]["message"][:9]
+                == "no update"
+            )
+        )
+        assert generated(llm) == before
+        sender = rl.WeightSender(server.url, timeout_s=PATIENCE_S)
+        assert sender.send(other(weights), version=700) == 700
+        assert generated(llm) != before
+
+
+A = torch.ones(100)
 
 
 @pytest.mark.parametrize(
-    "others",
-    [[torch.ones(50)], [torch.ones(100_000)], [torch.ones(100).int()], [None], []],
-    ids=str,
+    ("sent", "says"),
+    [
+        ([{"name": "a", "tensor": torch.ones(100_000)}], "announced"),
+        ([{"name": "a", "tensor": A}, {"name": "a", "tensor": A}], "something else"),
+        ([{"name": "a", "tensor": None}], "something else"),
+        ([{"tensor": A}], "something else"),
+        ([], "connection is lost"),
+        # no such bytes follow
+        ([[PREFIX.pack(MAGIC, 64, 1 << 35)]], "34,359,738,432 bytes, and at most"),
+    ],
+    ids=["larger", "twice", "none", "nameless", "nothing", "huge"],
 )
-def test_trainer_that_sends_something_else(served: Served, weights: Any, others: Any) -> None:
+def test_trainer_that_sends_something_else(
+    served: Served, weights: Any, sent: Any, says: str
+) -> None:
     before = generated(served.llm)
-    sender = rl.WeightSender(served.url, timeout_s=30)
+    sender = rl.WeightSender(served.url, timeout_s=PATIENCE_S)
 
-    def send(_: Any) -> None:
+    def send(link: Any, _: Any) -> None:
         with suppress(LinkLost):  # the server reads no more than was announced
-            for tensor in others:
-                sender._link.send({"tensor": tensor})
-        if not others:
-            sender._link.close()
+            for message in sent:
+                link.send(message)
+        link.close()
 
     sender._send = send  # type: ignore[method-assign]
-    with pytest.raises(VerbatimError, match="announced" if others else "connection is lost"):
-        sender.send({"a": torch.ones(100), "b": torch.ones(100)})
+    with pytest.raises(VerbatimError, match=says):
+        sender.send({"a": A, "b": A})
     assert generated(served.llm) == before
-    assert rl.WeightSender(served.url, timeout_s=30).send(weights) > 0
+    del sender._send
+    assert sender.send(weights) > 0
 
 
-def test_more_bytes_than_announced_are_not_read(served: Served, weights: Any) -> None:
-    sender = rl.WeightSender(served.url, timeout_s=30)
-    prefix = PREFIX.pack(MAGIC, 64, 1 << 35, 0, 0, 0)  # no such bytes follow
-    sender._send = lambda _: sender._link.send([prefix])  # type: ignore[method-assign]
-    with pytest.raises(VerbatimError, match="34,359,738,432 bytes, and at most"):
-        sender.send({"a": torch.ones(100)})
-    assert rl.WeightSender(served.url, timeout_s=30).send(weights) > 0
-
-
-def test_tensors_that_can_not_be_announced_are_refused(served: Served, weights: Any) -> None:
-    sender = rl.WeightSender(served.url, timeout_s=30)
-    with pytest.raises(VerbatimError, match="complex64"):
+def test_tensors_that_can_not_be_sent_are_refused(served: Served, weights: Any) -> None:
+    sender = rl.WeightSender(served.url, timeout_s=PATIENCE_S)
+    with pytest.raises(InvalidRequest, match=r"a: torch\.complex64: must be"):
         sender.send(weights | {"a": torch.ones(3, dtype=torch.complex64)})
-    assert rl.WeightSender(served.url, timeout_s=30).send(weights) > 0
-
-
-def test_server_that_ends_closes_the_connection(llm: LLM) -> None:
-    with serving(llm, ServeSettings(training=True)) as server:
-        sender = rl.WeightSender(server.url, timeout_s=30)
-    with pytest.raises(VerbatimError, match="connection is lost"):
-        sender._link.receive()
 
 
 def test_two_trainers_at_once(served: Served, weights: Any) -> None:
-    first = rl.WeightSender(served.url, timeout_s=30)
-    second = rl.WeightSender(served.url, timeout_s=30)
-    with pytest.raises(VerbatimError, match="another trainer has joined"):
-        first.send(other(weights))
+    first, second = (rl.WeightSender(served.url, timeout_s=PATIENCE_S) for _ in range(2))
     before = generated(served.llm)
     send = second._send
 
-    def meanwhile(tensors: Any) -> None:
-        refused = served.refused("/start_weight_update", {}, 409)
-        assert "another update" in refused["message"]
-        send(tensors)
+    def meanwhile(link: Any, tensors: Any) -> None:
+        with pytest.raises(VerbatimError, match="another update"):
+            first.send(other(weights))
+        send(link, tensors)
 
     second._send = meanwhile  # type: ignore[method-assign]
     second.send(other(weights))

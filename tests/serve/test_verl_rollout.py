@@ -166,6 +166,7 @@ def test_aborted_requests(example: Any, replicas: Any, served: Served) -> None:
         under_way = [asyncio.create_task(server.generate(PROMPT, long, "x")) for _ in range(2)]
         while served.llm.stats()["running"] < 2:
             await asyncio.sleep(0.002)
+        served.llm.pause()  # so that none comes to its end
         await server.abort_all_requests(reject_request=True)
         assert (await server.generate(PROMPT, PARAMS, "x")).stop_reason == "aborted"
         await server.resume_generation()

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from verbatim import kernels
+from support.backends import by
 from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.attention import paged_attention, write_kv
 from verbatim.kv.quantized import Packing
 
-BACKENDS = [*kernels.available(), "torch"]
 F32, BF16 = torch.float32, torch.bfloat16
 
 
@@ -91,9 +91,18 @@ def attend(
     """Rows [start, stop) of each story in one batch, over shuffled blocks in a store full of NaN.
 
     Args:
+        backend: one of the CPU's, or "triton", whose kernels write K and V as well.
         packing: in which the store holds keys and values, and 255 in place of NaN.
     """
-    first = pieces[0][0]
+    first, device = pieces[0][0], torch.device("cpu")
+    write = partial(write_kv, packing=packing)
+    compute = partial(paged_attention, packing=packing, value_size=first.v.shape[2])
+    if backend == "triton":
+        from support.triton_here import DEVICE as device
+        from verbatim.kernels.triton.attention import paged_attention as compute
+        from verbatim.kernels.triton.rope import write_kv as write
+    else:
+        compute = by(backend, compute)
     blocks = [-(-stop // block_size) for _, _, stop in pieces]
     shuffled = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(seed)) + 1
     tables = torch.zeros(len(pieces), max(blocks), dtype=torch.int32)
@@ -102,27 +111,22 @@ def attend(
         size, fill, dtype = x.shape[2], torch.nan, x.dtype
         if packing is not None:
             size, fill, dtype = packing.row_bytes(size), 255, torch.uint8
-        stores.append(
-            torch.full((sum(blocks) + 1, x.shape[1], block_size, size), fill, dtype=dtype)
-        )
+        shape = (sum(blocks) + 1, x.shape[1], block_size, size)
+        stores.append(torch.full(shape, fill, dtype=dtype, device=device))
     for s, ((what, _, stop), ids) in enumerate(zip(pieces, shuffled.split(blocks), strict=True)):
         tables[s, : len(ids)] = ids
         positions = torch.arange(stop)
         slots = ids[positions // block_size] * block_size + positions % block_size
-        write_kv(what.k[:stop], what.v[:stop], *stores, slots, packing)
+        write(what.k[:stop].to(device), what.v[:stop].to(device), *stores, slots.to(device))
     lens = [stop - start for _, start, stop in pieces]
-    batch = (
-        torch.cat([what.q[start:stop] for what, start, stop in pieces]),
-        *stores,
-        AttentionBatch(
-            torch.tensor([0, *lens]).cumsum(0).int(),
-            torch.tensor([stop for _, _, stop in pieces], dtype=torch.int32),
-            tables,
-        ),
-        opts,
-    )
-    out = paged_attention(*batch, value_size=first.v.shape[2], packing=packing, backend=backend)
-    return list(out.split(lens))
+    ends = torch.tensor([stop for _, _, stop in pieces], dtype=torch.int32)
+    q = torch.cat([what.q[start:stop] for what, start, stop in pieces])
+    per_head = {
+        name: x.to(device) for name in ("sinks", "alibi") if (x := getattr(opts, name)) is not None
+    }
+    batch = (x.to(device) for x in (torch.tensor([0, *lens]).cumsum(0).int(), ends, tables))
+    out = compute(q.to(device), *stores, AttentionBatch(*batch), replace(opts, **per_head))
+    return list(out.cpu().split(lens))
 
 
 def whole(backend: str, opts: AttentionOptions, shape: Shape, what: Story) -> Tensor:

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from support.requests_mixed import generated, mixed_requests
-from verbatim import LLM, Cluster, Offload
+from support.stages import staged
+from verbatim import LLM
 
 Writer = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]
 _NOT_QUANTIZED = re.compile(r"embed|norm|lm_head|gate\.weight|router|bias")
@@ -228,6 +229,29 @@ def nf4(*, nested: bool = False) -> Writer:
     return write
 
 
+def hqq(size: int = 64) -> Writer:
+    """HQQ of 4 bits: groups run on from row to row, and the two halves of them share bytes."""
+
+    def write(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        groups = weight.float().view(-1, size)
+        low, high = groups.aminmax(dim=1, keepdim=True)
+        scale = ((high - low) / 15).half()
+        zero = (-low / scale.float() + 0.3).half()  # fitted zero points are no integers
+        codes = (groups / scale.float() + zero.float()).round().clamp(0, 15).to(torch.uint8)
+        upper, lower = codes.chunk(2)
+        tensors = {
+            "W_q": upper << 4 | lower,
+            "scale": scale,
+            "zero": zero,
+            "shape": torch.tensor(weight.shape),
+            "nbits": torch.tensor(4, dtype=torch.int32),
+            "packing": torch.tensor(list(b"4bit_u8"), dtype=torch.uint8),
+        }
+        return tensors, ((codes - zero.float()) * scale.float()).view(weight.shape)
+
+    return write
+
+
 def bnb_int8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """bitsandbytes' LLM.int8()."""
     peaks = weight.float().abs().amax(1)
@@ -363,10 +387,10 @@ def hub_snapshot(root: Path, monkeypatch: Any) -> Path:
 
 
 def check_other_placements(folder: Path, *others: Any, **options: Any) -> None:
-    """Check that a checkpoint gives the same results in memory, in 64 MB, in two stages and in `others`."""
+    """Check that a checkpoint gives the same results in memory, in two stages and in `others`."""
     requests = mixed_requests(4)
     expected = generated(LLM(folder, **options), *requests)
-    for placement in (Offload(cpu="64MB"), Cluster(stages=2), *others):
+    for placement in (staged(), *others):
         assert generated(LLM(folder, placement=placement, **options), *requests) == expected, (
             placement
         )

@@ -33,7 +33,7 @@ class Clockless(DraftLengths):
         super().note_proposal(chunks, 0.1 * max(chunk.max_draft for chunk in chunks))
 
     def note_step(self, chunks: list[Chunk], spent_s: float) -> None:
-        rows = sum(chunk.num_rows + len(chunk.draft.ids) for chunk in chunks)
+        rows = sum(chunk.num_rows + len(chunk.draft_ids) for chunk in chunks)
         super().note_step(chunks, 1.0 + 0.02 * rows)
 
 
@@ -203,4 +203,6 @@ def check_no_drafts_left(llm: LLM) -> None:
     assert stats["blocks_used"] == 0
     assert stats["draft"]["errors"] == 0, stats["draft"]["last_error"]
     if isinstance(proposer, DraftModelProposer):
-        assert proposer.cache.num_used == 0
+        proposer.update()
+        proposer.pool.check()
+        assert proposer.pool.num_used == 0

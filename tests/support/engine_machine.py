@@ -70,7 +70,8 @@ class EngineMachine(RuleBasedStateMachine):
         request = self.admission.admit(prompt, asked)
         self.requests.append(request)
         self.deltas[request.request_id] = []
-        self.engine.add(request, self.deltas[request.request_id].append)
+        request.deliver = self.deltas[request.request_id].append
+        self.engine.add(request)
 
     @rule(steps=st.integers(1, 6))
     def step(self, steps: int) -> None:
@@ -91,6 +92,11 @@ class EngineMachine(RuleBasedStateMachine):
     def evict_everybody(self) -> None:
         self.engine.scheduler.evict_all()
         assert self.engine.scheduler.pool.num_used == 0
+
+    @rule(method=st.sampled_from(["forward", "sample", "record"]))
+    def lose(self, method: str) -> None:
+        """Lose all K and V in the next step; "record": before it is committed."""
+        self.engine.runner.loses = method  # type: ignore[attr-defined]
 
     @precondition(lambda self: self.engine.has_work)
     @rule()

@@ -43,10 +43,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     "/detokenize": [{"ids": [1]}],
     "/v1/load_lora_adapter": [{"lora_name": "x", "lora_path": "x"}],
     "/v1/unload_lora_adapter": [{"lora_name": "x"}],
-    "/init_weight_transfer_engine": [
-        {"init_info": {"master_address": "x", "master_port": 1, "rank_offset": 1, "world_size": 1}}
-    ],
-    "/start_weight_update": [{"trainer": "x"}],
+    "/start_weight_update": [{"is_checkpoint_format": True}],
     "/finish_weight_update": [{"version": 1}],
 }
 

@@ -15,8 +15,11 @@ import struct
 import subprocess
 import threading
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+
+from support.programs import started
 
 _TUNSETIFF = 0x400454CA
 _TAP, _NO_HEADER = 0x0002, 0x1000
@@ -68,22 +71,16 @@ class Machine:
         ):
             self.run(command.split())
 
-    def run(self, command: list[str], *, check: bool = True, timeout_s: float = 120.0) -> Any:
+    def run(self, command: list[str]) -> Any:
         """What a command says here."""
-        return subprocess.run(
-            [*self._enter(), *command],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            check=check,
-            timeout=timeout_s,
-        )
+        settings: dict[str, Any] = dict(capture_output=True, text=True, check=True)
+        return subprocess.run([*self._enter(), *command], env=self.environment, **settings)
 
-    def start(self, command: list[str], **settings: Any) -> subprocess.Popen[str]:
-        """A command that is talked to."""
-        return subprocess.Popen(
-            [*self._enter(), *command], env=self.environment, text=True, **settings
-        )
+    def started(
+        self, command: list[str], **settings: Any
+    ) -> AbstractContextManager[subprocess.Popen[str]]:
+        """A command that is talked to, and ends with the block."""
+        return started([*self._enter(), *command], env=self.environment, text=True, **settings)
 
     def _enter(self) -> list[str]:
         return ["nsenter", "-t", str(self.pid), "-n", "-m", "-p", "--"]

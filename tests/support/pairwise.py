@@ -29,19 +29,25 @@ def covering(
     Args:
         first: cases to begin with.
     """
-    possible = [
-        (case, pairs)
-        for case in itertools.product(*dimensions.values())
-        if not (pairs := pairs_of(dimensions, case)) & set(refused)
-    ]
-    left = set().union(*(pairs for _, pairs in possible))
+    bits: dict[Pair, int] = {}
+
+    def pairs(case: Case) -> int:
+        """The pairs in a case, as a bit of each."""
+        found = pairs_of(dimensions, case)
+        return (
+            0 if found & refused_pairs else sum(bits.setdefault(p, 1 << len(bits)) for p in found)
+        )
+
+    refused_pairs = set(refused)
+    possible = [(case, pairs(case)) for case in itertools.product(*dimensions.values())]
+    left = sum(bits.values())
     cases = list(first)
     for case in cases:
-        left -= pairs_of(dimensions, case)
+        left &= ~pairs(case)
     while left:
-        case, pairs = max(possible, key=lambda entry: len(entry[1] & left))
+        case, found = max(possible, key=lambda entry: (entry[1] & left).bit_count())
         cases.append(case)
-        left -= pairs
+        left &= ~found
     return cases
 
 

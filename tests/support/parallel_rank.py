@@ -1,22 +1,16 @@
-"""One rank of several, started by test_parallel.py with a folder and the names of functions below.
-
-The names are joined by "+". The functions find models in the folder, and what they return is reported.
-"""
+"""One rank of several, started by test_parallel.py with a folder of models."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from support.requests_mixed import all_facts, mixed_requests
 from verbatim import (
@@ -46,7 +40,7 @@ def share_columns(rank: int, world: int, folder: Path) -> dict[str, Any]:
     prompts, params = mixed_requests(12)
     for name, dtype in json.loads((folder / "models.json").read_text()):
         placement = TensorParallel(world)
-        draft = "ngram" if name == "llama" else None
+        draft = {"llama": "ngram", "qwen3": "early-exit"}.get(name)
         with LLM(
             folder / name, placement=placement, dtype=dtype, max_batch_tokens=32, draft=draft
         ) as llm:
@@ -137,25 +131,12 @@ def share_experts(rank: int, world: int, folder: Path) -> dict[str, Any]:
     return told
 
 
-def main(
-    rank: int, world: int, arguments: list[str], report: Callable[[dict[str, Any]], None]
-) -> None:
-    folder, what = Path(arguments[0]), arguments[1]
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(str(folder / f"store-{what}"), world),
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
-    )
-    told: dict[str, Any] = {}
-    for do in (share_columns, share_layers, share_experts):
-        if do.__name__ in what.split("+"):
-            told[do.__name__] = do(rank, world, folder)
-    report(told)
-    dist.barrier()  # or one is gone while another still talks to it
-    dist.destroy_process_group()
-    # If a group is still held, its threads free tensors while the interpreter ends, which aborts the process.
+def main(rank: int, world: int, folder: str) -> dict[str, Any]:
+    told = (share_columns, share_layers, share_experts)
+    return {do.__name__: do(rank, world, Path(folder)) for do in told}
+
+
+def ended() -> None:
+    """If a group is still held, its threads free tensors while the interpreter ends, which aborts it."""
     threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     assert "pt_gloo_runloop" not in threads

@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
 from verbatim import LLM
+from verbatim.batch import ZERO_STATE
 from verbatim.draft.model import DraftModelProposer
+from verbatim.kv.flat import BlockStore
+from verbatim.kv.states import StateStore
+from verbatim.placement.offload.kv import TieredKVStore
 
 FIRST_BLOCKS = 64
+_AT_ONCE = 256  # blocks
+
+
+def poison(store: BlockStore, blocks: Iterable[int]) -> None:
+    """Fill blocks with NaN, which shows where something is read that was not written."""
+    numbers = [b for b in blocks if b != ZERO_STATE or not isinstance(store, StateStore)]
+    if isinstance(store, TieredKVStore):
+        store.ring.reserve(0).fill_(0xFF)
+    likes = store.read_blocks([])
+    for first in range(0, len(numbers), _AT_ONCE):
+        some = numbers[first : first + _AT_ONCE]
+        # Of bytes, all ones make every bf16 scale a NaN.
+        fills = [torch.nan if like.is_floating_point() else 0xFF for like in likes]
+        shapes = [(len(some), *like.shape[1:]) for like in likes]
+        pairs = zip(likes, shapes, fills, strict=True)
+        store.write_blocks(some, [like.new_full(shape, fill) for like, shape, fill in pairs])
 
 
 def poison_blocks(
-    pool: Any, copier: Any, poison: Callable[[list[int]], Any], count: int, writer: Any = None
+    pool: Any, copier: Any, spoil: Callable[[list[int]], Any], count: int, writer: Any = None
 ) -> None:
     """Poison the first of `count` blocks now, and from now on those that are freed or newly taken.
 
@@ -23,7 +45,7 @@ def poison_blocks(
     Args:
         pool: the engine's block pool.
         copier: whose `copy_blocks` each forward begins with.
-        poison: fills blocks with NaN.
+        spoil: fills blocks with NaN.
         writer: whose `write_blocks` fills blocks from elsewhere; None: `copier`.
     """
     writer = copier if writer is None else writer
@@ -43,14 +65,14 @@ def poison_blocks(
     def copy_then_poison(copies: list[tuple[int, int]]) -> None:
         # A forward begins with the copies, which may still read a block that was given back since.
         copy(copies)
-        poison(sorted(stale - {target for _, target in copies}))
+        spoil(sorted(stale - {target for _, target in copies}))
         stale.clear()
 
     def noted_write(blocks: list[int], contents: list[Any]) -> None:
         stale.difference_update(blocks)
         write(blocks, contents)
 
-    poison(list(range(min(count, FIRST_BLOCKS))))
+    spoil(list(range(min(count, FIRST_BLOCKS))))
     pool.take, pool._discard, copier.copy_blocks = noted_take, noted_discard, copy_then_poison
     writer.write_blocks = noted_write
 
@@ -61,15 +83,14 @@ def poison_draft_model(llm: LLM) -> None:
     if not isinstance(proposer, DraftModelProposer):
         return
     plain, store = proposer.begin, proposer.runner.store  # type: ignore[attr-defined]
-    store.poison(list(range(store.num_blocks)))
+    poison(store, range(store.num_blocks))
 
     def begin(sequences: Any, lengths: Any) -> Any:
         drafts = plain(sequences, lengths)
         size = store.block_size
         for draft in drafts:
-            entry = proposer.cache.entry(draft.sequence)
-            for i, block in enumerate(entry.blocks[entry.num_valid // size :]):
-                rows = slice(entry.num_valid % size if i == 0 else 0, size)
+            for i, block in enumerate(draft.blocks[draft.start // size :]):
+                rows = slice(draft.start % size if i == 0 else 0, size)
                 for tensor in (tensor for layer in store.layers for tensor in layer):
                     tensor[block, :, rows] = math.nan if tensor.is_floating_point() else 255
         return drafts

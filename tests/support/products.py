@@ -12,10 +12,10 @@ from verbatim.model.products import Matrix, Packed, pointers_of
 
 
 def multiply_together(
-    x: Tensor, weights: Sequence[Tensor | Packed], biases: Sequence[Tensor | None], backend: str
+    x: Tensor, weights: Sequence[Tensor | Packed], biases: Sequence[Tensor | None]
 ) -> Tensor:
     """Compute `linear` of rows `x` `[T, K]` with each weight, side by side."""
-    function = kernel("vb_multiply", x.dtype, backend=backend)
+    function = kernel("vb_multiply", x.dtype)
     assert function is not None
     views = [pointers_of(w, b) for w, b in zip(weights, biases, strict=True)]
     matrices = (Matrix * len(views))(*(matrix for matrix, _ in views))

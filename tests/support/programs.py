@@ -1,11 +1,17 @@
-"""Python programs that tests start, with `tests` within reach and verbatim as installed."""
+"""Python programs that tests start, with `tests` within reach and verbatim as installed; and threads."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +23,18 @@ TESTS = Path(__file__).parents[1]
 # The `verbatim` command, wherever its script is installed.
 VERBATIM = [sys.executable, "-P", "-c", "from verbatim.cli import main; main()"]
 
+# The same; Ctrl-C may come at any time after the dot, which it writes as soon as it handles signals.
+FROM_THE_DOT = """
+import os
+from verbatim.cli import interrupts, main
+handle = interrupts.handle
+def handle_from_the_dot():
+    handle()
+    os.write(1, b".")
+interrupts.handle = handle_from_the_dot
+main()
+"""
+
 
 def environment(*, within_reach: Path = TESTS, **more: str) -> dict[str, str]:
     """This process's, in which the modules of one more folder are found."""
@@ -24,34 +42,109 @@ def environment(*, within_reach: Path = TESTS, **more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, **more}
 
 
+PATIENCE_S = 240.0  # with what a busy machine does late
+
+
+def until(done: Callable[[], Any]) -> None:
+    """Wait for a condition."""
+    end = time.monotonic() + PATIENCE_S
+    while not done():
+        assert time.monotonic() < end, "it never came to that"
+        time.sleep(0.002)
+
+
+def in_thread(call: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Make a call in a thread of its own, which a failed test leaves behind."""
+    future = Future[Any]()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+@contextmanager
+def started(line: list[str], **settings: Any) -> Iterator[subprocess.Popen[Any]]:
+    """Start a program, which ends with the block at the latest, and so do its pipes."""
+    with subprocess.Popen(line, **settings) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def state_of(pid: int) -> str:
+    """Return the letter of a process's state, such as "T" of a stopped one; "Z" where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return "Z"
+
+
 def resident_bytes() -> int:
     """Return this process's resident memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def run_program(*arguments: object, **more: str) -> str:
+    """Return what a program prints that may import tests; `more` goes over its environment."""
+    done = subprocess.run(
+        [sys.executable, "-P", *map(str, arguments)],
+        env=environment(**more),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
 def run_without_kernels(script: str, *arguments: object) -> None:
     """Run a script that may import tests, where no compiled kernel is loaded."""
     script = f"from verbatim import kernels\nassert kernels.library() is None\n{script}"
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)],
-        env=environment(VERBATIM_KERNELS="none"),
-        check=True,
-        timeout=240,
-    )
+    run_program("-W", "ignore", "-c", script, *arguments, VERBATIM_KERNELS="none")
 
 
-def run_ranks(world: int, module: str, *arguments: object) -> list[Any]:
-    """Return what `main` of `support.MODULE` reports, called in a process for each rank."""
+def run_ranks(world: int, folder: Path, module: str, *arguments: object) -> list[Any]:
+    """Return what `main` of `support.MODULE` returns in each rank of a group of gloo's.
+
+    Args:
+        folder: for what ranks find each other by.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        launcher = Launcher(f"support.{module}:main")
+        launcher = Launcher("support.programs:be_rank")
     try:
-        said = [str(argument) for argument in arguments]
-        ranks = [launcher.start(rank=rank, world=world, arguments=said) for rank in range(world)]
-        found = [rank.wait_for_message(time.monotonic() + 200.0) for rank in ranks]
-        assert all(rank.wait(60.0) for rank in ranks)
+        given = [module, *map(str, (folder / f"store-{module}", *arguments))]
+        ranks = [launcher.start(rank=rank, world=world, arguments=given) for rank in range(world)]
+        found = [rank.wait_for_message(time.monotonic() + 800.0) for rank in ranks]
+        assert all(rank.wait(PATIENCE_S) for rank in ranks)
         assert [rank.ended for rank in ranks] == ["exit status 0"] * world
         return found
     finally:
         launcher.close()
+
+
+def be_rank(rank: int, world: int, arguments: list[str], report: Callable[[object], None]) -> None:
+    """Join the group, and report what the module's `main(rank, world, *arguments)` returns.
+
+    When the group has ended, call its `ended`, if it has one.
+    """
+    import torch
+    import torch.distributed as dist
+
+    name, store, *rest = arguments
+    module = import_module(f"support.{name}")
+    torch.set_num_threads(1)
+    group = dict(rank=rank, world_size=world, timeout=timedelta(seconds=240))
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), **group)
+    report(module.main(rank, world, *rest))
+    dist.barrier()  # or one is gone while another still talks to it
+    dist.destroy_process_group()
+    if ended := getattr(module, "ended", None):
+        ended()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import signal
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from support.toys import VOCAB, random_ids
 from verbatim import LLM, Result, SamplingParams
+from verbatim.core import Request
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9)
 
@@ -91,6 +94,44 @@ def generated(llm: LLM, prompts: Any, params: Any) -> list[Any]:
         return all_facts(llm.generate(prompts, params))
 
 
+@cache
+def resident_facts(folder: Path, count: int = 17, **options: Any) -> list[Any]:
+    """Return the facts of mixed requests to a model in memory."""
+    return generated(LLM(folder, max_length=200, **options), *mixed_requests(count))
+
+
+def mixed_facts(llm: LLM, count: int = 17) -> list[Any]:
+    """Return the facts of the same requests."""
+    return all_facts(llm.generate(*mixed_requests(count)))
+
+
+def submitted(llm: LLM, prompts: Any, params: Any) -> list[Request]:
+    """Requests that run from now on, whenever a test makes a step."""
+    admit, requests = llm.engine.admission.admit, []
+    for prompt, asked in zip(prompts, params, strict=True):
+        requests.append(admit(prompt, asked))
+        llm.engine.submit(requests[-1])
+    return requests
+
+
+def keep_prefixes(llm: LLM, keep: bool = True) -> None:
+    """Let cached prefixes outlive the requests, as of a model that nobody else can change."""
+    llm.engine._engine.live = not keep
+
+
+def check_nothing_is_left(llm: LLM) -> None:
+    """Assert that no request, block or slot of a state is in use, and that no proposal failed."""
+    stats, scheduler = llm.stats(), llm.engine.scheduler
+    assert stats["running"] == stats["waiting"] == stats["blocks_used"] == 0
+    assert not llm.engine.has_work
+    scheduler.pool.check()
+    if (slots := scheduler.states.pool) is not None:
+        slots.check()
+        assert not slots.num_used
+    if stats["draft"] is not None:
+        assert stats["draft"]["errors"] == 0, stats["draft"]["last_error"]
+
+
 def press_ctrl_c(patch: Any, rng: Any, chance: float, owner: Any, *names: str) -> None:
     """Let Ctrl-C hit by chance before and after each call of these functions of `owner`.
 
@@ -114,9 +155,7 @@ def press_ctrl_c(patch: Any, rng: Any, chance: float, owner: Any, *names: str) -
 def finish_despite_ctrl_c(llm: Any, prompts: Any, params: Any) -> tuple[list[Any], int]:
     """Step until all have ended, whatever presses Ctrl-C meanwhile: their results, and how often it hit."""
     engine, raised = llm.engine, 0
-    requests = [llm.engine.admission.admit(p, q) for p, q in zip(prompts, params, strict=True)]
-    for request in requests:
-        engine.submit(request)
+    requests = submitted(llm, prompts, params)
     while engine.has_work:
         try:
             engine.step()

@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from support import sweep, toys
-from support.stores import poisoned_store
-from verbatim.batch import Batch
+from support import sweep
+from support.stores import Sequences
 from verbatim.model.decoder import Decoder
 from verbatim.placement.resident import Resident
 
-LENGTHS = (13, 6, 9)
-WHOLE = [(0, n) for n in LENGTHS]
-CUT = (5, 1, 4)
-BLOCK_SIZE, BLOCKS = 4, 4  # the blocks of each sequence
-TABLES = [[3, 9, 1, 5], [2, 8, 12, 4], [10, 6, 11, 7]]
-SPARE = [13, 14, 15, 16]
-IDS = [toys.random_ids(n, seed=n) for n in LENGTHS]
+SEQUENCES = Sequences(13, 6, 9, block_size=4, spare=4)
+LENGTHS, WHOLE, IDS, TABLES = (
+    SEQUENCES.lengths,
+    SEQUENCES.whole,
+    SEQUENCES.ids,
+    SEQUENCES.tables,
+)
+batch = SEQUENCES.batch
 ROUTED = (
     "afmoe aria_text axk1 beam cohere2_moe deepseek_v2 deepseek_v3 dots1 ernie4_5_moe exaone_moe "
     "flex_olmo flint gemma4_text:moe glm4_moe glm4_moe_lite gpt_oss granitemoe granitemoe_swa "
@@ -40,27 +40,10 @@ def build(case: str) -> Any:
 
 def opened(model: Any) -> Resident:
     decoder = Decoder(model)
-    runner = Resident(decoder, poisoned_store(decoder, 17, BLOCK_SIZE), None)
+    runner = Resident(decoder, SEQUENCES.store(decoder), None)
     for store in runner.records.values():
         store.ids.fill_(99)
     return runner
-
-
-def batch(
-    which: list[int], spans: list[tuple[int, int]], tables: Any = TABLES, **fields: Any
-) -> Batch:
-    """Positions `spans[i]` of sequence `which[i]`, with the logits of all of them."""
-    starts = torch.tensor([0, *(stop - start for start, stop in spans)]).cumsum(0)
-    ids = [i for s, (start, stop) in zip(which, spans, strict=True) for i in IDS[s][start:stop]]
-    return Batch(
-        token_ids=torch.tensor(ids),
-        positions=torch.cat([torch.arange(start, stop) for start, stop in spans]),
-        query_starts=starts.to(torch.int32),
-        context_lens=torch.tensor([stop for _, stop in spans], dtype=torch.int32),
-        block_tables=torch.tensor([tables[s] for s in which], dtype=torch.int32),
-        logit_rows=torch.arange(len(ids)),
-        **fields,
-    )
 
 
 def records(runner: Resident) -> list[Tensor]:
@@ -75,6 +58,17 @@ def other_experts(runner: Resident, seed: int = 0) -> list[Tensor]:
     return [
         torch.rand(n, *shape, generator=generator).topk(made.k)[1].to(torch.int16) for n in LENGTHS
     ]
+
+
+def other_keys(num_tokens: int, layers: int, top_k: int) -> Tensor:
+    """Random keys of each token, as many as it may see up to `top_k`, in any order."""
+    numbers = torch.Generator().manual_seed(num_tokens)
+    keys = torch.full((num_tokens, layers, top_k), -1)
+    for position in range(num_tokens):
+        for layer in range(layers):
+            some = torch.randperm(position + 1, generator=numbers)[:top_k]
+            keys[position, layer, : len(some)] = some
+    return keys
 
 
 def expert_layers(model: Any) -> list[tuple[Any, Any]]:

@@ -7,6 +7,7 @@ that came too late) changes the hash, and with it the words.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +22,7 @@ from verbatim.engine.scheduler import Scheduler
 from verbatim.errors import NotSupported
 from verbatim.kv.blocks import BlockPool
 from verbatim.params import SamplingParams
-from verbatim.protocols import Forward
+from verbatim.protocols import CacheLost, Forward
 from verbatim.sampling.sampler import sample_rows
 
 VOCAB = 24
@@ -46,11 +47,17 @@ class ScriptedRunner:
         self.experts = torch.full((num_blocks, block_size, 2, 1), -1, dtype=torch.int16)
         self.num_rows = 0
         self.raises: BaseException | None = None  # from the next forward
+        # As a cluster: the method in which all K and V are lost, and whether they are.
+        self.loses, self.lost = "", False
+        self.limit = 100  # of `CacheLost`
+        self.evict: Callable[[], object] = lambda: None
 
     def forward(self, batch: Batch) -> Forward:
         if self.raises is not None:
             error, self.raises = self.raises, None
             raise error
+        if self.lost or self.loses == "forward":
+            self._recover(self.limit if self.lost else None)
         self.num_forwards += 1
         self.num_rows += batch.num_tokens
         if batch.block_copies:
@@ -76,14 +83,25 @@ class ScriptedRunner:
         logits = torch.stack(rows) if rows else torch.empty(0, VOCAB)
         return Forward(logits, logits[:, :3].clone() if batch.wants_hidden else None)
 
+    def _recover(self, limit: int | None) -> None:
+        self.lost, self.loses = False, ""
+        self.held.fill_(FREE)
+        self.evict()
+        raise CacheLost("all is lost", limit)
+
     def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
+        if self.loses == "sample":
+            self._recover(self.limit)
+        if self.loses == "record":
+            self.lost, self.loses = True, ""
         return sample_rows(forward.logits, plan)
 
     def logits(self, forward: Forward, rows: list[int]) -> Tensor:
         return forward.logits[rows].clone()
 
     def record(self, name: str, block_table: list[int], num_tokens: int) -> Tensor:
-        return self.experts[block_table].reshape(-1, 2, 1)[:num_tokens].clone()
+        num_rows = 0 if self.lost else num_tokens
+        return self.experts[block_table].reshape(-1, 2, 1)[:num_rows].clone()
 
     def info(self) -> dict[str, Any]:
         return {}
@@ -131,6 +149,7 @@ def scripted_engine(
         prefix_cache=prefix_cache,
     )
     limit = (num_blocks - 1) * block_size
+    runner.evict = scheduler.evict_all
     engine = Engine(runner, scheduler, max_waiting=max_waiting)
     eos_ids = frozenset({EOS})
     return engine, Admission(None, runner, limit, "the pool", eos_ids, adapters=engine.adapters)
@@ -142,7 +161,7 @@ def solo(prompt: list[int], params: SamplingParams) -> Result:
         512, 4, max_batch_tokens=4096, max_sequences=64, prefix_cache=False
     )
     request = admission.admit(prompt, params)
-    engine.add(request, lambda delta: None)
+    engine.add(request)
     while engine.step():
         pass
     return result_of(request)
@@ -164,13 +183,13 @@ def check(engine: Engine) -> None:
     assert len(scheduler.running) <= scheduler.max_sequences
     held = [0] * pool.num_blocks
     for sequence in [*scheduler.running, *waiting]:
-        assert not sequence.finished
+        assert not sequence.finished or sequence.num_recorded is not None
         assert len(set(sequence.blocks)) == len(sequence.blocks)
         assert len(sequence.blocks) * scheduler.block_size >= sequence.num_computed
-        assert sequence.num_computed < sequence.num_tokens or sequence.candidates is not None
+        assert sequence.num_uncomputed > 0 or sequence.candidates is not None
         for block in sequence.blocks:
             held[block] += 1
     assert held == pool._ref_counts
     assert pool.num_used == sum(count > 0 for count in held)
-    active = {request.request_id for request, _ in engine._active.values()}
+    active = {request.request_id for request in engine.active}
     assert {s.request.request_id for s in [*scheduler.running, *waiting]} <= active

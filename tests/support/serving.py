@@ -9,15 +9,15 @@ import re
 import socket
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import uvicorn
 
-from support.programs import VERBATIM
+from support.programs import PATIENCE_S, VERBATIM, started
+from support.programs import until as until
 from support.tool_templates import tokenizer
 from support.toys import make_toy
 from verbatim import LLM
@@ -28,9 +28,12 @@ from verbatim.serve.settings import ServeSettings
 
 
 class Client(httpx.Client):
-    """A client that names the model in requests that must."""
+    """A patient client, which names the model in requests that must."""
 
     model = "storyteller"
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"timeout": PATIENCE_S} | settings)
 
     def build_request(self, method: str, url: Any, **rest: Any) -> httpx.Request:
         body, path = rest.get("json"), str(url)
@@ -71,7 +74,7 @@ class Served:
         self.llm, self.service, self.port, self.loop = llm, service, port, loop
         self._server = server
         self.url = f"http://127.0.0.1:{port}"
-        self.client = Client(base_url=self.url, timeout=60)
+        self.client = Client(base_url=self.url)
         self.client.model = service.name
 
     def post(self, path: str, **body: Any) -> Any:
@@ -95,16 +98,15 @@ class Served:
             assert answer.headers["content-type"].startswith("text/event-stream")
             return [_data(line[6:]) for line in answer.iter_lines() if line.startswith("data: ")]
 
-    def idle(self, within_s: float = 20.0) -> bool:
-        """Does it come to hold nothing any more?"""
-        end = time.monotonic() + within_s
-        while time.monotonic() < end:
+    def until_idle(self) -> None:
+        """Wait until it holds nothing any more."""
+
+        def is_idle() -> bool:
             stats = self.llm.stats()
             busy = stats["running"] + stats["waiting"] + stats["blocks_used"]
-            if not busy and not self.service.under_way:
-                return True
-            time.sleep(0.02)
-        return False
+            return not busy and not self.service.under_way
+
+        until(is_idle)
 
     def num_tasks(self) -> int:
         """Of the server's event loop, but for the one that asks."""
@@ -112,11 +114,11 @@ class Served:
         async def count() -> int:
             return len(asyncio.all_tasks()) - 1
 
-        return asyncio.run_coroutine_threadsafe(count(), self.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(count(), self.loop).result(PATIENCE_S)
 
     def connect(self, address: str = "127.0.0.1") -> socket.socket:
         """A connection without a client's library, from an address of this machine."""
-        return socket.create_connection(("127.0.0.1", self.port), 20, (address, 0))
+        return socket.create_connection(("127.0.0.1", self.port), PATIENCE_S, (address, 0))
 
     def num_connections(self) -> int:
         """That are open, asked or not."""
@@ -142,15 +144,14 @@ def serving(llm: LLM, settings: ServeSettings | None = None) -> Iterator[Served]
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
-    while not server.started:
-        time.sleep(0.005)
+    until(lambda: server.started)
     served = Served(llm, app.state.service, listener.getsockname()[1], loops[0], server)
     try:
         yield served
     finally:
         served.client.close()
         server.should_exit = True
-        thread.join(20)
+        thread.join(PATIENCE_S)
         listener.close()
         assert not thread.is_alive()
 
@@ -201,14 +202,6 @@ def received(link: socket.socket) -> bytes:
     return found
 
 
-def until(done: Callable[[], Any], within_s: float = 20.0) -> None:
-    """Wait for a condition."""
-    end = time.monotonic() + within_s
-    while not done():
-        assert time.monotonic() < end, "it never came to that"
-        time.sleep(0.005)
-
-
 def command(*args: str) -> list[str]:
     return [*VERBATIM, "serve", "--log-level", "warning", *args]
 
@@ -218,22 +211,17 @@ def running(
     *args: str, line: list[str] | None = None, **env: str
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Start a server by a command or by a whole line, and return the process and its address."""
-    process = subprocess.Popen(
-        line or command("--port", "0", *args),
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | env,
-    )
-    try:
-        assert process.stderr is not None
-        lines = []
-        for line in process.stderr:
-            lines.append(line)
-            if found := re.match(r"serving \S+ at (http://\S+) ", line):
-                yield process, found[1]
-                break
-        else:
-            raise AssertionError("".join(lines))
-    finally:
-        process.kill()
-        process.communicate()
+    line = line or command("--port", "0", *args)
+    with started(line, stderr=subprocess.PIPE, text=True, env=os.environ | env) as process:
+        yield process, said(process, r"serving \S+ at (http://\S+) ")[1]
+
+
+def said(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
+    """Wait for a line of a process on stderr."""
+    assert process.stderr is not None
+    lines = []
+    while line := process.stderr.readline():
+        lines.append(line)
+        if found := re.match(pattern, line):
+            return found
+    raise AssertionError("".join(lines))

@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
-from verbatim.placement.distributed.hosts import NoHost
-from verbatim.placement.distributed.layers import Layers
+from support.poison import poison
+from support.programs import PATIENCE_S, until
+from verbatim import Cluster
+from verbatim.placement.distributed.hosts import Hosts, NoHost
 from verbatim.placement.distributed.link import Address
-from verbatim.placement.distributed.stage import Stage
+from verbatim.placement.distributed.stage_share import StageShare
 
 _MOST_BLOCKS = 512  # that a test takes
 _opening = threading.Lock()
-_inspected: list[Layers] = []  # the one that inspected a model last
+_inspected: list[StageShare] = []  # the one that inspected a model last
 
 
 class ThreadHost:
     """A stage in threads of this process. `kill` hangs up at once, as the end of a process does.
 
     Stages of one model inspect it once, as that takes longer than all else in a test. They keep what they
-    found for the next opening, and `Layers` looks whether it is still true.
+    found for the next opening, and `Served` looks whether it is still true.
 
     Attributes:
         before: called before each frame is computed, with the batch; to be set by a test.
     """
 
     def __init__(self, key: bytes, machine: str) -> None:
-        layers = Layers()
-        self.stage = Stage(key, "127.0.0.1", layers)
+        self.stage = layers = StageShare()
+        layers.listen(key, "127.0.0.1")
         self.machine = machine
         self.address: Address = self.stage.address
         self.killed = False
@@ -38,16 +39,16 @@ class ThreadHost:
         run, allocate, skeleton = layers.run, layers.allocate, layers.skeleton
         layers._inspecting = _opening
 
-        def noted_run(batch: Any, hidden: Any, **kept: Any) -> Any:
+        def noted_run(batch: Any, hidden: Any) -> Any:
             self.before(batch)
-            return run(batch, hidden, **kept)
+            return run(batch, hidden)
 
         def poisoned_allocate(**sizes: Any) -> Any:
             answer = allocate(**sizes)
             held = layers.running.store
             for store in (held, *layers.running.draft_layers.stores):
                 if held.nbytes < 64 * 2**20:
-                    store.poison(list(range(min(held.num_blocks, _MOST_BLOCKS))))
+                    poison(store, range(min(held.num_blocks, _MOST_BLOCKS)))
             return answer
 
         def shared_skeleton(message: Any) -> Any:
@@ -63,14 +64,14 @@ class ThreadHost:
 
     def kill(self) -> None:
         self.killed = True
-        self.stage.close()
+        self.stage.hang_up()
 
     def __repr__(self) -> str:
         return f"ThreadHost({self.machine})"
 
 
-class ThreadHosts:
-    """As `RayHosts`, on machines that are names.
+class ThreadHosts(Hosts):
+    """Stages in threads, on machines that are names.
 
     Attributes:
         hosts: all that were started, in order.
@@ -78,15 +79,14 @@ class ThreadHosts:
     """
 
     def __init__(self, *machines: str) -> None:
-        self.key = secrets.token_bytes(32)
+        super().__init__(secrets.token_bytes(32))
         self.names = list(machines or ("one",))
         self.hosts: list[ThreadHost] = []
         self.room: int | None = None
-        self.unreachable: set[str] = set()
         self.on_start: Callable[[ThreadHost], object] = lambda host: None
 
-    def start(self, count: int, avoid: set[str]) -> list[Any]:
-        names = [name for name in self.names if name not in avoid | self.unreachable]
+    def _create(self, count: int, avoid: set[str], model: Any) -> list[Any]:
+        names = [name for name in self.names if name not in avoid]
         if not names or (self.room is not None and count > self.room):
             raise NoHost("there is no machine left for another stage")
         if self.room is not None:
@@ -99,18 +99,22 @@ class ThreadHosts:
         return made
 
     def prepare(self, count: int, model: dict[str, Any]) -> None:
-        pass
+        """Do nothing: a thread starts at once."""
 
     def machines(self) -> list[str]:
-        return [name for name in self.names if name not in self.unreachable]
-
-    def reachable(self, host: Any) -> bool:
-        return host.machine not in self.unreachable
+        return self.names
 
     def close(self) -> None:
         for host in self.hosts:
             host.kill()
-            host.stage.join(5.0)  # a thread that computes as the interpreter ends would abort it
+            host.stage.join(
+                PATIENCE_S
+            )  # a thread that computes as the interpreter ends would abort it
+
+
+def staged(**settings: Any) -> Cluster:
+    """Return a placement in two stages, none of which is lost because a busy machine delays it."""
+    return Cluster(**{"stages": 2, "hosts": ThreadHosts(), "patience_s": PATIENCE_S} | settings)
 
 
 def serving(llm: Any) -> list[ThreadHost]:
@@ -123,9 +127,6 @@ def num_threads() -> int:
     return sum(thread.name.startswith("verbatim-") for thread in threading.enumerate())
 
 
-def check_threads_end(before: int, timeout_s: float = 10.0) -> None:
+def check_threads_end(before: int) -> None:
     """Check that there soon are no more threads of ours than there were; those of killed stages end late."""
-    deadline = time.monotonic() + timeout_s
-    while num_threads() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert num_threads() <= before
+    until(lambda: num_threads() <= before)

@@ -1,33 +1,75 @@
-"""Stores for forwards without an engine."""
+"""Sequences and stores for forwards without an engine."""
 
 from __future__ import annotations
 
+from itertools import accumulate
+from typing import Any
+
 import torch
 
-from verbatim.kv.states import StateShape, open_states
-from verbatim.kv.store import KVStore, LayerShape
+from support.poison import poison
+from support.toys import random_ids
+from verbatim.batch import ZERO_STATE, Batch
+from verbatim.kv.states import open_states
+from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder
+
+Span = tuple[int, int]
 
 
 def poisoned_store(
     decoder: Decoder, num_blocks: int, block_size: int, num_states: int = 1
 ) -> KVStore:
     """A store in which all K, V and states that were never written are NaN."""
-    a = decoder.spec
-    return poisoned(a.layers, a.states, a.dtype, num_blocks, block_size, num_states)
-
-
-def poisoned(
-    layers: list[LayerShape],
-    states: list[StateShape],
-    dtype: torch.dtype,
-    num_blocks: int,
-    block_size: int,
-    num_states: int = 1,
-) -> KVStore:
-    store = KVStore(layers, num_blocks, block_size, dtype, torch.device("cpu"))
-    store.poison(list(range(num_blocks)))
-    store.states = open_states(states, num_states)
+    spec = decoder.spec
+    store = KVStore(spec.layers, num_blocks, block_size, spec.dtype, torch.device("cpu"))
+    poison(store, range(num_blocks))
+    store.states = open_states(spec.states, num_states)
     if store.states is not None:
-        store.states.poison(range(num_states))
+        poison(store.states, range(num_states))
     return store
+
+
+class Sequences:
+    """Sequences of random ids with blocks of their own, in a random order, and a state for each position.
+
+    Args:
+        spare: blocks of a store that no sequence has.
+    """
+
+    def __init__(self, *lengths: int, block_size: int, spare: int = 0) -> None:
+        self.lengths, self.block_size = lengths, block_size
+        self.whole: list[Span] = [(0, length) for length in lengths]
+        self.ids = [random_ids(length, seed=length) for length in lengths]
+        self._width = -(-max(lengths) // block_size)
+        taken = len(lengths) * self._width
+        order = torch.randperm(taken, generator=torch.Generator().manual_seed(3)) + 1
+        self.tables: list[list[int]] = order.view(len(lengths), -1).tolist()
+        self.spare = list(range(taken + 1, taken + 1 + spare))
+
+    def store(self, decoder: Decoder) -> KVStore:
+        """A poisoned store for all of it."""
+        num_blocks = 1 + len(self.tables) * self._width + len(self.spare)
+        return poisoned_store(decoder, num_blocks, self.block_size, self._slot(len(self.ids), 1))
+
+    def _slot(self, which: int, position: int) -> int:
+        """The slot of a sequence's state after so many tokens."""
+        return which * max(self.lengths) + position if position else ZERO_STATE
+
+    def batch(
+        self, which: list[int], spans: list[Span], *, last_only: bool = False, **fields: Any
+    ) -> Batch:
+        """Positions `spans[i]` of sequence `which[i]`, with the logits of all or of their last ones."""
+        chosen = [(s, *span) for s, span in zip(which, spans, strict=True)]
+        ends = list(accumulate(end - begin for _, begin, end in chosen))
+        last = [end - 1 for end in ends]
+        return Batch.of(
+            [(self.ids[s][begin:end], begin, self.tables[s]) for s, begin, end in chosen],
+            last if last_only else range(ends[-1]),
+            states=(
+                [self._slot(s, begin) for s, begin, _ in chosen],
+                last,
+                [self._slot(s, end) for s, _, end in chosen],
+            ),
+            **fields,
+        )

@@ -1,6 +1,6 @@
 """Every architecture that transformers lists as a causal language model: its toy, and what becomes of it.
 
-An architecture is supported when its class is in `verbatim.model.verified` and its name is not below.
+An architecture is supported when its class is in `verbatim.model.trial.VERIFIED` and its name is not below.
 `python tests/support/sweep.py` prints docs/architectures.md.
 """
 
@@ -73,6 +73,11 @@ def cases() -> list[str]:
     return [*known, *(case for case in VARIANTS if case.partition(":")[0] in known)]
 
 
+def supported() -> list[str]:
+    """The cases that must be opened."""
+    return [case for case in cases() if not refusal(case) and case not in UNBUILDABLE]
+
+
 def settings_of(case: str) -> tuple[Any, dict[str, Any]]:
     """The class of the config of an architecture or a variant, and its toy's settings."""
     import transformers
@@ -115,7 +120,7 @@ def build(case: str) -> Any:
 
 def markdown() -> str:
     """docs/architectures.md for the transformers that is installed."""
-    from verbatim.model.verified import VERIFIED
+    from verbatim.model.trial import VERIFIED
 
     known = names()
     supported = [n for n in known if n not in REFUSED and n not in UNBUILDABLE]

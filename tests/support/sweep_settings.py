@@ -63,12 +63,12 @@ _DOTS = dict(
     swa_kv_lora_rank=16, swa_head_dim=24, swa_qk_nope_head_dim=16, swa_v_head_dim=12,
     shared_experts_intermediate_size=24,
 )  # fmt: skip
-_TEXT = dict(
+TEXT = dict(
     hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, vocab_size=VOCAB, initializer_range=0.12, max_position_embeddings=256,
 )  # fmt: skip
 _BYTES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4)
-_VISION = dict(
+VISION = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, image_size=32,
     patch_size=16,
 )  # fmt: skip
@@ -112,15 +112,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dots3_note_text": _DOTS,
     "falcon_h1": dict(mamba_d_ssm=64, mamba_n_heads=8, mamba_d_head=8),
     "flint": dict(layer_types=_MIXED),
-    "fuyu": dict(text_config=dict(model_type="persimmon", **_TEXT)),
+    "fuyu": dict(text_config=dict(model_type="persimmon", **TEXT)),
     "gemma2": dict(attn_logit_softcapping=1.0, final_logit_softcapping=10.0),
-    "gemma3": dict(text_config=_GEMMA, vision_config=_VISION, mm_tokens_per_image=4),
+    "gemma3": dict(text_config=_GEMMA, vision_config=VISION, mm_tokens_per_image=4),
     "gemma3_text": dict(layer_types=_MIXED),
     "gemma3n_text": dict(
         _GEMMA4, global_head_dim=DEFAULT, laurel_rank=8, num_kv_shared_layers=2,
         activation_sparsity_pattern=[0.5, 0.0, 0.5, 0.0],
     ),
-    "gemma4": dict(text_config=_GEMMA4, vision_config=_VISION, audio_config=None),
+    "gemma4": dict(text_config=_GEMMA4, vision_config=VISION, audio_config=None),
     "gemma4_assistant": dict(
         text_config=dict(_GEMMA4_UNIFIED, hidden_size_per_layer_input=0, num_kv_shared_layers=4,
                          vocab_size_per_layer_input=0, model_type="gemma4_text"),
@@ -136,10 +136,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         text_config=_GEMMA4_UNIFIED, audio_config=None,
         vision_config=dict(mm_embed_dim=32, mm_posemb_size=16, output_proj_dims=32),
     ),
-    "git": dict(vision_config=_VISION),
+    "git": dict(vision_config=VISION),
     "glm4_moe_lite": _LATENT,
     "glm_moe_dsa": _LATENT,
-    "got_ocr2": dict(text_config=dict(model_type="qwen2", **_TEXT), vision_config=dict(
+    "got_ocr2": dict(text_config=dict(model_type="qwen2", **TEXT), vision_config=dict(
         hidden_size=32, output_channels=16, num_hidden_layers=1, num_attention_heads=2,
         image_size=64, mlp_dim=48, global_attn_indexes=[0])),
     "gpt_neo": dict(num_layers=4, num_heads=4, hidden_size=64, window_size=7,
@@ -182,7 +182,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     ),
     "modernbert-decoder": dict(local_attention=14),
     "moss_transcribe_diarize": dict(
-        text_config=dict(model_type="qwen3", head_dim=16, **_TEXT),
+        text_config=dict(model_type="qwen3", head_dim=16, **TEXT),
         audio_config=dict(num_hidden_layers=1, num_attention_heads=2, intermediate_size=48,
                           hidden_size=32),
     ),
@@ -193,7 +193,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         moe_shared_expert_intermediate_size=24,
     ),
     "phi4_multimodal": dict(
-        vision_config=dict(_VISION, num_hidden_layers=2, crop_size=32),
+        vision_config=dict(VISION, num_hidden_layers=2, crop_size=32),
         audio_config=dict(hidden_size=32, intermediate_size=48, num_blocks=2, num_attention_heads=2,
                           ext_pw_out_channel=32, depthwise_separable_out_channel=32,
                           nemo_conv_channels=8),
@@ -245,6 +245,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "falcon:heads": dict(multi_query=False, parallel_attn=False),
     "falcon:new": dict(new_decoder_architecture=True),
     "gemma3_text:bidirectional": dict(use_bidirectional_attention=True),
+    "gemma4_text:dense": dict(num_kv_shared_layers=0, hidden_size_per_layer_input=0,
+                              vocab_size_per_layer_input=0, attention_k_eq_v=True),
     "gemma4_text:moe": dict(enable_moe_block=True, num_experts=8, top_k_experts=2,
                             moe_intermediate_size=40, attention_k_eq_v=True),
     "gpt2:scaled": dict(scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True),

@@ -11,37 +11,21 @@ import torch
 
 VOCAB = 128
 
+# Several names for one thing stand on one line.
 _BASE: dict[str, Any] = dict(
-    vocab_size=VOCAB,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    initializer_range=0.15,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+    vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+    initializer_range=0.15, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
 _MLA: dict[str, Any] = dict(
-    q_lora_rank=24,
-    kv_lora_rank=16,
-    qk_rope_head_dim=8,
-    qk_nope_head_dim=16,
-    v_head_dim=12,
+    q_lora_rank=24, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12
 )
 _DEEPSEEK: dict[str, Any] = dict(
-    num_key_value_heads=4,
-    **_MLA,
-    n_routed_experts=8,
-    num_experts_per_tok=2,
-    n_shared_experts=1,
-    n_group=4,
-    topk_group=2,
-    moe_intermediate_size=40,
-    first_k_dense_replace=1,
-)
+    _MLA, num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1,
+    n_group=4, topk_group=2, moe_intermediate_size=40, first_k_dense_replace=1,
+)  # fmt: skip
+_LOCAL_EXPERTS: dict[str, Any] = dict(num_local_experts=4, num_experts_per_tok=2)
+_GEMMA: dict[str, Any] = dict(head_dim=16, sliding_window=7, query_pre_attn_scalar=16)
 
 # Settings over _BASE.
 TOYS: dict[str, dict[str, Any]] = {
@@ -50,66 +34,38 @@ TOYS: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": dict(head_dim=20),
     "qwen3_moe": dict(head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40),
-    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
+    "mixtral": _LOCAL_EXPERTS,
     "gemma2": dict(
-        head_dim=16,
-        sliding_window=7,
-        attn_logit_softcapping=5.0,
-        final_logit_softcapping=10.0,
-        query_pre_attn_scalar=16,
+        _GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=10.0,
         attn_implementation="eager",  # transformers' SDPA once left the soft cap out
     ),
-    "gemma3": dict(
-        head_dim=16, sliding_window=7, query_pre_attn_scalar=16, sliding_window_pattern=2
-    ),
+    "gemma3": dict(_GEMMA, sliding_window_pattern=2),
     "gpt_oss": dict(
-        head_dim=16,
-        sliding_window=7,
-        num_local_experts=4,
-        num_experts_per_tok=2,
+        _LOCAL_EXPERTS, head_dim=16, sliding_window=7,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
     "phi3": dict(sliding_window=None),
     "olmo2": {},
     "glm4": dict(head_dim=16),
     "llama4_text": dict(
-        head_dim=16,
-        intermediate_size_mlp=96,
-        num_local_experts=4,
-        interleave_moe_layer_step=2,
-        no_rope_layers=[1, 1, 0],
-        attention_chunk_size=7,
-        floor_scale=8,
+        head_dim=16, intermediate_size_mlp=96, num_local_experts=4, interleave_moe_layer_step=2,
+        no_rope_layers=[1, 1, 0], attention_chunk_size=7, floor_scale=8,
     ),
     "granite": dict(
-        embedding_multiplier=3.0,
-        residual_multiplier=0.4,
-        attention_multiplier=0.3,
+        embedding_multiplier=3.0, residual_multiplier=0.4, attention_multiplier=0.3,
         logits_scaling=2.0,
     ),
     "deepseek_v3": _DEEPSEEK,
+    # With few heads, or for a padding id, whose embedding is 0, many scores are 0: torch breaks ties as
+    # it likes.
     "deepseek_v32": dict(
-        _DEEPSEEK,
-        index_topk=8,
-        index_head_dim=16,
-        # With few heads, or for a padding id, whose embedding is 0, many scores are 0: torch breaks ties
-        # as it likes.
-        index_n_heads=16,
-        pad_token_id=None,
+        _DEEPSEEK, index_topk=8, index_head_dim=16, index_n_heads=16, pad_token_id=None
     ),
     "minimax_m3": dict(
-        head_dim=16,
-        rotary_dim=8,
-        dense_intermediate_size=96,
-        shared_intermediate_size=40,
-        num_local_experts=6,
-        num_experts_per_tok=2,
-        mlp_layer_types=["dense", "sparse", "sparse"],
+        head_dim=16, rotary_dim=8, dense_intermediate_size=96, shared_intermediate_size=40,
+        num_local_experts=6, num_experts_per_tok=2, mlp_layer_types=["dense", "sparse", "sparse"],
         layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
-        index_n_heads=2,
-        index_head_dim=16,
-        index_block_size=4,
-        index_topk_blocks=2,
+        index_n_heads=2, index_head_dim=16, index_block_size=4, index_topk_blocks=2,
     ),
     "gpt2": dict(n_embd=64, n_layer=3, n_head=4, n_positions=256, n_inner=96),
     "opt": dict(ffn_dim=96, init_std=0.15, word_embed_proj_dim=64, activation_function="relu"),
@@ -117,140 +73,74 @@ TOYS: dict[str, dict[str, Any]] = {
     "falcon": dict(new_decoder_architecture=True),
     "falcon_alibi": dict(alibi=True, multi_query=False),
     "falcon_mqa": dict(multi_query=True),
-}
+}  # fmt: skip
 
-_DELTA: dict[str, Any] = dict(
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=16,
-    linear_value_head_dim=12,
-    layer_types=["linear_attention", "full_attention", "linear_attention"],
+_LINEAR: dict[str, Any] = dict(
+    layer_types=["linear_attention", "full_attention", "linear_attention"]
 )
+_DELTA: dict[str, Any] = dict(
+    _LINEAR, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+    linear_value_head_dim=12,
+)  # fmt: skip
+_DELTA_EXPERTS: dict[str, Any] = dict(
+    _DELTA, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+    shared_expert_intermediate_size=24,
+)  # fmt: skip
 _MAMBA2: dict[str, Any] = dict(
     mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=12, mamba_chunk_size=16
 )
-_HYBRID = ["mamba", "attention", "mamba"]
+_GRANITE: dict[str, Any] = dict(
+    _MAMBA2, shared_intermediate_size=32, layer_types=["mamba", "attention", "mamba"]
+)
 
 # Those with recurrent layers.
 RECURRENT_TOYS: dict[str, dict[str, Any]] = {
-    "qwen3_next": dict(
-        _DELTA,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        shared_expert_intermediate_size=24,
-    ),
+    "qwen3_next": _DELTA_EXPERTS,
     "qwen3_5": dict(_DELTA, head_dim=16),
     "qwen4": dict(
-        _DELTA,
-        head_dim=16,
-        eos_token_id=7,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        shared_expert_intermediate_size=24,
-        hc_count=2,
-        hc_lowrank=8,
-        indexer_n_heads=16,
-        indexer_kv_heads=1,
-        indexer_head_dim=16,
-        indexer_budget=8,
-        indexer_compress_ratio=4,
-        ple_layer_ids=[1],
-        ple_embed_dim=16,
-        ngram_vocab_size_base=64,
-        split_ngram_parts=2,
+        _DELTA_EXPERTS, eos_token_id=7, hc_count=2, hc_lowrank=8, indexer_n_heads=16,
+        indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4,
+        ple_layer_ids=[1], ple_embed_dim=16, ngram_vocab_size_base=64, split_ngram_parts=2,
     ),
     "deepseek_v4": dict(
-        num_hidden_layers=4,
-        num_key_value_heads=1,
-        head_dim=32,
-        partial_rotary_factor=0.25,
-        q_lora_rank=24,
-        o_groups=2,
-        o_lora_rank=16,
-        moe_intermediate_size=24,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        num_hash_layers=1,
-        swiglu_limit=1.0,
-        sliding_window=7,
-        compress_rate_csa=4,
-        compress_rate_hca=16,
-        index_n_heads=16,
-        index_head_dim=16,
+        num_hidden_layers=4, num_key_value_heads=1, head_dim=32, partial_rotary_factor=0.25,
+        q_lora_rank=24, o_groups=2, o_lora_rank=16, moe_intermediate_size=24, n_routed_experts=4,
+        num_experts_per_tok=2, num_hash_layers=1, swiglu_limit=1.0, sliding_window=7,
+        compress_rate_csa=4, compress_rate_hca=16, index_n_heads=16, index_head_dim=16,
         index_topk=8,
         layer_types=[
-            "heavily_compressed_attention",
-            "compressed_sparse_attention",
-            "sliding_attention",
-            "compressed_sparse_attention",
+            "heavily_compressed_attention", "compressed_sparse_attention",
+            "sliding_attention", "compressed_sparse_attention",
         ],
     ),
     "olmo_hybrid": dict(_DELTA, linear_num_key_heads=4),
     "lfm2": dict(layer_types=["conv", "full_attention", "conv"], conv_L_cache=3, block_ff_dim=96),
     "bamba": dict(_MAMBA2, attn_layer_indices=[1]),
-    "granite_hybrid": dict(
-        _MAMBA2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        shared_intermediate_size=32,
-        layer_types=_HYBRID,
-    ),
-    "granite_dense": dict(
-        _MAMBA2,
-        num_local_experts=0,
-        num_experts_per_tok=0,
-        shared_intermediate_size=32,
-        layer_types=_HYBRID,
-    ),
+    "granite_hybrid": dict(_GRANITE, **_LOCAL_EXPERTS),
+    "granite_dense": dict(_GRANITE, num_local_experts=0, num_experts_per_tok=0),
     "falcon_h1": dict(_MAMBA2, mamba_n_groups=1, mamba_d_ssm=128),
     "nemotron_h": dict(
-        mamba_num_heads=8,
-        mamba_head_dim=16,
-        n_groups=2,
-        ssm_state_size=12,
-        chunk_size=16,
+        mamba_num_heads=8, mamba_head_dim=16, n_groups=2, ssm_state_size=12, chunk_size=16,
         layers_block_type=["mamba", "attention", "mamba", "mlp"],
     ),
     "kimi_linear": dict(
-        _MLA,
-        num_key_value_heads=4,
-        linear_head_dim=16,
-        linear_num_heads=4,
-        moe_intermediate_size=24,
-        num_experts=4,
-        num_experts_per_token=2,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        _MLA, **_LINEAR, num_key_value_heads=4, linear_head_dim=16, linear_num_heads=4,
+        moe_intermediate_size=24, num_experts=4, num_experts_per_token=2,
     ),
-    "minimax": dict(
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        block_size=16,
-        head_dim=16,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-    ),
+    "minimax": dict(_LOCAL_EXPERTS, **_LINEAR, block_size=16, head_dim=16),
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, mamba_d_state=8),
     "recurrent_gemma": dict(block_types=["recurrent", "attention"], attention_window_size=7),
     "zaya": dict(
-        head_dim=16,
-        attention_bias=True,
-        num_experts=4,
-        num_experts_per_tok=1,
-        moe_intermediate_size=40,
-        router_hidden_size=16,
-        cca_time0=3,
-        cca_time1=3,
-        sliding_window=7,
-        layer_types=["hybrid", "hybrid_sliding", "hybrid"],
+        head_dim=16, attention_bias=True, num_experts=4, num_experts_per_tok=1,
+        moe_intermediate_size=40, router_hidden_size=16, cca_time0=3, cca_time1=3,
+        sliding_window=7, layer_types=["hybrid", "hybrid_sliding", "hybrid"],
     ),
     # Without attention.
     "rwkv": {},
     "xlstm": dict(num_heads=4, chunk_size=16, qk_dim_factor=1.0),
     "mamba": dict(state_size=8),
     "mamba2": dict(num_heads=8, head_dim=16, n_groups=2, state_size=12, chunk_size=16),
-}
+}  # fmt: skip
 # `model_type` of toys that are not named by it.
 _MODEL_TYPES = {
     "gemma3": "gemma3_text",
@@ -318,13 +208,20 @@ def random_ids(length: int, seed: int, low: int = 3, high: int = VOCAB) -> list[
     return torch.randint(low, high, (length,), generator=generator).tolist()
 
 
-def saver(tmp_path_factory: Any, make: Callable[[str], Any]) -> Callable[[str], Path]:
-    """Return a function from a name to the folder of what `make(name)` gives, saved once."""
+@torch.no_grad()
+def scores_of(model: Any, ids: list[int]) -> torch.Tensor:
+    """transformers' own log-prob of each token of a row but the first, without a cache."""
+    logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
+    return logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def saver(tmp_path_factory: Any, make: Callable[..., Any]) -> Callable[..., Path]:
+    """Return a function to the folder of what `make` gives for the same arguments, saved once."""
 
     @cache
-    def folder(name: str) -> Path:
+    def folder(name: str, **changes: Any) -> Path:
         path: Path = tmp_path_factory.mktemp(name.replace(":", "-"))
-        make(name).save_pretrained(path)
+        make(name, **changes).save_pretrained(path)
         return path
 
     return folder

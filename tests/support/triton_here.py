@@ -15,12 +15,6 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = {"float32": F32, "bfloat16": BF16, "float16": F16}
 
 
-def bit_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Byte for byte, so that NaN equals itself and -0.0 is not 0.0."""
-    whole = {4: torch.int32, 2: torch.int16}[a.element_size()]
-    return a.dtype == b.dtype and bool((a.view(whole) == b.view(whole)).all())
-
-
 def noise(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(DEVICE, dtype)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from verbatim.checks import budget, memory_bytes
+from verbatim.errors import InvalidRequest
 from verbatim.model.early_exit import EarlyExit
 from verbatim.placement.distributed.choice import Cluster, PipelineParallel, TensorParallel
 from verbatim.placement.offload.choice import Offload
@@ -32,3 +35,28 @@ def test_settings_keep_numbers_as_those_of_python(case: str, number: Any) -> Non
         of_seconds = name.endswith("_s")
         kept = getattr(make(**{name: np.float32(2) if of_seconds else number}), name)
         assert type(kept) is (float if of_seconds else int) and kept == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "of_memory", "of_a_budget"),
+    [
+        (5000, 5000, 5000),
+        (np.int64(7), 7, 7),
+        ("1.5KiB", 1536, 1536),
+        ("40%", 4000, "an amount such as"),
+        ("101%", "at most 100%", "an amount such as"),
+        ("0GB", "is 0 bytes; must be between 1 and 10000", 0),
+        ("9" * 400 + "TB", "must be between 1 and 10000", "an amount such as"),
+        *((odd, "must be bytes", "must be bytes") for odd in ("x", "5 QB", "", 2.5, True, None)),
+    ],
+)
+def test_amounts_of_memory(value: Any, of_memory: int | str, of_a_budget: int | str) -> None:
+    for read, expected in (
+        (partial(memory_bytes, total=10_000), of_memory),
+        (partial(budget, "keep"), of_a_budget),
+    ):
+        if isinstance(expected, int):
+            assert read(value) == expected
+        else:
+            with pytest.raises(InvalidRequest, match=expected):
+                read(value)

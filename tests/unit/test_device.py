@@ -11,8 +11,8 @@ from support.toys import make_toy
 from verbatim import LLM, InvalidRequest, NotSupported, Offload
 from verbatim.device import CPU, Device, refuse_on_gpu, resolve_device
 from verbatim.draft.config import DraftModel
+from verbatim.kernels import numerics_key
 from verbatim.kv.quantized import resolve_kv_dtype
-from verbatim.numerics import numerics_key
 
 
 def test_auto_is_the_cpu_and_a_live_module_stays_where_it_is() -> None:

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from support.programs import run_program
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.slow
-
-
-def run(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_grpo_starts_at_a_ratio_of_one_and_earns_more() -> None:
     few = ["--steps", "5", "--epochs", "1", "--learning-rate", "6e-4"]
-    out = run(str(ROOT / "examples" / "grpo.py"), *few, "--word", "fire")
+    out = run_program(EXAMPLES / "grpo.py", *few, "--word", "fire")
     assert "\n  score: 0\n  with gradients, given the scores: 0\n" in out
     assert (own := re.search(r"own forward: (\S+)", out)) is not None
     assert float(own[1]) < 5e-5
@@ -37,7 +25,7 @@ def test_grpo_starts_at_a_ratio_of_one_and_earns_more() -> None:
 
 
 def test_the_evaluation_is_the_same_at_any_batch_size() -> None:
-    out = run(str(ROOT / "examples" / "eval.py"), "--batch-sizes", "1", "5", "32")
+    out = run_program(EXAMPLES / "eval.py", "--batch-sizes", 1, 5, 32)
     lines = [line.split() for line in out.splitlines() if line.startswith("verbatim")]
     assert len(lines) == 3
     assert len({tuple(line[5:]) for line in lines}) == 1
@@ -47,7 +35,7 @@ def test_the_evaluation_is_the_same_at_any_batch_size() -> None:
 @pytest.mark.parametrize("option", ["", "--stages=2", "--draft=mtp", "--quantization=int8"])
 def test_five_doors_say_the_same_words(option: str) -> None:
     options = [option] if option else []
-    out = run(str(ROOT / "examples" / "five_doors.py"), "--tokens=12", *options)
+    out = run_program(EXAMPLES / "five_doors.py", "--tokens=12", *options)
     assert ("weights-int8" in out.splitlines()[0]) == (option == "--quantization=int8")
     lines = [line.split() for line in out.splitlines() if " ids " in line]
     steps = {int(line[3]) for line in lines}

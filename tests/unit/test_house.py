@@ -17,9 +17,10 @@ import verbatim
 # From low to high: a room imports only from rooms that stand before it.
 ROOMS = """
     _version storyteller plain shield spelling
-    errors checks files heap options params batch beam core protocols untrusted
-    kernels numerics
+    errors checks files heap options params batch beam untrusted
+    kernels
     text sampling
+    core protocols
     kv
     device model weights
     placement

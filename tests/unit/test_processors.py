@@ -13,7 +13,6 @@ from verbatim.batch import SampleRow
 from verbatim.core import BadWords
 from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams
-from verbatim.sampling import processors
 from verbatim.sampling.processors import bitmask, check_vocabulary, process
 
 INF = math.inf
@@ -200,13 +199,6 @@ def test_ids_that_the_model_does_not_have_are_refused_by_name(kw: dict) -> None:
     check_vocabulary(SamplingParams(**kw), 101)
     with pytest.raises(InvalidRequest, match=f"{next(iter(kw))}.*100.*0 to 99"):
         check_vocabulary(SamplingParams(**kw), 100)
-
-
-def test_each_processor_stands_alone() -> None:
-    logits = a_row(8)
-    for name, case in (("top_k", 7), ("top_p", 0.5), ("min_p", 0.2)):
-        assert torch.equal(getattr(processors, name)(logits, case), run(logits, **{name: case}))
-    assert torch.equal(processors.typical(logits, 0.5), run(logits, typical_p=0.5))
 
 
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 1000])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import re
-import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 
+from support.programs import in_thread
 from support.toys import make_toy, random_ids
 from verbatim import LLM, InvalidRequest, SamplingParams, progress
 
@@ -101,10 +101,7 @@ def test_an_error_closes_the_bar_where_it_is(
 
 def test_calls_from_several_threads_count_their_own(llm: LLM, terminal: Terminal) -> None:
     """One thread makes the steps of all."""
-    threads = [threading.Thread(target=llm.generate, args=(PROMPTS, SHORT)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for call in [in_thread(llm.generate, PROMPTS, SHORT) for _ in range(4)]:
+        call.result()
     assert len(re.findall("5/5", terminal.getvalue())) >= 4
     assert "6/5" not in terminal.getvalue()

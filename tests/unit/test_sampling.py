@@ -12,22 +12,18 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from support.backends import by
 from verbatim import kernels
 from verbatim.batch import Draw, Draws, SamplePlan, SampleRow
-from verbatim.errors import NotSupported
 from verbatim.params import SamplingParams
-from verbatim.sampling import fast, logprobs
+from verbatim.sampling import logprobs
 from verbatim.sampling.noise import gumbel_row
 from verbatim.sampling.processors import bitmask, edit, is_greedy, process
 from verbatim.sampling.sampler import sample_rows
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 INF = math.inf
-needs_kernel = pytest.mark.skipif(not fast.available(), reason="the kernels are not built")
-both_backends = pytest.mark.parametrize(
-    "backend", ["reference", pytest.param("kernel", marks=needs_kernel)]
-)
+needs_kernel = pytest.mark.skipif(kernels.library() is None, reason="the kernels are not built")
+every_backend = pytest.mark.usefixtures("backend")
 
 
 def random_logits(rng: random.Random, num_rows: int, vocab_size: int) -> Tensor:
@@ -80,10 +76,10 @@ def by_row(draws: Draws) -> list[str]:
     return [repr(draw) for draw in draws]
 
 
-def one(logits: list[float] | Tensor, backend: str = "reference", **row: Any) -> Draw:
+def one(logits: list[float] | Tensor, **row: Any) -> Draw:
     params = SamplingParams(**row.pop("params", {}))
     one_row = SampleRow(params, **{"seed": 1, "sample_index": 0, "position": 3, **row})
-    return sample_rows(torch.as_tensor(logits)[None], SamplePlan([one_row]), backend=backend)[0]
+    return sample_rows(torch.as_tensor(logits)[None], SamplePlan([one_row]))[0]
 
 
 @needs_kernel
@@ -95,8 +91,8 @@ def test_kernel_and_reference_agree_on_random_rows(rng_seed: int) -> None:
         num_rows = 4 if vocab_size < 30_000 else 1
         logits = random_logits(rng, num_rows, vocab_size)
         plan = SamplePlan([random_row(rng, vocab_size) for _ in range(num_rows)])
-        ours = sample_rows(logits, plan, backend="kernel")
-        reference = sample_rows(logits, plan, backend="reference")
+        ours = sample_rows(logits, plan)
+        reference = by("none", sample_rows)(logits, plan)
         same = {"rel": 1e-6, "abs": 1e-7, "nan_ok": True}
         for a, b in zip(ours, reference, strict=True):
             assert (a.id, a.top_ids) == (b.id, b.top_ids), (vocab_size, plan)
@@ -114,8 +110,8 @@ def test_supports_of_kernel_and_reference_agree(rng_seed: int) -> None:
         rows = [random_row(rng, vocab_size, typical=True) for _ in range(4)]
         for row in rows:
             row.params = row.params.replace(support=True)
-        ours = sample_rows(logits, SamplePlan(rows), backend="kernel")
-        reference = sample_rows(logits, SamplePlan(rows), backend="reference")
+        ours = sample_rows(logits, SamplePlan(rows))
+        reference = by("none", sample_rows)(logits, SamplePlan(rows))
         for i, row in enumerate(rows):
             token_id, (ids, log_mass) = ours[i].id, ours[i].support
             assert ids == reference[i].support.ids, row
@@ -143,40 +139,38 @@ def test_kernel_rules_out_no_token_that_could_win() -> None:
         scale = [0.0, 0.01, 1.0, 5.0, 1000.0][position % 5]
         logits = torch.randn(vocab_size, generator=generator) * scale
         expected = int((logits + gumbel_row(1, 0, position, vocab_size)).argmax())
-        assert one(logits, "kernel", position=position)[0] == expected
+        assert one(logits, position=position)[0] == expected
 
 
-@both_backends
-def test_row_does_not_depend_on_batch_order_or_threads(backend: str) -> None:
+@every_backend
+def test_row_does_not_depend_on_batch_order_or_threads() -> None:
     rng = random.Random(11)
     vocab_size, num_rows = 1003, 16
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         logits = (torch.randn(num_rows, vocab_size) * 3).to(dtype)
         rows = [random_row(rng, vocab_size, typical=True) for _ in range(num_rows)]
-        expected = by_row(sample_rows(logits, SamplePlan(rows), backend=backend))
+        expected = by_row(sample_rows(logits, SamplePlan(rows)))
         for i in range(num_rows):
-            alone = sample_rows(logits[i : i + 1], SamplePlan([rows[i]]), backend=backend)
+            alone = sample_rows(logits[i : i + 1], SamplePlan([rows[i]]))
             assert by_row(alone) == [expected[i]]
         order = rng.sample(range(num_rows), num_rows)
         plan = SamplePlan([rows[i] for i in order])
-        assert by_row(sample_rows(logits[order], plan, backend=backend)) == [
-            expected[i] for i in order
-        ]
+        assert by_row(sample_rows(logits[order], plan)) == [expected[i] for i in order]
         strided = torch.stack([logits, logits], dim=2)[:, :, 0]
         for threads in (1, 2, 3, 7):
             torch.set_num_threads(threads)
-            assert by_row(sample_rows(strided, SamplePlan(rows), backend=backend)) == expected
+            assert by_row(sample_rows(strided, SamplePlan(rows))) == expected
 
 
-@both_backends
-def test_large_vocabulary_does_not_depend_on_threads(backend: str) -> None:
+@every_backend
+def test_large_vocabulary_does_not_depend_on_threads() -> None:
     logits = torch.randn(2, 151_936, generator=torch.Generator().manual_seed(1)) * 3
     params = SamplingParams(temperature=0.9, top_p=0.9)
     plan = SamplePlan([SampleRow(params, 5, i, 9, num_logprobs=5) for i in range(2)])
     results = []
     for threads in (1, 2, 3, 7):
         torch.set_num_threads(threads)
-        results.append(by_row(sample_rows(logits, plan, backend=backend)))
+        results.append(by_row(sample_rows(logits, plan)))
     assert results == [results[0]] * 4
 
 
@@ -189,7 +183,7 @@ def test_frequencies_of_20_000_draws(params: dict[str, Any]) -> None:
     counts = torch.zeros(37)
     for start in range(0, 20_000, 5000):
         rows = [SampleRow(settled, 99, p % 3, start + p) for p in range(5000)]
-        draws = sample_rows(logits.expand(5000, 37), SamplePlan(rows), backend="kernel")
+        draws = sample_rows(logits.expand(5000, 37), SamplePlan(rows))
         counts += torch.bincount(torch.tensor([draw.id for draw in draws]), minlength=37)
     kept = expected > 0
     assert counts[~kept].sum() == 0
@@ -197,39 +191,39 @@ def test_frequencies_of_20_000_draws(params: dict[str, Any]) -> None:
     assert stats.chisquare(observed, expected[kept].numpy() * 20_000).pvalue > 1e-4
 
 
-@both_backends
-def test_greedy_takes_the_largest_logit_and_the_lowest_of_equals(backend: str) -> None:
+@every_backend
+def test_greedy_takes_the_largest_logit_and_the_lowest_of_equals() -> None:
     for logits, expected in [
         ([0.0, 2.0, 1.0, 2.0], 1),
         ([-INF, -5.0, -INF, -5.0], 1),
     ]:
         for temperature in (0, 1e-42, 1e-60):
-            result = one(logits, backend, params={"temperature": temperature})
+            result = one(logits, params={"temperature": temperature})
             assert (result[0], result[2]) == (expected, 0.0)
-    assert one([-1.0, -0.0, 0.0], backend, params={"temperature": 0})[0] == 1
+    assert one([-1.0, -0.0, 0.0], params={"temperature": 0})[0] == 1
 
 
-@both_backends
-def test_greedy_goes_by_the_edited_logits_and_ignores_filters(backend: str) -> None:
+@every_backend
+def test_greedy_goes_by_the_edited_logits_and_ignores_filters() -> None:
     params = {"temperature": 0, "logit_bias": {3: 9.0}, "top_k": 1, "top_p": 0.1}
-    result = one([5.0, 4.0, 3.0, 0.0], backend, params=params)
+    result = one([5.0, 4.0, 3.0, 0.0], params=params)
     assert result[0] == 3
     assert result[1] == pytest.approx(torch.tensor([5.0, 4, 3, 0]).log_softmax(0)[3].item())
 
 
-@both_backends
-def test_equal_scores_go_to_the_lowest_id(backend: str) -> None:
+@every_backend
+def test_equal_scores_go_to_the_lowest_id() -> None:
     logits = torch.full((300,), 2.0**30)  # no noise survives beside logits of this size
-    assert one(logits, backend)[0] == 0
+    assert one(logits)[0] == 0
     logits[:7] = 0.0
-    assert one(logits, backend)[0] == 7
+    assert one(logits)[0] == 7
 
 
-@both_backends
-def test_logprobs_are_raw_and_sampled_logprobs_processed(backend: str) -> None:
+@every_backend
+def test_logprobs_are_raw_and_sampled_logprobs_processed() -> None:
     logits = torch.randn(500, generator=torch.Generator().manual_seed(4)) * 2
     params = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "logit_bias": {4: 2.0}}
-    drawn = one(logits, backend, params=params, num_logprobs=4)
+    drawn = one(logits, params=params, num_logprobs=4)
     token_id, logprob, sampled, top_ids, top_logprobs = drawn[:5]
     processed = process(logits, SampleRow(SamplingParams(**params), 0, 0, 0))
     assert logprob == pytest.approx(logits.double().log_softmax(0)[token_id].item(), abs=1e-6)
@@ -239,62 +233,62 @@ def test_logprobs_are_raw_and_sampled_logprobs_processed(backend: str) -> None:
     assert top_logprobs == pytest.approx(expected, abs=1e-6)
 
 
-@both_backends
-def test_only_survivor_has_log_prob_0(backend: str) -> None:
-    result = one([1.0, 3.0, 2.0], backend, params={"top_k": 1})
+@every_backend
+def test_only_survivor_has_log_prob_0() -> None:
+    result = one([1.0, 3.0, 2.0], params={"top_k": 1})
     assert (result[0], result[2]) == (1, 0.0)
 
 
-@both_backends
-def test_scoring_gives_generation_log_probs_bit_for_bit(backend: str) -> None:
+@every_backend
+def test_scoring_gives_generation_log_probs_bit_for_bit() -> None:
     logits = torch.randn(6, 5003, generator=torch.Generator().manual_seed(5)).bfloat16()
     params = SamplingParams(temperature=0.8, top_p=0.9, frequency_penalty=0.5)
     rows = [SampleRow(params, 8, 0, p, (), [1, 2], num_logprobs=3) for p in range(6)]
-    drawn = sample_rows(logits, SamplePlan(rows), backend=backend)
+    drawn = sample_rows(logits, SamplePlan(rows))
     targets = [SampleRow(SamplingParams(), 0, 0, 0, target=d.id, num_logprobs=3) for d in drawn]
-    scored = sample_rows(logits, SamplePlan(targets), backend=backend)
+    scored = sample_rows(logits, SamplePlan(targets))
     assert all(math.isnan(draw.sampled_logprob) for draw in scored)
     assert [d._replace(sampled_logprob=0) for d in scored] == [
         d._replace(sampled_logprob=0) for d in drawn
     ]
 
 
-@both_backends
-def test_top_lists_break_ties_by_id_and_leave_out_the_impossible(backend: str) -> None:
+@every_backend
+def test_top_lists_break_ties_by_id_and_leave_out_the_impossible() -> None:
     logits = [1.0, 2.0, -INF, 2.0, 1.0]
-    assert one(logits, backend, num_logprobs=3)[3] == [1, 3, 0]
-    assert one(logits, backend, num_logprobs=100)[3] == [1, 3, 0, 4]
-    assert one(logits, backend, num_logprobs=0)[3] == []
+    assert one(logits, num_logprobs=3)[3] == [1, 3, 0]
+    assert one(logits, num_logprobs=100)[3] == [1, 3, 0, 4]
+    assert one(logits, num_logprobs=0)[3] == []
 
 
-@both_backends
-def test_row_that_can_not_be_drawn_says_so_and_harms_no_other(backend: str) -> None:
+@every_backend
+def test_row_that_can_not_be_drawn_says_so_and_harms_no_other() -> None:
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(6))
     rows = [SampleRow(SamplingParams(), 3, i, 0, num_logprobs=2) for i in range(6)]
-    healthy = by_row(sample_rows(logits, SamplePlan(rows), backend=backend))
+    healthy = by_row(sample_rows(logits, SamplePlan(rows)))
     logits[1, 39] = math.nan
     logits[2] = -INF
     logits[3, 17] = INF
     rows[4] = dataclasses.replace(rows[4], banned_ids=range(40))
     rows[1] = dataclasses.replace(rows[1], target=5)
-    draws = sample_rows(logits, SamplePlan(rows), backend=backend)
+    draws = sample_rows(logits, SamplePlan(rows))
     results = by_row(draws)
     assert (results[0], results[5]) == (healthy[0], healthy[5])
     assert results[1:5] == [repr(Draw(-1, math.nan, math.nan, [], []))] * 4
 
 
-@both_backends
-def test_impossible_target_has_log_prob_minus_infinity(backend: str) -> None:
-    assert one([0.0, -INF, 0.0], backend, target=1)[:2] == (1, -INF)
+@every_backend
+def test_impossible_target_has_log_prob_minus_infinity() -> None:
+    assert one([0.0, -INF, 0.0], target=1)[:2] == (1, -INF)
 
 
-@both_backends
-def test_logits_and_the_global_generator_are_left_alone(backend: str) -> None:
+@every_backend
+def test_logits_and_the_global_generator_are_left_alone() -> None:
     rng = random.Random(7)
     logits = torch.randn(8, 300)
     before, state = logits.clone(), torch.get_rng_state()
     plan = SamplePlan([random_row(rng, 300, typical=True) for _ in range(8)])
-    sample_rows(logits, plan, backend=backend)
+    sample_rows(logits, plan)
     assert torch.equal(logits, before)
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -307,17 +301,10 @@ def test_lane_sum_is_the_sum() -> None:
     assert logprobs.exp_falling(torch.zeros(1, dtype=torch.float64)).item() == 1.0
 
 
-def test_wrong_plans_and_backends_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_plans_are_refused() -> None:
     rows = [SampleRow(SamplingParams(), 0, 0, 0)]
-    with pytest.raises(NotSupported, match=r"backend='cuda'.*auto, kernel, reference"):
-        sample_rows(torch.zeros(1, 4), SamplePlan(rows), backend="cuda")
     with pytest.raises(ValueError, match="1 rows to sample"):
         sample_rows(torch.zeros(2, 4), SamplePlan(rows))
     rows[0].target = 4
     with pytest.raises(ValueError, match="target=4: must be 0 to 3"):
         sample_rows(torch.zeros(1, 4), SamplePlan(rows))
-    rows[0].target = None
-    monkeypatch.setattr(kernels, "library", lambda: None)
-    assert sample_rows(torch.zeros(1, 4), SamplePlan(rows))[0].id >= 0
-    with pytest.raises(NotSupported, match="kernel"):
-        sample_rows(torch.zeros(1, 4), SamplePlan(rows), backend="kernel")

@@ -25,8 +25,10 @@ def test_an_unknown_parameter_suggests_a_known_one():
     for name, meant in (("guided_json", "json_schema"), ("temprature", "temperature")):
         with pytest.raises(TypeError, match=f"SamplingParams.*{name}.*{meant}"):
             SamplingParams(**{name: {}})
-    with pytest.raises(TypeError, match=r"prompt_token_ids.*'prompts'"), LLM() as llm:
-        llm.generate(prompt_token_ids=[1])
+    with LLM() as llm:
+        for name, meant in (("prompt_token_ids", "prompts"), ("max_tokens", "params")):
+            with pytest.raises(TypeError, match=f"{name}.*'{meant}'"):
+                llm.generate(**{name: [1]})
     assert "temperature" in inspect.signature(SamplingParams).parameters
 
 

@@ -15,7 +15,7 @@ from support.pairwise import slow_but
 from verbatim.core import FinishReason
 from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams
-from verbatim.sampling.stopping import StopWatch, banned_until_min_tokens
+from verbatim.sampling.stopping import StopWatch
 from verbatim.text.detokenizer import REPLACEMENT, Detokenizer
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
@@ -168,15 +168,6 @@ def test_nothing_is_pushed_after_the_end():
     watch.push(2)
     with pytest.raises(AssertionError, match="after the end"):
         watch.push(2)
-
-
-def test_ids_banned_until_min_tokens():
-    params = SamplingParams(min_tokens=2, stop_token_ids=[7, [8, 9]])
-    eos = frozenset([3, 2])
-    assert banned_until_min_tokens(params, eos, 0) == [2, 3, 7]
-    assert banned_until_min_tokens(params, eos, 1) == [2, 3, 7]
-    assert banned_until_min_tokens(params, eos, 2) == []
-    assert banned_until_min_tokens(params.replace(ignore_eos=True), eos, 0) == [7]
 
 
 # -- stops look at the completion only ---------------------------------------------------------------

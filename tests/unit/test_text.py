@@ -287,6 +287,12 @@ def test_template_variables_are_used_or_refused(chatty):
         render_chat(chatty, HI, tokenize=False)
 
 
+def test_templates_without_a_default_are_refused(chatty, monkeypatch):
+    monkeypatch.setattr(chatty.hf, "chat_template", {"tool_use": TEMPLATE})
+    with pytest.raises(NotSupported, match="no chat template"):
+        render_chat(chatty, HI)
+
+
 def test_an_answer_can_be_continued(chatty):
     messages = [*HI, {"role": "assistant", "content": "Well,"}]
     ids = render_chat(chatty, messages, add_generation_prompt=False, continue_final_message=True)

@@ -202,13 +202,11 @@ def test_a_tokenizer_names_no_file_outside(tmp_path: Path, fields: dict[str, Any
         {"attn_implementation": {"": "sdpa", "text_config": "some/kernel"}},
         {"experts_implementation": "some/kernel"},
         {"text_config": {"vision_config": {"_attn_implementation": "paged|some/kernel"}}},
-        {"quantization_config": {"quant_method": "metal"}},
-        {"text_config": {"quantization_config": {"quant_method": "quanto", "bits": 4}}},
     ],
 )
 def test_a_config_loads_no_code(folder: Path, fields: dict[str, Any], placement: Any) -> None:
     change(folder / "config.json", **fields)
-    with pytest.raises(NotSupported, match=r"is code of a hub repository|quant_method="):
+    with pytest.raises(NotSupported, match="is code of a hub repository"):
         opened(folder, placement)
 
 

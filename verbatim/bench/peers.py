@@ -1,19 +1,16 @@
-"""The systems that are measured: Verbatim, transformers, llama.cpp and OpenVINO (with converted weights)."""
+"""The systems that run the model's own files: Verbatim and transformers."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
-import itertools
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from verbatim.bench.machine import WARM, seconds, step_times
+from verbatim.bench.timing import WARM, seconds, step_times
 from verbatim.core import Request
 from verbatim.errors import InvalidRequest, ModelError
 from verbatim.llm import LLM
@@ -176,146 +173,3 @@ class Transformers:
             out = self._model(ids, use_cache=True, logits_to_keep=1, **{self._cache_name: cache})
             logits: torch.Tensor = out.logits[:, -1]
         return logits
-
-
-class LlamaCpp:
-    """llama.cpp by llama-cpp-python's low-level API: all rows in one decode call.
-
-    Raises:
-        ModelError: it can't open the file.
-    """
-
-    name = "llama.cpp"
-    _BATCH = 2048  # tokens per call
-
-    def __init__(self, file: str, threads: int) -> None:
-        self._lib: Any = importlib.import_module("llama_cpp")
-        self._threads = threads
-        self._lib.llama_backend_init()
-        params = self._lib.llama_model_default_params()
-        params.n_gpu_layers = 0
-        self._model = self._lib.llama_model_load_from_file(file.encode(), params)
-        if not self._model:
-            raise ModelError(f"llama.cpp can't open {file}")
-        self._vocab = self._lib.llama_vocab_n_tokens(self._lib.llama_model_get_vocab(self._model))
-
-    def prefill(self, prompt: list[int]) -> float:
-        context = self._context(1, len(prompt))
-        try:
-            return seconds(lambda: self._prompt(context, prompt))
-        finally:
-            self._lib.llama_free(context)
-
-    def decode(self, prompts: list[list[int]], steps: int) -> list[float]:
-        rows, context = len(prompts), len(prompts[0])
-        handle = self._context(rows, context + steps + WARM)
-        try:
-            self._prompt(handle, prompts[0])
-            memory = self._lib.llama_get_memory(handle)
-            for row in range(1, rows):
-                self._lib.llama_memory_seq_cp(memory, 0, row, -1, -1)
-            number = itertools.count()
-
-            def step() -> None:
-                at = next(number)
-                entries = [(at % self._vocab, context + at, row) for row in range(rows)]
-                self._run(handle, entries, list(range(rows)))
-
-            return step_times(step, steps)
-        finally:
-            self._lib.llama_free(handle)
-
-    def _context(self, rows: int, tokens: int) -> Any:
-        params = self._lib.llama_context_default_params()
-        params.n_ctx = rows * (-(-(tokens + 1) // 256) * 256)
-        params.n_seq_max = rows
-        params.n_batch = self._BATCH
-        params.n_threads = params.n_threads_batch = self._threads
-        params.kv_unified = False
-        params.no_perf = True
-        handle = self._lib.llama_init_from_model(self._model, params)
-        if not handle:
-            raise ModelError(f"llama.cpp has no context for {rows} x {tokens} tokens")
-        return handle
-
-    def _prompt(self, handle: Any, ids: list[int]) -> None:
-        for start in range(0, len(ids), self._BATCH):
-            part = ids[start : start + self._BATCH]
-            entries = [(token % self._vocab, start + i, 0) for i, token in enumerate(part)]
-            self._run(handle, entries, [len(part) - 1])
-
-    def _run(self, handle: Any, entries: list[tuple[int, int, int]], outputs: list[int]) -> None:
-        batch = self._lib.llama_batch_init(len(entries), 0, 1)
-        try:
-            for i, (token, position, row) in enumerate(entries):
-                batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, position, 1
-                batch.seq_id[i][0], batch.logits[i] = row, 0
-            for i in outputs:
-                batch.logits[i] = 1
-            batch.n_tokens = len(entries)
-            status = self._lib.llama_decode(handle, batch)
-            if status != 0:
-                raise ModelError(f"llama.cpp: llama_decode says {status}")
-            self._lib.llama_get_logits(handle)  # waits for the result
-        finally:
-            self._lib.llama_batch_free(batch)
-
-
-class OpenVINO:
-    """OpenVINO's CPU plugin with a stateful export of `optimum-cli export openvino`.
-
-    Raises:
-        ModelError: no such export.
-    """
-
-    name = "OpenVINO"
-
-    def __init__(self, folder: str, threads: int) -> None:
-        openvino: Any = importlib.import_module("openvino")
-        self._np: Any = importlib.import_module("numpy")
-        file = Path(folder) / "openvino_model.xml"
-        if not file.is_file():
-            raise ModelError(f"{folder} has no openvino_model.xml")
-        settings = {
-            "PERFORMANCE_HINT": "LATENCY",
-            "NUM_STREAMS": "1",
-            "INFERENCE_NUM_THREADS": str(threads),
-        }
-        try:
-            self._compiled: Any = openvino.Core().compile_model(str(file), "CPU", settings)
-        except RuntimeError as error:
-            raise ModelError(f"OpenVINO can't open {file}: {error}") from None
-        self._inputs = {name for port in self._compiled.inputs for name in port.get_names()}
-        if "beam_idx" not in self._inputs:
-            raise ModelError(f"{file} keeps no state: export it as a stateful model")
-
-    def prefill(self, prompt: list[int]) -> float:
-        request, ids = self._compiled.create_infer_request(), self._np.array([prompt])
-        return seconds(lambda: self._run(request, ids, 0))
-
-    def decode(self, prompts: list[list[int]], steps: int) -> list[float]:
-        request = self._compiled.create_infer_request()
-        position = itertools.count(len(prompts[0]))
-        ids = self._run(request, self._np.array(prompts[:1] * len(prompts)), 0)
-
-        def step() -> None:
-            nonlocal ids
-            ids = self._run(request, ids[:, None], next(position))
-
-        return step_times(step, steps)
-
-    def _run(self, request: Any, ids: Any, before: int) -> Any:
-        rows, length = ids.shape
-        values = {
-            "input_ids": ids.astype("int64"),
-            "attention_mask": self._np.ones((rows, before + length), "int64"),
-            "position_ids": self._np.arange(before, before + length)[None].repeat(rows, 0),
-            "beam_idx": self._np.arange(rows, dtype="int32"),
-        }
-        request.infer({name: value for name, value in values.items() if name in self._inputs})
-        return request.get_output_tensor(0).data[:, -1].argmax(-1)
-
-
-def installed(package: str) -> bool:
-    """Return whether a package can be imported."""
-    return importlib.util.find_spec(package) is not None

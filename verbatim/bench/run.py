@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verbatim.bench.machine import LimitMeter, Limits, Needs, random_ids
+from verbatim.bench.machine import LimitMeter, Limits, Needs
 from verbatim.bench.peers import Ours, Peer
 from verbatim.bench.plan import BenchPlan
+from verbatim.bench.timing import random_ids
 from verbatim.errors import VerbatimError
 
 

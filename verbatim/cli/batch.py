@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
+import io
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -58,6 +56,8 @@ def batch(
 
     placement = placement_of(values)
     with Records(target, source) as records, opened(values, placement) as llm:
+        import asyncio
+
         from verbatim.serve.batch import BatchRun
 
         run = BatchRun(llm, records, name=name, in_flight=in_flight)
@@ -99,38 +99,30 @@ def _speed(run: BatchRun) -> str:
     return f"{run.num_tokens / max(run.seconds, 1e-9):,.0f} tokens/s"
 
 
-def _progress(run: BatchRun) -> str:
-    """Lines, errors, speed and time left."""
-    errors = run.records.num_errors
-    parts = [f"{run.num_done + run.num_skipped:,} lines"]
-    parts += [f"{errors:,} error{'' if errors == 1 else 's'}"] if errors else []
-    left = run.seconds_left
-    parts += [_speed(run)]
-    parts += [] if left is None else [f"{timedelta(seconds=round(left))} left"]
-    return ", ".join(parts)
-
-
 @contextmanager
 def _shown(run: BatchRun) -> Iterator[Callable[[], object]]:
     """Show a progress bar on a terminal, or periodic lines elsewhere; yield the per-record callback."""
-    if sys.stderr is None or not sys.stderr.isatty():
-        last = time.monotonic()
-
-        def update() -> None:
-            nonlocal last
-            if time.monotonic() - last >= _PROGRESS_S:
-                last = time.monotonic()
-                note(f"{run.bytes_done / max(1, run.num_bytes):.0%}: {_progress(run)}")
-
-        yield update
-        return
     from tqdm import tqdm
 
-    form = "{bar:20} {percentage:3.0f}% {desc}"
-    with tqdm(total=run.num_bytes, file=sys.stderr, leave=False, bar_format=form) as bar:
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    form = f"{'{bar:20} ' * is_terminal}{{percentage:3.0f}}%: {{desc}}, {{remaining}} left"
+    with tqdm(
+        total=run.num_bytes,
+        file=sys.stderr if is_terminal else io.StringIO(),
+        leave=False,
+        bar_format=form,
+        mininterval=0.1 if is_terminal else _PROGRESS_S,
+        miniters=0,  # else the lines that an earlier run has answered set how many make a change
+        smoothing=0,
+    ) as bar:
 
         def advance() -> None:
-            bar.set_description_str(_progress(run), refresh=False)
-            bar.update(run.bytes_done - bar.n)
+            errors = run.records.num_errors
+            parts = [f"{run.num_done + run.num_skipped:,} lines"]
+            parts += [f"{errors:,} error{'' if errors == 1 else 's'}"] if errors else []
+            bar.set_description_str(", ".join([*parts, _speed(run)]), refresh=False)
+            bar.initial = run.bytes_skipped  # which say nothing of the speed
+            if bar.update(run.bytes_done - bar.n) and not is_terminal:
+                note(str(bar))
 
         yield advance

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from verbatim.bench.converted import CONVERTED, installed
 from verbatim.bench.plan import BenchPlan
 from verbatim.cli.options import MODEL, Option, fields_of, given, numbers, takes
 from verbatim.cli.placing import CLUSTER, OFFLOAD, opened, placement_of
@@ -15,7 +16,6 @@ from verbatim.cli.terminal import WrongUsage, note
 from verbatim.errors import InvalidRequest, ModelError
 
 if TYPE_CHECKING:
-    from verbatim.bench.peers import Peer
     from verbatim.bench.run import BenchReport
     from verbatim.llm import LLM
 
@@ -66,24 +66,22 @@ def bench(
         plan = BenchPlan(**given(values, WORKLOAD))
     except InvalidRequest as error:
         raise WrongUsage(f"--{error}") from None
-    _check(plan, plot, values["gguf"], values["openvino"])
+    _check(plan, plot, values)
     placement = placement_of(values)
     if values["max_sequences"] is None:
         values["max_sequences"] = max(plan.rows, default=1)
     with opened(values, placement) as llm:
         report = _measure(llm, plan, values, placement is None and values["peers"] is not False)
-    if plot is not None:
-        _draw(report, plot)
     if as_json:
         typer.echo(json.dumps(report.as_json()))
     else:
         _print(report)
+    if plot is not None:
+        _draw(report, plot)
 
 
-def _check(plan: BenchPlan, plot: str | None, gguf: str | None, openvino: str | None) -> None:
+def _check(plan: BenchPlan, plot: str | None, values: dict[str, Any]) -> None:
     """Check up front what would otherwise fail after minutes."""
-    from verbatim.bench.peers import installed
-
     if not (plan.prefills or (plan.rows and plan.contexts) or plan.mixed):
         raise WrongUsage(
             "nothing to measure: no prefills, no rows with contexts, no mixed requests"
@@ -91,14 +89,14 @@ def _check(plan: BenchPlan, plot: str | None, gguf: str | None, openvino: str | 
     if plot is not None:
         if Path(plot).suffix not in (".png", ".svg", ".pdf"):
             raise WrongUsage(f"--plot {plot}: must end in .png, .svg or .pdf")
+        if not Path(plot).parent.is_dir():
+            raise WrongUsage(f"--plot {plot}: there is no such folder")
         if not installed("matplotlib"):
             raise WrongUsage("--plot needs matplotlib: pip install '.[bench]'")
-    for package, option, path in (
-        ("llama_cpp", "--gguf", gguf),
-        ("openvino", "--openvino", openvino),
-    ):
-        if path is not None and not installed(package):
-            raise WrongUsage(f"{option} {path}: the package {package} is not installed")
+    for kind in CONVERTED:
+        option, path = f"--{kind.option}", values[kind.option]
+        if path is not None and not installed(kind.package):
+            raise WrongUsage(f"{option} {path}: the package {kind.package} is not installed")
         if path is not None and not Path(path).exists():
             raise WrongUsage(f"{option} {path}: there is no such file or folder")
 
@@ -109,55 +107,34 @@ def _measure(
     import torch
 
     from verbatim.bench.machine import LimitMeter, Needs
-    from verbatim.bench.peers import Ours
+    from verbatim.bench.peers import Ours, Peer, Transformers
     from verbatim.bench.run import measure
+    from verbatim.storyteller import path
 
     info = llm.info()
     dtype = getattr(torch, info["dtype"])
     if settings.get("num_threads"):
         torch.set_num_threads(settings["num_threads"])
-    others, remarks = _peers(settings, dtype, with_transformers)
-    note(f"{info['model']}: {info['architecture']}, {info['dtype']}, {info['numerics_key']}")
-    needs = Needs.of(llm.engine.config, info)
-    report = measure(
-        plan, Ours(llm), others, LimitMeter(dtype), needs, lambda what: note(f"measuring {what}")
-    )
-    report.remarks[:0] = remarks
-    return report
-
-
-def _peers(
-    settings: dict[str, Any], dtype: Any, with_transformers: bool
-) -> tuple[list[Peer], list[str]]:
-    import torch
-
-    from verbatim.bench.peers import LlamaCpp, OpenVINO, Transformers, installed
-
-    peers: list[Peer] = []
-    remarks: list[str] = []
-    threads = torch.get_num_threads()
+    peers, remarks = list[Peer](), list[str]()
     if with_transformers:
-        from verbatim.storyteller import path
-
-        options = {
-            name: settings[name]
-            for name in ("revision", "trust_remote_code")
-            if settings.get(name) is not None
-        }
+        names = ("revision", "trust_remote_code")
+        options = {name: settings[name] for name in names if settings[name] is not None}
         try:
             peers.append(Transformers(settings["model"] or str(path()), dtype, **options))
         except ModelError as error:
             remarks.append(str(error))
-    gguf, openvino = settings["gguf"], settings["openvino"]
-    if gguf is not None:
-        peers.append(LlamaCpp(gguf, threads))
-    elif installed("llama_cpp"):
-        remarks.append("llama.cpp is installed: use --gguf FILE to measure it")
-    if openvino is not None:
-        peers.append(OpenVINO(openvino, threads))
-    elif installed("openvino"):
-        remarks.append("OpenVINO is installed: use --openvino FOLDER to measure it")
-    return peers, remarks
+    for kind in CONVERTED:
+        if (file := settings[kind.option]) is not None:
+            peers.append(kind(file, torch.get_num_threads()))
+        elif installed(kind.package):
+            remarks.append(f"{kind.name} is installed: use --{kind.option} to measure it")
+    note(f"{info['model']}: {info['architecture']}, {info['dtype']}, {info['numerics_key']}")
+    needs = Needs.of(llm.engine.config, info)
+    report = measure(
+        plan, Ours(llm), peers, LimitMeter(dtype), needs, lambda what: note(f"measuring {what}")
+    )
+    report.remarks[:0] = remarks
+    return report
 
 
 def _draw(report: BenchReport, path: str) -> None:

@@ -8,22 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verbatim.cli.options import (
-    DEFAULT_MAX_TOKENS,
-    MODEL,
-    SAMPLING,
-    given,
-    seeded,
-    takes,
-)
+from verbatim.cli.options import DEFAULT_MAX_TOKENS, MODEL, SAMPLING, given, seeded, takes
 from verbatim.cli.placing import CLUSTER, OFFLOAD, opened, placement_of
-from verbatim.cli.terminal import (
-    WrongUsage,
-    end_line,
-    interruptible,
-    note,
-    one_line,
-)
+from verbatim.cli.terminal import WrongUsage, note, one_line, read_stream
 from verbatim.errors import EngineClosed, InvalidRequest, PromptTooLong, VerbatimError
 from verbatim.files import MAX_TEXT_BYTES
 from verbatim.params import SamplingParams
@@ -48,17 +35,24 @@ def chat(
     """Chat with a model. Sampling defaults come from the model's generation_config.json."""
     fields = given(values, SAMPLING)
     SamplingParams(**fields)  # reject invalid options before a model is opened
+    begin = [] if system is None else [{"role": "system", "content": system}]
     with opened(values, placement_of(values)) as llm:
-        transcript = Transcript(llm, _params(llm, fields), system)
-        note(f"{_described(transcript.params)}\n/help lists the commands")
+        params = llm.default_params().replace(**({"max_tokens": DEFAULT_MAX_TOKENS} | fields))
+        note(f"{_described(params)}\n/help lists the commands")
+        messages = begin
         for line in _lines():
-            if not transcript.take(line):
+            text = line.strip()
+            if text == "/exit":
                 break
-
-
-def _params(llm: LLM, fields: dict[str, Any]) -> SamplingParams:
-    """Return the model's default sampling, overridden by the user's options."""
-    return llm.default_params().replace(**({"max_tokens": DEFAULT_MAX_TOKENS} | fields))
+            if text == "/clear":
+                messages = begin
+                note("conversation cleared")
+            elif text == "/help":
+                note(HELP)
+            elif text.startswith("/") and text[1:].isalpha():
+                note(f"unknown command {text}\n{HELP}")
+            elif text:
+                messages = _turn(llm, params, messages, text)
 
 
 def _described(params: SamplingParams) -> str:
@@ -68,65 +62,26 @@ def _described(params: SamplingParams) -> str:
     return "sampling (the model's defaults and your options): " + ", ".join(shown)
 
 
-class Transcript:
-    """The turns so far. A failed turn does not change them."""
+def _turn(
+    llm: LLM, params: SamplingParams, messages: list[dict[str, str]], text: str
+) -> list[dict[str, str]]:
+    """Print the answer to a message as it is generated; return the conversation with both.
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
-        self.llm = llm
-        self.params = params
-        self.system = [] if system is None else [{"role": "system", "content": system}]
-        self.messages = list(self.system)
-
-    def take(self, line: str) -> bool:
-        """Handle one line of input; return False to end the conversation."""
-        text = line.strip()
-        if text == "/exit":
-            return False
-        if text == "/clear":
-            self.messages = list(self.system)
-            note("conversation cleared")
-        elif text == "/help":
-            note(HELP)
-        elif text.startswith("/") and text[1:].isalpha():
-            note(f"unknown command {text}\n{HELP}")
-        elif text:
-            self.turn(text)
-        return True
-
-    def turn(self, text: str) -> None:
-        """Send one message, print the answer as it is generated, and append both."""
-        messages = [*self.messages, {"role": "user", "content": text}]
-        try:
-            answer = self.answer(messages)
-        except EngineClosed:
-            raise
-        except PromptTooLong as error:
-            note(f"{one_line(error)}\nthis turn was dropped; /clear clears the conversation")
-        except VerbatimError as error:
-            note(f"{one_line(error)}\nthis turn was dropped")
-        else:
-            self.messages = [*messages, {"role": "assistant", "content": answer}]
-
-    def answer(self, messages: list[dict[str, str]]) -> str:
-        """Stream one answer to stdout; Ctrl-C ends it early."""
-        answer = ""
-        result: Result | None = None
-        params = seeded(self.params)
-        stream = self.llm.chat_stream(messages, params)
-        try:
-            with interruptible(stream) as deltas:
-                for delta in deltas:
-                    answer += delta.text
-                    sys.stdout.write(delta.text)
-                    sys.stdout.flush()
-                    result = delta.result or result
-        except (KeyboardInterrupt, VerbatimError):
-            end_line(answer)
-            raise
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-        note(f"({_ended(result)}seed {params.seed})")
-        return answer
+    Ctrl-C ends the answer early. A turn that fails is not part of the conversation.
+    """
+    asked, params = [*messages, {"role": "user", "content": text}], seeded(params)
+    try:
+        texts, _, result = read_stream(llm.chat_stream(asked, params), live=True)
+    except EngineClosed:
+        raise
+    except VerbatimError as error:
+        hint = "; /clear clears the conversation" if isinstance(error, PromptTooLong) else ""
+        note(f"{one_line(error)}\nthis turn was dropped{hint}")
+        return messages
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    note(f"({_ended(result)}seed {params.seed})")
+    return [*asked, {"role": "assistant", "content": texts[0]}]
 
 
 def _ended(result: Result | None) -> str:
@@ -162,3 +117,5 @@ def _lines() -> Iterator[str]:
         except (EOFError, KeyboardInterrupt):
             note("")
             return
+        except UnicodeDecodeError:
+            note("verbatim: this line is not UTF-8 text")

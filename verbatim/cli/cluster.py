@@ -164,10 +164,10 @@ def _own_address(address: str | None) -> list[str]:
         family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind((address, 0))
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter of "a..b"
+        why = getattr(error, "strerror", None) or "not a host name"
         raise WrongUsage(
-            f"--node-ip-address {address!r} is not an address of this machine: "
-            f"{error.strerror or error}"
+            f"--node-ip-address {address!r} is not an address of this machine: {why}"
         ) from None
     return [f"--node-ip-address={address}"]
 
@@ -243,15 +243,15 @@ def _text(status: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-_HEADER = tuple("stage layers machine pid weights K/V kept batches tokens/s hop restarts".split())
+_HEADER = tuple("stage layers machine pid weights K/V batches tokens/s hop restarts".split())
 
 
 def _row(stage: Mapping[str, Any]) -> tuple[str, ...]:
     if stage["silent"]:
-        return ("?", "does not answer", *[""] * 9)
+        return ("?", "does not answer", *[""] * 8)
     machine = stage["address"][0]
     if stage["layers"] is None:
-        return ("idle", "", machine, str(stage["pid"]), *[""] * 7)
+        return ("idle", "", machine, str(stage["pid"]), *[""] * 6)
     first, end = stage["layers"]
     hop = stage["hop_s"]
     return (
@@ -261,7 +261,6 @@ def _row(stage: Mapping[str, Any]) -> tuple[str, ...]:
         str(stage["pid"]),
         size_text(stage["weight_bytes"]),
         size_text(stage["kv_bytes"]),
-        size_text(stage["kept_bytes"]),
         str(stage["frames"]),
         f"{stage['tokens_per_s']:.1f}",
         "" if hop is None else f"{hop * 1000:.2f} ms",

@@ -1,24 +1,52 @@
 """All commands, as one typer application.
 
-No command imports torch before it has checked its options, so `verbatim --help` and a mistyped option
-respond at once.
+A command is imported when it is called, and none imports torch before it has checked its options: so
+`verbatim --help` and a mistyped option respond at once.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+from typer.main import get_command
 
 from verbatim._version import __version__
-from verbatim.cli import batch, bench, chat, cluster, generate, info, plan, score, serve, verify
 from verbatim.cli.interrupts import EXIT_BROKEN_PIPE
 from verbatim.cli.terminal import note, reported
+
+# The first sentence of each command's help; a command lies in a module of its name.
+COMMANDS = {
+    "generate": "Complete one prompt: an argument, a file, token ids, or stdin.",
+    "chat": "Chat with a model. Sampling defaults come from the model's generation_config.json.",
+    "serve": "Serve a model: OpenAI's API, Verbatim's own endpoints, and a playground at /.",
+    "batch": "Answer a file of requests for /v1/completions, /v1/chat/completions or /v1/responses.",
+    "score": "Print the log-prob of each token given the tokens before it, at temperature 1, and the "
+    "perplexity.",
+    "verify": "Run the same requests alone, batched, chunked, evicted and so on, and compare them bit for "
+    "bit.",
+    "bench": "Measure prefill, decode and a mixed workload, in turns with other systems.",
+    "info": "Show a model's size, numerics key and default sampling parameters.",
+    "plan": "Show how a model larger than memory would run, without loading it.",
+    "cluster": "Run a model over several machines (Ray starts the processes).",
+}
 
 
 class _Commands(TyperGroup):
     """The commands, with their errors as one line and an exit status."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, stub, rest = super().resolve_command(ctx, args)
+        if stub is None or stub.name is None:
+            return name, stub, rest
+        found = getattr(import_module(f"verbatim.cli.{stub.name}"), stub.name)
+        if not isinstance(found, typer.Typer):
+            alone = typer.Typer(add_completion=False)
+            alone.command()(found)
+            found = alone
+        return name, get_command(found), rest
 
     def invoke(self, ctx: Any) -> Any:
         with reported():
@@ -32,16 +60,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command()(generate.generate)
-app.command()(chat.chat)
-app.command()(serve.serve)
-app.command()(batch.batch)
-app.command()(score.score)
-app.command()(verify.verify)
-app.command()(bench.bench)
-app.command()(info.info)
-app.command()(plan.plan)
-app.add_typer(cluster.cluster)
+for _name, _help in COMMANDS.items():
+    app.command(_name, help=_help)(lambda: None)
 
 
 def _print_version(wanted: bool) -> None:

@@ -21,7 +21,7 @@ _MODELS = "transformers.modeling_layers"  # what every model of transformers imp
 
 # Packages that transformers imports where they are installed, for training and for formats that
 # verbatim/weights/ reads itself. torchao also complains on stderr about libraries that it can't load.
-_OPTIONAL = ("scipy", "sklearn", "torchao")
+_OPTIONAL = ("accelerate", "scipy", "sklearn", "torchao")
 
 _MASKS = "torch._dynamo._trace_wrapped_higher_order_op"
 _DTENSOR = "torch.distributed.tensor"
@@ -57,11 +57,14 @@ def deferred_imports() -> Iterator[None]:
     def import_(
         name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
     ) -> Any:
+        importer = (globals or {}).get("__name__", "")
         if level == 0 and name not in sys.modules:
-            importer = (globals or {}).get("__name__", "")
             if found := _stand_in(name, importer, fromlist or ()):
                 return found
-        return original(name, globals, locals, fromlist, level)
+        module = original(name, globals, locals, fromlist, level)
+        if name == "utils.import_utils" and importer == "transformers":
+            _read_ends(module)
+        return module
 
     builtins.__import__ = import_
     try:
@@ -93,6 +96,12 @@ def _stand_in(name: str, importer: str, names: tuple[str, ...]) -> SimpleNamespa
     if name == "sympy" and importer == "torch._prims_common":
         return SimpleNamespace(Basic=())  # for isinstance: a type without instances
     return None
+
+
+def _read_ends(module: Any) -> None:
+    """Let transformers look for `__all__` from the end of each of its 3,400 files, not line by line."""
+    if names_of := getattr(module, "fetch__all__", None):
+        module.fetch__all__ = lambda text: names_of(text[text.rfind("\n__all__") + 1 :])
 
 
 def _later(module: str, name: str) -> Callable[..., Any]:

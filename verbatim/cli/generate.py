@@ -24,11 +24,9 @@ from verbatim.cli.options import (
 from verbatim.cli.placing import CLUSTER, OFFLOAD, opened, placement_of
 from verbatim.cli.terminal import (
     WrongUsage,
-    end_line,
-    interruptible,
     note,
+    read_stream,
 )
-from verbatim.errors import VerbatimError
 from verbatim.files import read_file, read_stdin
 from verbatim.params import SamplingParams
 from verbatim.plain import to_json
@@ -62,7 +60,11 @@ def generate(
     Text is written to stdout as it is generated. The last line, with counts and speed, goes to stderr.
     """
     prompts = take_model(arguments or [], 1, values)
-    source = _prompt(prompts[0] if prompts else None, file, ids)
+    files, texts_of_ids = [[] if value is None else [value] for value in (file, ids)]
+    given_by = ["PROMPT"] * len(prompts) + ["--file"] * len(files) + ["--ids"] * len(texts_of_ids)
+    if len(given_by) > 1:
+        raise WrongUsage(f"give one prompt, not {' and '.join(given_by)}")
+    (source,) = read_sources("prompt", prompts, files, texts_of_ids)
     fields = {"max_tokens": DEFAULT_MAX_TOKENS} | given(values, (*SAMPLING, *GENERATE_ONLY))
     for name in ("logprobs", "prompt_logprobs", "record_routing", "record_indices", "support"):
         if name in fields and not as_json:
@@ -75,25 +77,11 @@ def generate(
 
 def _run(llm: LLM, source: str | list[int], params: SamplingParams, as_json: bool) -> None:
     """Generate, write to stdout (streaming a single completion), and report on stderr."""
-    texts = [""] * params.n
-    counts = [0] * params.n
-    result: Result | None = None
     live = params.n == 1 and not as_json
     start = time.perf_counter()
-    try:
-        # Beam search yields no delta before its end, and Ctrl-C must not wait for that.
-        stream, at_once = llm.stream(source, params), params.num_beams > 1
-        with interruptible(stream, at_once=at_once) as deltas:
-            for delta in deltas:
-                texts[delta.index] += delta.text
-                counts[delta.index] += len(delta.token_ids)
-                result = delta.result or result
-                if live and delta.text:
-                    sys.stdout.write(delta.text)
-                    sys.stdout.flush()
-    except (KeyboardInterrupt, VerbatimError):
-        end_line(texts[0] if live else "")
-        raise
+    # Beam search yields no delta before its end, and Ctrl-C must not wait for that.
+    at_once = params.num_beams > 1
+    texts, num_new, result = read_stream(llm.stream(source, params), live=live, at_once=at_once)
     seconds = time.perf_counter() - start
 
     if as_json:
@@ -103,14 +91,13 @@ def _run(llm: LLM, source: str | list[int], params: SamplingParams, as_json: boo
         if not texts[0].endswith("\n"):
             sys.stdout.write("\n")
     else:
+        shown = [texts[index] for index in sorted(texts)]
         if result is not None:  # a beam search may find fewer than n
-            texts = [output.text for output in result.outputs]
-        else:
-            texts = [text for text, count in zip(texts, counts, strict=True) if count]
-        for number, text in enumerate(texts, start=1):
-            sys.stdout.write(f"--- {number} of {len(texts)} ---\n{text}\n")
+            shown = [output.text for output in result.outputs]
+        for number, text in enumerate(shown, start=1):
+            sys.stdout.write(f"--- {number} of {len(shown)} ---\n{text}\n")
     sys.stdout.flush()
-    note(_summary(result, params, sum(counts), seconds))
+    note(_summary(result, params, num_new, seconds))
     if result is None:
         raise typer.Exit(EXIT_INTERRUPTED)
 
@@ -131,23 +118,21 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _prompt(prompt: str | None, file: str | None, ids: str | None) -> str | list[int]:
-    """Return the prompt from the one source that was given."""
-    sources = [
-        name
-        for name, value in (("PROMPT", prompt), ("--file", file), ("--ids", ids))
-        if value is not None
+def read_sources(
+    what: str, texts: list[str], files: list[str], ids: list[str]
+) -> list[str | list[int]]:
+    """Return all inputs: texts, then files, then ids; stdin if there are none."""
+    if files.count("-") > 1:
+        raise WrongUsage("--file -: stdin can only be read once")
+    sources: list[str | list[int]] = [
+        *texts,
+        *(_read(what, file) for file in files),
+        *map(_parse_ids, ids),
     ]
-    if len(sources) > 1:
-        raise WrongUsage(f"give one prompt, not {' and '.join(sources)}")
-    if prompt is not None:
-        return prompt
-    if ids is not None:
-        return parse_ids(ids)
-    return read_input("prompt", file)
+    return sources or [_read(what, None)]
 
 
-def read_input(what: str, file: str | None) -> str:
+def _read(what: str, file: str | None) -> str:
     """Return the text of a file; of stdin for "-" and None."""
     if file is not None and file != "-":
         return read_file(file, file)
@@ -160,7 +145,7 @@ def read_input(what: str, file: str | None) -> str:
     return read_stdin()
 
 
-def parse_ids(text: str) -> list[int]:
+def _parse_ids(text: str) -> list[int]:
     """Parse the token ids of a command line."""
     try:
         return [int(word) for word in text.replace(",", " ").split()]

@@ -24,7 +24,7 @@ def handle() -> None:
     # A shell starts background jobs with Ctrl-C ignored: then it stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
-        sys.unraisablehook = _leave_if_interrupted
+        sys.unraisablehook = _interrupted_in_destructor
     if _terminal.open():
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP):
             if signal.getsignal(number) is signal.SIG_DFL:
@@ -32,14 +32,20 @@ def handle() -> None:
 
 
 def opened() -> None:
-    """Raise KeyboardInterrupt on every Ctrl-C from here on, as asyncio expects it: a model is open."""
+    """Raise KeyboardInterrupt on every Ctrl-C from here on, as asyncio expects it: a model is open.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C came before, and a library swallowed it.
+    """
     if signal.getsignal(signal.SIGINT) is _interrupt:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.unraisablehook = sys.__unraisablehook__
+        if _came:
+            raise KeyboardInterrupt
 
 
 def leave() -> NoReturn:
     """Exit at once, with the status and the line of an interrupted command."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     line = b"verbatim: interrupted\n"
     if _terminal.restore():
         line = b"\r\x1b[K" + line  # in the place of a progress display
@@ -69,11 +75,20 @@ def came() -> bool:
     return _came
 
 
-def _leave_if_interrupted(unraisable: sys.UnraisableHookArgs) -> None:
-    """Exit for a KeyboardInterrupt within a destructor, which Python would print and ignore."""
-    if isinstance(unraisable.exc_value, KeyboardInterrupt):
+def _interrupted_in_destructor(unraisable: sys.UnraisableHookArgs) -> None:
+    """Act on a KeyboardInterrupt within a destructor or a weak reference's callback.
+
+    Python would print and ignore it.
+    """
+    if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(unraisable)
+    elif signal.getsignal(signal.SIGINT) is _interrupt:
         leave()
-    sys.__unraisablehook__(unraisable)
+    else:  # raise it again outside the destructor, so that what is open gets closed
+        import threading
+
+        # To the process, not to the timer's thread: it ends a wait of the main thread.
+        threading.Timer(0.01, os.kill, [os.getpid(), signal.SIGINT]).start()
 
 
 def _restore_and_signal(number: int, _frame: FrameType | None) -> None:

@@ -70,7 +70,6 @@ CLUSTER = (
         "N,N,...",
         read=numbers("layers", "the number of layers of each stage, such as 8,8,12"),
     ),
-    *_stage_field(_CLUSTER, "keep", "AMOUNT", read=_amount),
     *_stage_field(_CLUSTER, "spares"),
 )
 

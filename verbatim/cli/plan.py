@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -12,15 +12,12 @@ from verbatim.cli.options import MODEL, given, takes
 from verbatim.cli.placing import PLACING, offload_of
 from verbatim.placement.offload.choice import Offload
 
-if TYPE_CHECKING:
-    from verbatim.placement.offload.forecast import Forecast
-
 # The options of `LLM` that affect a plan; the others are about drafts and the device.
 _SHAPING = (
     "model config revision trust_remote_code dtype num_threads max_length kv_memory kv_dtype quantization "
     "block_size max_batch_tokens max_sequences"
 ).split()
-_SOURCE = ("config", "revision", "trust_remote_code", "dtype")
+_SOURCE = ("model", "config", "revision", "trust_remote_code", "dtype")
 _OPTIONS = tuple(option for option in MODEL if option.name in _SHAPING)
 
 
@@ -33,20 +30,16 @@ def plan(
 
     Measures the machine for a second or two, which includes reading the model's files.
     """
-    offload, settings = offload_of(values), given(values, _OPTIONS)
-    forecast = _forecast(settings.pop("model", None), offload, settings)
+    offload, settings = offload_of(values) or Offload(), given(values, _OPTIONS)
+    source = {"model": None} | {n: settings.pop(n) for n in _SOURCE if n in settings}
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from verbatim.model.loader import ModelSource
+    from verbatim.opening import plan_offload
+    from verbatim.placement.offload.report import plan_text
+    from verbatim.placement.options import engine_options
+
+    forecast = plan_offload(ModelSource(**source), offload, engine_options(**settings))
     if as_json:
         typer.echo(json.dumps(forecast.as_dict()))
         return
-    from verbatim.placement.offload.report import plan_text
-
-    typer.echo(plan_text(forecast.plan, forecast.prediction))
-
-
-def _forecast(model: str | None, offload: Offload | None, settings: dict[str, Any]) -> Forecast:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from verbatim.opening import plan_offload
-    from verbatim.placement.options import engine_options
-
-    source = {name: settings.pop(name) for name in _SOURCE if name in settings}
-    return plan_offload(model, offload or Offload(), engine_options(**settings), **source)
+    typer.echo(plan_text(forecast))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verbatim.cli.generate import parse_ids, read_input
+from verbatim.cli.generate import read_sources
 from verbatim.cli.options import MODEL, takes
 from verbatim.cli.placing import CLUSTER, OFFLOAD, opened, placement_of
 from verbatim.cli.terminal import WrongUsage
@@ -51,7 +51,7 @@ def score(
     """
     if summary and as_json:
         raise WrongUsage("--summary and --json: use only one of them")
-    sources = _sources(prompts or [], file or [], ids or [])
+    sources = read_sources("text", prompts or [], file or [], ids or [])
     with opened(values, placement_of(values)) as llm:
         # The request of LLM.score, whose results have the token ids as well.
         results = llm.generate(sources, SamplingParams(max_tokens=0, prompt_logprobs=0))
@@ -66,16 +66,6 @@ def score(
         sys.stdout.write(f"{head}{_sentence(score)}\n")
         if not summary and number < len(scores):
             sys.stdout.write("\n")
-
-
-def _sources(prompts: list[str], files: list[str], ids: list[str]) -> list[str | list[int]]:
-    """Return all inputs: texts, then files, then ids."""
-    if files.count("-") > 1:
-        raise WrongUsage("--file -: stdin can only be read once")
-    sources: list[str | list[int]] = list(prompts)
-    sources += [read_input("text", path) for path in files]
-    sources += [parse_ids(text) for text in ids]
-    return sources or [read_input("text", None)]
 
 
 def _score(llm: LLM, result: Result) -> dict[str, Any]:

@@ -11,10 +11,9 @@ from verbatim.cli.options import ADAPTERS, MODEL, Option, fields_of, given, help
 from verbatim.cli.placing import CLUSTER, OFFLOAD, opened, placement_of
 from verbatim.cli.terminal import WrongUsage, need_packages, note
 from verbatim.files import read_file
-from verbatim.serve.settings import LOCAL_HOSTS, ServeSettings, is_local
+from verbatim.serve.settings import LEVELS, LOCAL_HOSTS, ServeSettings, is_local
 
 KEYS = "VERBATIM_API_KEY"
-LEVELS = ("critical", "error", "warning", "info", "debug")
 _SERVER, _LIMITS = "Server", "Limits"
 
 _field = partial(fields_of, ServeSettings())
@@ -63,7 +62,7 @@ def serve(**values: Any) -> None:
     """
     need_packages("serve", "fastapi", "prometheus_client", "uvicorn")
     fields = given(values, SERVER)
-    host, port = fields.pop("host", "127.0.0.1"), fields.pop("port", 8000)
+    host, port = fields.pop("host", "127.0.0.1").strip("[]"), fields.pop("port", 8000)
     if not 0 <= port <= 65535:
         raise WrongUsage(f"--port {port}: must be 0 to 65535")
     log_level, drain_s = fields.pop("log_level", "info"), fields.pop("drain_timeout_s", 60)
@@ -92,7 +91,7 @@ def _settings(host: str, fields: dict[str, Any]) -> ServeSettings:
             "pass --no-api-key"
         )
     if is_local(host) and not keys:  # guards against DNS rebinding; a web page has no key
-        fields["hosts"] = tuple(dict.fromkeys((*LOCAL_HOSTS, host.lower().strip("[]"))))
+        fields["hosts"] = tuple(dict.fromkeys((*LOCAL_HOSTS, host.lower())))
     fields["cors_origins"] = tuple(fields.pop("cors_origin", ()))
     fields["timeout_s"] = fields.pop("request_timeout_s", None)
     return ServeSettings(api_keys=keys, **fields)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from importlib.util import find_spec
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
 from verbatim.cli.interrupts import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED
 from verbatim.errors import VerbatimError
+
+if TYPE_CHECKING:
+    from verbatim.core import Result
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
@@ -35,13 +39,6 @@ def note(message: str) -> None:
     """Print one line on stderr, apart from the text on stdout. Nothing depends on its being written."""
     with suppress(OSError):
         typer.echo(message, err=True)
-
-
-def end_line(written: str) -> None:
-    """End the line on stdout that a text broke off in, before its error goes to stderr."""
-    if written and not written.endswith("\n"):
-        sys.stdout.write("\n")
-        sys.stdout.flush()
 
 
 def one_line(error: BaseException) -> str:
@@ -72,7 +69,8 @@ def reported() -> Iterator[None]:
     except BrokenPipeError:
         _leave(EXIT_BROKEN_PIPE)
     except OSError as error:
-        note(f"verbatim: can't write to stdout: {error.strerror or error}")
+        what = "can't write to stdout" if error.filename is None else error.filename
+        note(f"verbatim: {what}: {error.strerror or error}")
         _leave(EXIT_ERROR)
 
 
@@ -95,16 +93,22 @@ def _leave(status: int) -> NoReturn:
     raise typer.Exit(status) from None
 
 
-@contextmanager
-def interruptible(stream: Any, *, at_once: bool = False) -> Iterator[Iterator[Any]]:
-    """Give the deltas of a stream up to the first Ctrl-C, so that it ends between two steps of the engine.
+def read_stream(
+    stream: Any, *, live: bool = False, at_once: bool = False
+) -> tuple[dict[int, str], int, Result | None]:
+    """Read a stream up to the first Ctrl-C, so that it ends between two steps of the engine.
 
-    A second Ctrl-C raises KeyboardInterrupt, also in the middle of a step. At the end of the block the
-    stream is closed, which aborts its request.
+    A second Ctrl-C raises KeyboardInterrupt, also in the middle of a step. At the end the stream is closed,
+    which aborts its request.
 
     Args:
+        live: write the text to stdout as it comes. If an error breaks it off, its line is ended.
         at_once: the first Ctrl-C raises KeyboardInterrupt.
+
+    Returns:
+        The text of each completion, the number of new tokens, and the result, or None after Ctrl-C.
     """
+    texts, num_new, result = defaultdict[int, str](str), 0, None
     pressed, before = False, signal.getsignal(signal.SIGINT)
 
     def press(_number: int, _frame: FrameType | None) -> None:
@@ -113,19 +117,27 @@ def interruptible(stream: Any, *, at_once: bool = False) -> Iterator[Iterator[An
             raise KeyboardInterrupt
         pressed = True
 
-    def deltas() -> Iterator[Any]:
-        for delta in stream:
-            yield delta
-            if pressed:
-                return
-
-    if not at_once:
+    if not at_once and before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, press)
     try:
         with closing(stream):
-            yield deltas()
+            for delta in stream:
+                texts[delta.index] += delta.text
+                num_new += len(delta.token_ids)
+                result = delta.result or result
+                if live and delta.text:
+                    sys.stdout.write(delta.text)
+                    sys.stdout.flush()
+                if pressed:
+                    break
+    except (KeyboardInterrupt, VerbatimError):
+        if live and texts[0] and not texts[0].endswith("\n"):
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+        raise
     finally:
         signal.signal(signal.SIGINT, before)
+    return texts, num_new, result
 
 
 def size_text(nbytes: float) -> str:

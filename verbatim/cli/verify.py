@@ -92,10 +92,11 @@ def _shown(names: Any) -> Iterator[Callable[[Row], object]]:
 def _print(report: Report) -> None:
     """Print the table, the differences and the verdict."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=f"{report.model}, {report.numerics_key}", title_justify="left")
+    table = Table(title=escape(f"{report.model}, {report.numerics_key}"), title_justify="left")
     for name in ("schedule", "tokens", "log-probs"):
         table.add_column(name, no_wrap=True)
     for name in ("largest", "compared", "forwards", "rows each", "at once"):

@@ -1,20 +1,22 @@
-"""Arguments, padded batches and seeds, shared by the adapters."""
+"""Arguments, padded batches and model objects, shared by the adapters."""
 
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from verbatim.core import Completion, FinishReason, Request
 from verbatim.core import Sequence as Row
-from verbatim.errors import InvalidRequest, NotSupported, RequestFailed
-from verbatim.tensors import check_padded
+from verbatim.errors import EngineClosed, InvalidRequest, NotSupported, RequestFailed
+from verbatim.llm import LLM
+from verbatim.tensors import check_padded, engine_of, pad_rows
 
 
 def accepts(function: Any, *args: Any, unknown: bool = False, **kwargs: Any) -> bool:
@@ -66,35 +68,6 @@ def check_search(num_beams: int, do_sample: bool, temperature: Any) -> None:
         raise InvalidRequest(
             f"temperature={temperature!r}: must be above 0; the likeliest token is do_sample=False"
         )
-
-
-def draw_seed() -> int:
-    """Draw a seed from torch's default generator, so that `torch.manual_seed` repeats a run."""
-    return int(torch.randint(2**53, ()))
-
-
-def pad_rows(
-    rows: Sequence[Sequence[int]],
-    fill_id: int,
-    *,
-    num_rows: int | None = None,
-    width: int | None = None,
-    left: bool = False,
-) -> Tensor:
-    """Return `rows` as an int64 tensor `[num_rows, width]`, filled up with `fill_id`.
-
-    Args:
-        num_rows: missing rows hold only `fill_id`; None takes `len(rows)`.
-        width: longer rows are cut at the end; None takes the longest row's length.
-        left: put the padding in front of the ids.
-    """
-    if width is None:
-        width = max(map(len, rows), default=0)
-    batch = torch.full((len(rows) if num_rows is None else num_rows, width), fill_id)
-    for target, row in zip(batch, rows, strict=False):
-        ids = torch.tensor(row[:width], dtype=torch.int64)
-        target[width - len(ids) if left else 0 :][: len(ids)] = ids
-    return batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,3 +200,38 @@ def new_rows(
         rows.append(list(row.output_ids[: stops.get(number)]))
         growing += [] if request.finished or number in stops else [len(row.output_ids)]
     return rows, min(growing) if growing else max(map(len, rows), default=0)
+
+
+class Opened:
+    """An open `LLM`, or a live module, for which one engine is kept."""
+
+    _source: LLM | nn.Module
+    _closed = False
+    _end: Any = None  # closes an engine that was opened here
+
+    def _close_with(self, llm: LLM) -> None:
+        """Close `llm` together with this object, also when it is collected."""
+        self._end = weakref.finalize(self, llm.close)
+
+    @property
+    def llm(self) -> LLM:
+        """The engine, with every sampling option, streams and scores.
+
+        Raises:
+            EngineClosed: after `close`.
+        """
+        if self._closed:
+            raise EngineClosed(f"this {type(self).__name__} was closed")
+        return engine_of(self._source)
+
+    def close(self) -> None:
+        """Close the engine if it was opened here; leave a given `LLM` or module open."""
+        self._closed = True
+        if self._end is not None:
+            self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -74,7 +74,7 @@ def resolve_draft(draft: Any) -> Drafter | None:
         return DraftModel(draft)
     raise InvalidRequest(
         f"draft={draft!r}: must be None, {NAMES}, a folder, a hub id, a module, or "
-        "have a method propose(sequences, lengths)"
+        "an instance of a class with propose(sequences, lengths)"
     )
 
 

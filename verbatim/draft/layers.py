@@ -1,18 +1,49 @@
-"""Drafts from layers of the model itself: its first ones, or those for multi-token prediction (MTP)."""
+"""Autoregressive drafting, with the request's own noise, by layers that are cheaper than the model."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
-from verbatim.batch import Batch, SamplePlan
+from verbatim.batch import ZERO_STATE, Batch, SamplePlan, SampleRow
 from verbatim.core import Sequence
-from verbatim.draft.chain import ActiveDraft, Chain, Rows
 from verbatim.placement.distributed.group import StageGone
-from verbatim.protocols import DraftRunner
+from verbatim.placement.offload.cut import cut
+from verbatim.protocols import Runner
+
+if TYPE_CHECKING:
+    from verbatim.sampling.grammar import StructureState
 
 
-class LayersProposer(Chain):
+@dataclass(slots=True)
+class ActiveDraft:
+    """The draft of one sequence under construction.
+
+    Attributes:
+        length: desired number of tokens; below 1: none.
+        start: first position to compute; of MTP layers, `Sequence.num_draft_computed` has it.
+        blocks: of the K and V of the layers.
+        states: for recurrent layers: number of tokens to the slot of the state after them.
+        ids: drafted so far.
+        grammar: its state after `ids`.
+    """
+
+    sequence: Sequence
+    length: int
+    start: int
+    blocks: list[int]
+    states: dict[int, int]
+    ids: list[int] = field(default_factory=list)
+    grammar: StructureState | None = None
+
+
+class LayersProposer:
     """Drafts with layers of the model, wherever its runner has them, in the sequences' own blocks.
+
+    Runs and draws once for each token of the longest draft, or once for all where the runner can. Tokens are
+    drawn as in the engine, with the request's parameters, noise and grammar, but without its logits
+    processors. A draft ends early if no token can be drawn.
 
     The first layers have no cache of their own: positions computed by all layers are computed by the
     first ones. The K and V that they write for draft tokens are overwritten by the model's verifying forward;
@@ -27,39 +58,87 @@ class LayersProposer(Chain):
     cost more.
 
     Args:
-        runner: the model's runner.
-        max_rows: maximum number of rows of one forward.
+        runner: has the layers that draft.
+        max_rows: maximum number of rows of one forward; more are split over several.
+        live: the layers belong to the caller, whose code may change their weights at any time.
     """
 
-    def __init__(self, runner: DraftRunner, max_rows: int) -> None:
-        super().__init__(max_rows)
-        self._runner = runner
+    def __init__(self, runner: Runner, max_rows: int, *, live: bool) -> None:
+        self.runner = runner
+        self._max_rows = max_rows
+        self.live = live
         self._count = runner.draft_info.get("mtp_layers", 0)
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:
         """See `Proposer`. The step in which a stage of a cluster is lost runs without drafts."""
+        drafts = self.begin(sequences, lengths)
+        for draft in drafts:
+            if draft.sequence.grammar is not None:
+                draft.grammar = draft.sequence.grammar.fork()
+        step, live = 0, [draft for draft in drafts if draft.length > 0]
         try:
-            return super().propose(sequences, lengths)
+            while live:
+                drawn = self._draw(step, live)
+                live = [
+                    draft
+                    for draft, ids in zip(live, drawn, strict=True)
+                    if all(_extend(draft, token_id) for token_id in ids)
+                    and len(draft.ids) < draft.length
+                ]
+                step += 1
         except StageGone:  # the next forward replaces the stage
             return [[] for _ in sequences]
+        return [draft.ids for draft in drafts]
 
     def begin(self, sequences: list[Sequence], lengths: list[int]) -> list[ActiveDraft]:
+        """Start one draft per sequence; shorter if there is too little memory for its K and V."""
         return [
-            ActiveDraft(s, n, s.blocks, {} if self._count else s.states)
+            ActiveDraft(s, n, s.num_computed, s.blocks, {} if self._count else s.states)
             for s, n in zip(sequences, lengths, strict=True)
         ]
 
-    def run(
-        self, step: int, batch: Batch, plan: SamplePlan | None, lengths: list[int]
-    ) -> list[list[int]]:
-        return self._runner.draft(self._layer(step), batch, plan, lengths)
+    def info(self) -> dict[str, Any]:
+        """Return the number of layers, as plain values."""
+        return {"layers": self._count or self.runner.draft_info["early_exit_layers"]}
 
-    def rows(self, draft: ActiveDraft, step: int) -> Rows:
+    def _draw(self, step: int, drafts: list[ActiveDraft]) -> list[list[int]]:
+        """Return the next token of each draft, or all that are missing; -1 if none can be drawn."""
+        rows = [self._rows(draft, step) for draft in drafts]
+        lasts = [end - 1 for end in accumulate(len(ids) for _, ids in rows)]
+        pairs = list(zip(drafts, rows, strict=True))
+        sources = [draft.states.get(start, ZERO_STATE) for draft, (start, _) in pairs]
+        targets = [draft.states.get(start + len(ids), ZERO_STATE) for draft, (start, ids) in pairs]
+        batch = Batch.of(
+            [(ids, start, draft.blocks) for draft, (start, ids) in pairs],
+            lasts,
+            states=(sources, lasts, targets),
+        )
+        wanted, drawn = [_row(draft) for draft in drafts], list[list[int]]()
+        # Where the bans of a token depend on those before it, or a structure does, one is drawn at a time.
+        dependent = any(d.grammar is not None or d.sequence.request.bad_words for d in drafts)
+        lengths = [] if dependent else [draft.length - len(draft.ids) for draft in drafts]
+        for part in cut(batch, len(drafts), self._max_rows):
+            here = slice(len(drawn), len(drawn) + len(part.logit_rows))
+            plan = SamplePlan(wanted[here]) if wanted[here] else None
+            drawn += self.runner.draft(self._layer(step), part, plan, lengths[here])
+        if step < self._count:
+            # Slots that depend on draft tokens are computed again from the drawn ones.
+            for draft in drafts:
+                final = max(0, draft.sequence.num_tokens - 1 - step)
+                draft.sequence.num_draft_computed[step] = final
+        return drawn
+
+    def _rows(self, draft: ActiveDraft, step: int) -> tuple[int, list[int]]:
+        """Return the missing rows, through the one that predicts the `step + 1`-th draft token.
+
+        Returns:
+            The slot of the first row, and the id of each.
+        """
         sequence, k = draft.sequence, self._layer(step)
         num_tokens = sequence.num_tokens
         if step > max(0, k):  # the slot after the layer's last one, from the last draft token
             return num_tokens - 1 + step - self._count, draft.ids[-1:]
-        start = sequence.num_computed
+        start = draft.start
         if self._count:
             # At least one slot, also if the last draft was not verified, as when its step was interrupted.
             start = min(sequence.num_draft_computed.get(k, 0), num_tokens - 2)
@@ -67,16 +146,26 @@ class LayersProposer(Chain):
         ids = sequence.token_ids(first, num_tokens) + draft.ids[max(0, first - num_tokens) :]
         return start, ids
 
-    def computed(self, draft: ActiveDraft, step: int) -> None:
-        # Slots that depend on draft tokens are computed again from the drawn ones.
-        if step < self._count:
-            final = max(0, draft.sequence.num_tokens - 1 - step)
-            draft.sequence.num_draft_computed[step] = final
-
-    def info(self) -> dict[str, Any]:
-        """Return the number of layers, as plain values."""
-        return {"layers": self._count or self._runner.draft_info["early_exit_layers"]}
-
     def _layer(self, step: int) -> int:
-        """Return the layer that drafts the `step + 1`-th token; -1 for the model's first ones."""
+        """Return the layer that drafts the `step + 1`-th token; -1 if all of them run for each."""
         return min(step, self._count - 1)
+
+
+def _row(draft: ActiveDraft) -> SampleRow:
+    mask = None if draft.grammar is None else draft.grammar.mask()
+    row = draft.sequence.draw_row(draft.ids, mask)
+    row.num_logprobs = 0  # not read
+    return row
+
+
+def _extend(draft: ActiveDraft, token_id: int) -> bool:
+    """Append a drawn token to a draft; return whether a token can follow."""
+    if token_id < 0:
+        return False
+    draft.ids.append(token_id)
+    if token_id in draft.sequence.request.stop_ids:
+        return False
+    try:
+        return draft.grammar is None or not draft.grammar.push(token_id)
+    except Exception:  # the error counts only if the model draws this token
+        return False

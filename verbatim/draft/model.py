@@ -2,109 +2,237 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
-from verbatim.batch import Batch, SamplePlan
-from verbatim.core import Request, Sequence
-from verbatim.draft.cache import DraftCache
-from verbatim.draft.chain import ActiveDraft, Chain, Rows
-from verbatim.protocols import Forward, Runner
+from torch import Tensor
+
+from verbatim.batch import Batch, SampleRow
+from verbatim.core import Sequence
+from verbatim.draft.layers import ActiveDraft, LayersProposer
+from verbatim.engine.sessions import num_in_common
+from verbatim.kv.blocks import BlockPool
+from verbatim.kv.prefixes import block_keys
+from verbatim.kv.states import StateSlots
+from verbatim.kv.store import KVStore
+from verbatim.model.decoder import Decoder
+from verbatim.model.draft_layers import DraftLayers
+from verbatim.placement.graphs import DecodeGraphs
+from verbatim.protocols import Runner
+from verbatim.shield import Shield
 
 
-class DraftModelProposer(Chain):
-    """Drafts with a draft model that has its own KV cache.
-
-    The KV of a sequence is kept while the sequence lives; accepted draft tokens are not computed again.
-    When blocks run out, the least recently drafted sequences are evicted, and drafts get shorter or empty.
+class DraftModelLayers(DraftLayers):
+    """All layers of a draft model, which draft for a model with another number of ids.
 
     Args:
-        runner: the draft model, used by this proposer only.
-        vocab_size: the target model's. Ids that it lacks are never drafted; ids that the draft model
-            lacks are replaced by id 0.
-        num_embeddings: number of ids in the draft model's embedding.
+        decoder: of the draft model.
+        vocab_size: the target model's. Ids that it lacks are never drafted.
+        num_embeddings: number of ids in the draft model's embedding; id 0 stands for others.
+        graphs: its recorded steps, on a GPU.
+    """
+
+    hooks = True
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        vocab_size: int,
+        num_embeddings: int,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
+        self._decoder = decoder
+        self._vocab_size = vocab_size
+        self._num_embeddings = num_embeddings
+        self._graphs = graphs
+
+    def enter(self, k: int, batch: Batch, store: KVStore) -> tuple[Decoder, KVStore]:
+        if self._num_embeddings < self._vocab_size:
+            batch.token_ids = batch.token_ids.where(batch.token_ids < self._num_embeddings, 0)
+        return self._decoder, store
+
+    def run(self, k: int, batch: Batch, store: KVStore) -> Tensor:
+        logits: Tensor | None = None
+        if self._graphs is not None:
+            self.enter(k, batch, store)
+            logits = self._graphs.run(batch)
+        if logits is None:
+            logits = super().run(k, batch, store)
+        return logits[:, : self._vocab_size]
+
+    def chain(
+        self, k: int, batch: Batch, store: KVStore, rows: list[SampleRow], lengths: list[int]
+    ) -> list[list[int]] | None:
+        has_more = self._decoder.spec.vocab_size > self._vocab_size
+        return None if has_more else super().chain(k, batch, store, rows, lengths)
+
+    def close(self) -> None:
+        super().close()
+        self._graphs = None
+
+
+@dataclass(slots=True)
+class DraftCache:
+    """The draft model's cache of one sequence.
+
+    Attributes:
+        blocks, num_computed, num_indexed, states: as in `Sequence`, for the sequence's own ids.
+        num_tokens: of the sequence when it was last drafted for.
+        draft_ids: that draft. K and V of all of them but the last are behind those of the sequence.
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_indexed: int = 0
+    states: dict[int, int] = field(default_factory=dict)
+    num_tokens: int = 0
+    draft_ids: list[int] = field(default_factory=list)
+
+
+Ref = weakref.ref[Sequence]
+
+
+class DraftModelProposer(LayersProposer):
+    """Drafts with a draft model that has blocks and states of its own.
+
+    They are kept while the sequence lives; accepted draft tokens are not computed again. Samples of a request
+    share the blocks of their prompt, and, with `shares`, all sequences those of common prefixes, also of
+    sequences that have ended. When blocks run out, the sequences that were drafted for least recently lose
+    theirs, and drafts get shorter or empty.
+
+    Args:
+        runner: the draft model with `DraftModelLayers`, used by this proposer only.
         max_length: maximum context of the draft model; None sets no limit.
-        max_rows: maximum number of rows of one forward.
-        live: the draft model belongs to the caller, whose code may change its weights at any time.
+        shares: the engine has a prefix cache.
+
+    Attributes:
+        waiting: the sequences that got no draft in the last call, as another one computed their first block.
     """
 
     def __init__(
         self,
         runner: Runner,
-        *,
-        vocab_size: int,
-        num_embeddings: int,
-        max_length: int | None,
         max_rows: int,
+        *,
+        max_length: int | None,
         live: bool,
+        shares: bool = True,
     ) -> None:
-        super().__init__(max_rows)
-        self.runner = runner
-        self.cache = DraftCache(runner.num_blocks, runner.block_size, runner.num_states)
-        self._vocab_size = vocab_size
-        self._num_embeddings = num_embeddings
+        super().__init__(runner, max_rows, live=live)
+        self._size = runner.block_size
         self._max_length = max_length
-        self.live = live
-        self._stamp = runner.stamp() if live else None
+        self._shares = shares
+        self.waiting = weakref.WeakSet[Sequence]()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all that was computed."""
+        self.pool = BlockPool(self.runner.num_blocks)
+        self._states = StateSlots(self.runner.num_states)
+        self._caches: dict[Ref, DraftCache] = {}  # the least recently used first
+        self._stamp = self.runner.stamp() if self.live else None
 
     def begin(self, sequences: list[Sequence], lengths: list[int]) -> list[ActiveDraft]:
-        if self.live and (stamp := self.runner.stamp()) != self._stamp:
-            self.cache.clear()  # it was computed with the old weights
-            self._stamp = stamp
-        using, in_prefill = set(sequences), set[Request]()
-        return [
-            self._start(sequence, length, using, in_prefill)
-            for sequence, length in zip(sequences, lengths, strict=True)
-        ]
+        self.waiting.clear()
+        with Shield().up():  # Ctrl-C must not interrupt an allocation
+            if self.live and self.runner.stamp() != self._stamp:
+                self.clear()  # it was computed with the old weights
+            self.update()
+            if self.live and not self._caches:
+                self.pool.forget()  # some changes of weights can't be detected
+            using, in_prefill = set(map(weakref.ref, sequences)), set[bytes]()
+            return [
+                self._start(sequence, length, using, in_prefill)
+                for sequence, length in zip(sequences, lengths, strict=True)
+            ]
+
+    def update(self) -> None:
+        """Free the blocks of sequences that have ended; index the blocks that are full."""
+        for ref, cache in list(self._caches.items()):
+            sequence = ref()
+            if sequence is None or sequence.finished:
+                self._free(ref)
+                continue
+            if cache.draft_ids:
+                ids, begin = cache.draft_ids[:-1], cache.num_tokens
+                accepted = num_in_common(ids, sequence.token_ids(begin, begin + len(ids)))
+                cache.num_computed, cache.draft_ids = begin + accepted, []
+            full = cache.num_computed // self._size
+            keys = self._keys(sequence, cache.num_indexed, full)
+            for i, key in enumerate(keys, cache.num_indexed):
+                cache.blocks[i] = self.pool.remember(cache.blocks[i], key)
+            cache.num_indexed = full
+
+    def _keys(self, sequence: Sequence, begin: int, end: int) -> list[bytes]:
+        """Return the keys of some blocks of a sequence."""
+        own = b"" if self._shares else sequence.request.request_id.encode()
+        return [key + own for key in block_keys(sequence, self._size)[begin:end]]
 
     def _start(
-        self, sequence: Sequence, length: int, using: set[Sequence], in_prefill: set[Request]
+        self, sequence: Sequence, length: int, using: set[Ref], in_prefill: set[bytes]
     ) -> ActiveDraft:
-        entry, num_tokens = self.cache.entry(sequence), sequence.num_tokens
-        entry.update(sequence)
-        if self._max_length is not None:  # the last token of a draft is not computed
-            length = min(length, self._max_length - num_tokens + 1)
-        if not entry.num_valid and sequence.request in in_prefill:
-            length = 0  # wait for the prompt's blocks, which another sample computes in this call
-        if length > 0:
-            num_slots = self.cache.reserve(entry, num_tokens, num_tokens + length - 1, using)
-            length = min(length, num_slots - num_tokens + 1)
-        if length > 0:
-            length = self.cache.reserve_states(entry, num_tokens, length, using)
-        if (
-            length > 0
-            and not entry.num_valid
-            and len(sequence.request.prompt_ids) >= self.cache.block_size
-        ):
-            in_prefill.add(sequence.request)
-        return ActiveDraft(sequence, max(0, length), entry.blocks, entry.states)
+        """Start a draft of at most `length` tokens, as many as there are blocks and states for.
 
-    def run(
-        self, step: int, batch: Batch, plan: SamplePlan | None, lengths: list[int]
-    ) -> list[list[int]]:
-        forward = self.runner.forward(batch)
-        if plan is None:
-            return []
-        if self.runner.vocab_size > self._vocab_size:
-            forward = Forward(forward.logits[:, : self._vocab_size])
-        return [[draw.id] for draw in self.runner.sample(forward, plan)]
+        Args:
+            using: sequences that keep their blocks.
+            in_prefill: keys of first blocks that are computed in this call; no other sequence computes them.
+        """
+        ref, pool, states, size = weakref.ref(sequence), self.pool, self._states, self._size
+        self._caches[ref] = cache = self._caches.pop(ref, None) or DraftCache()
+        num_tokens, first = sequence.num_tokens, set[bytes]()
+        if not cache.num_computed and not states.enabled:
+            pool.give_back(cache.blocks)
+            keys = self._keys(sequence, 0, (num_tokens - 1) // size)
+            cache.blocks = pool.find(keys)
+            pool.share(cache.blocks)
+            cache.num_indexed = len(cache.blocks)
+            cache.num_computed = cache.num_indexed * size
+            first = set() if cache.blocks else set(keys[:1])
+        # At least the last row, whose logits are needed.
+        cache.num_computed = min(cache.num_computed, num_tokens - 1)
+        if states.enabled:
+            counts = [count for count in cache.states if count <= cache.num_computed]
+            cache.num_computed = max(counts, default=0)
+            states.keep(cache, cache.num_computed)
+        end = num_tokens + length - 1  # the last token of a draft is not computed
+        if self._max_length is not None:
+            end = min(end, self._max_length)
+        if first & in_prefill:
+            end = 0
+            self.waiting.add(sequence)
+        end = self._reserve(cache, num_tokens, end, using)
+        if end >= num_tokens:
+            in_prefill |= first
+        length = end - num_tokens + 1
+        draft = ActiveDraft(sequence, length, cache.num_computed, cache.blocks, cache.states)
+        cache.num_tokens, cache.draft_ids = num_tokens, draft.ids
+        return draft
 
-    def rows(self, draft: ActiveDraft, step: int) -> Rows:
-        sequence = draft.sequence
-        if step:
-            start, ids = sequence.num_tokens + step - 1, draft.ids[-1:]
-        else:
-            # At least the last row, whose logits are needed.
-            entry = self.cache.entry(sequence)
-            start = entry.start(sequence.num_tokens, bool(self.cache.num_states))
-            ids = sequence.token_ids(start, sequence.num_tokens)
-        return start, [i if i < self._num_embeddings else 0 for i in ids]
+    def _reserve(self, cache: DraftCache, num_tokens: int, end: int, using: set[Ref]) -> int:
+        """Allocate blocks for `end` positions and a state after each from `num_tokens` on, or for fewer.
 
-    def computed(self, draft: ActiveDraft, step: int) -> None:
-        entry = self.cache.entry(draft.sequence)
-        if step:
-            entry.draft_ids.append(draft.ids[step - 1])
-        else:
-            entry.num_valid = draft.sequence.num_tokens
+        Returns:
+            The number of positions; nothing was allocated if there are less than `num_tokens`.
+        """
+        pool, states, size = self.pool, self._states, self._size
+        count = end - num_tokens + 1
+        while -(-end // size) > len(cache.blocks) + pool.num_free or count > states.num_free(count):
+            idle = next((ref for ref in self._caches if ref not in using), None)
+            if idle is None:
+                break
+            self._free(idle)
+        room = (len(cache.blocks) + pool.num_free) * size
+        end = min(end, room, num_tokens - 1 + states.num_free(count))
+        if end >= num_tokens:
+            cache.blocks += pool.take(max(0, -(-end // size) - len(cache.blocks)))
+            states.reserve(cache, range(num_tokens, end + 1))
+        return end
+
+    def _free(self, ref: Ref) -> None:
+        cache = self._caches.pop(ref)
+        self.pool.give_back(cache.blocks)
+        self._states.keep(cache, 0)
 
     # ---- called by the engine
 
@@ -117,7 +245,7 @@ class DraftModelProposer(Chain):
     def sleep(self, weights: bool) -> None:
         """Release memory, as `Runner.sleep`."""
         self.runner.sleep(weights)
-        self.cache.clear()
+        self.clear()
 
     def wake(self) -> None:
         """Allocate the memory again, as `Runner.wake`."""
@@ -125,5 +253,5 @@ class DraftModelProposer(Chain):
 
     def close(self) -> None:
         """Release the draft model."""
-        self.cache.clear()
+        self._caches.clear()
         self.runner.close()

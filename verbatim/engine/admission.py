@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from verbatim.beam import BeamSearch
-from verbatim.core import BadWords, GrammarState, Request, Sequence, SessionCache, Token
+from verbatim.core import BadWords, Request, Sequence, SessionCache, Token
 from verbatim.engine.adapters import LoadedAdapters
 from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong, RequestFailed
 from verbatim.params import CHOICES, SamplingParams
@@ -25,7 +25,7 @@ from verbatim.text.detokenizer import Detokenizer
 from verbatim.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from verbatim.sampling.grammar import GrammarCompiler
+    from verbatim.sampling.grammar import GrammarCompiler, StructureState
 
 Prompt = str | SequenceOf[int]
 
@@ -84,6 +84,7 @@ class Admission:
         resumed_ids: SequenceOf[int] = (),
         resumed_text: str = "",
         session_cache: SessionCache | None = None,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> Request:
         """Return a request for `prompt`, a string or a sequence of ids.
 
@@ -93,6 +94,7 @@ class Admission:
             resumed_ids: tokens of the completion that exist already.
             resumed_text: their text, already sent.
             session_cache: of the session that this is a turn of, which sets the limit.
+            shown_ids: special tokens that stay in the text.
 
         Raises:
             InvalidRequest: an empty prompt, an id outside the vocabulary, text without a tokenizer, an
@@ -135,7 +137,7 @@ class Admission:
             # 53 bits survive every JSON reader unrounded.
             seed=secrets.randbits(53) if params.seed is None else params.seed,
             max_tokens=len(resumed_ids) + new_tokens,
-            eos_ids=frozenset() if params.ignore_eos else self.eos_ids,
+            stop_ids=single_stop_ids(params, self.eos_ids),
             bad_words=BadWords(w for w in bad_words if len(w) > 1),
             allowed_mask=self._allowed_mask(params, {w[0] for w in bad_words if len(w) == 1}),
             arrival=time.monotonic(),
@@ -144,6 +146,7 @@ class Admission:
             resumed_ids=list(resumed_ids),
             resumed_text=resumed_text,
             session_cache=session_cache,
+            shown_ids=shown_ids,
         )
         if params.min_tokens > request.max_tokens:
             raise InvalidRequest(
@@ -164,7 +167,7 @@ class Admission:
                 num_beams=params.num_beams,
                 length_penalty=params.length_penalty,
                 early_stopping=params.early_stopping,
-                num_eos=len(single_stop_ids(params, request.eos_ids)),
+                num_eos=len(request.stop_ids),
                 max_tokens=max(1, request.max_tokens),
             )
         else:
@@ -176,11 +179,12 @@ class Admission:
             detokenizer = Detokenizer(
                 self.tokenizer,
                 skip_special_tokens=request.params.skip_special_tokens,
+                shown_ids=request.shown_ids,
                 prompt_tail_ids=request.prompt_ids,
             )
         watch = StopWatch(
             request.params,
-            eos_ids=request.eos_ids,
+            eos_ids=self.eos_ids,
             max_tokens=request.max_tokens,
             detokenizer=detokenizer,
         )
@@ -191,10 +195,10 @@ class Admission:
 
     def compiles(self, params: SamplingParams) -> bool:
         """Return whether `admit` would compile a structure, which can take seconds."""
-        known = self._compiler is not None and self._compiler.knows(params)
-        return params.structure is not None and not known
+        known = self._compiler
+        return params.structure is not None and not (known and known.knows(params))
 
-    def _grammar(self, request: Request) -> GrammarState | None:
+    def _grammar(self, request: Request) -> StructureState | None:
         """Return the initial grammar state of a completion; None for unstructured output."""
         params = request.params
         if params.structure is None:
@@ -204,7 +208,7 @@ class Admission:
             from verbatim.sampling.grammar import GrammarCompiler
 
             self._compiler = GrammarCompiler(tokenizer, self.vocab_size, self.eos_ids)
-        return self._compiler.start(params, ends=bool(request.eos_ids))
+        return self._compiler.start(params, ends=bool(self.eos_ids) and not params.ignore_eos)
 
     def prompt_ids(self, prompt: Prompt, *, begins: bool = True) -> list[int]:
         """Return the ids of a prompt.

@@ -24,22 +24,27 @@ def add_candidates(
         The completions, if the search ended.
     """
     beam.candidates, beam.next_token = candidates, token
-    return _advance(beam.request, scheduler)
-
-
-def _advance(request: Request, scheduler: Scheduler) -> list[Sequence]:
-    search = request.search
+    request, search = beam.request, beam.request.search
     assert search is not None
     parents = request.sequences
     rows = [parent.candidates for parent in parents if parent.candidates is not None]
     if len(rows) < len(parents):
         return []
-    live = search.advance(rows, _child)
-    for child in live:
-        scheduler.fork(parents[child.parent], child.state)
+    origins: dict[Sequence, Sequence] = {}
+
+    def grow(parent: Sequence, candidate: Candidate) -> Sequence:
+        child = parent.fork(0)
+        origins[child] = parent
+        child.push(candidate.token_id, parent.next_token._replace(logprob=candidate.logprob))
+        if not child.finished and child.grammar is not None and child.grammar.is_complete():
+            child.complete()
+        return child
+
+    request.sequences = search.advance(rows, grow)
+    for child in request.sequences:
+        scheduler.fork(origins[child], child)
     for parent in parents:
         scheduler.remove(parent)
-    request.sequences = [child.state for child in live]
     if not search.over:
         return []
     if not search.finished:
@@ -50,24 +55,13 @@ def _advance(request: Request, scheduler: Scheduler) -> list[Sequence]:
     return finish_search(request)
 
 
-def _child(parent: Sequence, candidate: Candidate) -> Sequence:
-    """Return a fork of `parent` with one more token, which may finish it."""
-    child = parent.fork(0)
-    child.push(candidate.token_id, parent.next_token._replace(logprob=candidate.logprob))
-    if not child.finished and child.grammar is not None and child.grammar.is_complete():
-        child.complete()
-    return child
-
-
 def finish_search(request: Request) -> list[Sequence]:
     """End the search, make its best hypotheses the request's sequences, and return them."""
     search = request.search
     assert search is not None
     if not search.over:
         search.cut()
-    request.sequences = []
-    for index, beam in enumerate(search.best(request.params.n)):
-        sequence = beam.state
-        sequence.index, sequence.score = index, beam.score
-        request.sequences.append(sequence)
+    request.sequences = search.finished[: request.params.n]
+    for index, sequence in enumerate(request.sequences):
+        sequence.index = index
     return request.sequences

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from types import TracebackType
 
@@ -21,11 +21,13 @@ class ThreadWaiter:
 
     Attributes:
         thread: the thread that waits.
+        first: served before other waiters.
     """
 
-    __slots__ = ("_lock", "thread")
+    __slots__ = ("_lock", "first", "thread")
 
-    def __init__(self) -> None:
+    def __init__(self, *, first: bool = False) -> None:
+        self.first = first
         self.thread = threading.get_ident()
         self._lock = threading.Lock()
         self._lock.acquire()
@@ -35,14 +37,9 @@ class ThreadWaiter:
         with suppress(RuntimeError):  # already woken
             self._lock.release()
 
-    def wake_from_outside(self) -> None:
-        """Wake the thread, unless it is the current one."""
-        if self.thread != threading.get_ident():
-            self.wake()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait to be woken; return False after `timeout_s` seconds."""
-        return self._lock.acquire(timeout=timeout_s)
+    def wait(self, timeout_s: float = -1) -> None:
+        """Wait to be woken, for at most `timeout_s` seconds if that is not -1."""
+        self._lock.acquire(timeout=timeout_s)
 
 
 class TaskWaiter:
@@ -85,16 +82,15 @@ class Call:
     """The requests of one caller.
 
     Args:
-        waiter: woken when all of them have ended and, with `deliver`, after each step that added to one.
-        deliver: called with their deltas in the thread that runs the steps; an exception ends the request.
-            None: the deltas are not read, unless there is `max_unread`.
-        max_unread: keep the deltas for `take`, at most so many; those of one step are always allowed.
+        waiter: woken when all of them have ended, and after each step whose deltas are kept.
+        max_unread: keep the deltas for `take`, up to this number, but always those of one step. None: keep
+            none.
 
     Attributes:
+        keeps: deltas are kept.
         driven: a coroutine waits, so the handle's background thread runs the steps. False: the caller runs
             them.
         num_open: requests that have not ended.
-        is_read: the deltas are passed on or kept.
         unread: the kept deltas.
     """
 
@@ -102,29 +98,23 @@ class Call:
         self,
         requests: list[Request],
         waiter: Waiter | None = None,
-        *,
-        deliver: Callable[[Delta], None] | None = None,
         max_unread: float | None = None,
     ) -> None:
         self.requests, self.waiter = requests, waiter
-        self.is_read = deliver is not None or max_unread is not None
-        self._deliver = deliver
         self.unread: deque[Delta] = deque()
         at_once = sum(max(r.params.n, r.params.num_beams) for r in requests)
         self._max_unread = max(max_unread or 0, at_once)
+        self.keeps = max_unread is not None
         self.driven = isinstance(waiter, TaskWaiter)
         self.num_open = len(requests)
         self._tracebacks: dict[Request, TracebackType | None] = {}
 
-    def deliver(self, delta: Delta) -> None:
-        """Pass on a delta, or keep it.
+    def keep(self, delta: Delta) -> None:
+        """Keep a delta.
 
         Raises:
             RequestFailed: `max_unread` deltas are kept.
         """
-        if self._deliver is not None:
-            self._deliver(delta)
-            return
         if delta.result is None and len(self.unread) >= self._max_unread:
             raise RequestFailed(
                 f"request {delta.request_id}: its stream was not read; {len(self.unread)} deltas wait, and "
@@ -132,10 +122,9 @@ class Call:
             )
         self.unread.append(delta)
 
-    def take(self) -> Iterator[Delta]:
-        """Remove and yield the unread deltas."""
-        while self.unread:
-            yield self.unread.popleft()
+    def take(self) -> list[Delta]:
+        """Remove and return the unread deltas."""
+        return [self.unread.popleft() for _ in range(len(self.unread))]
 
     def end(self, request: Request) -> None:
         """Count an ended request, and keep its traceback."""
@@ -167,7 +156,7 @@ class Call:
 
 
 def as_exception(error: BaseException) -> Exception:
-    """Return the error that other callers get for an error of a step; one of a thread's exit is wrapped."""
+    """Return a step's error as other callers get it: an Exception, which wraps SystemExit and the like."""
     if isinstance(error, Exception):
         return error
     failed = RequestFailed(f"the step was interrupted by {error!r}")

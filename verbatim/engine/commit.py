@@ -18,6 +18,7 @@ from verbatim.engine import beams
 from verbatim.engine.draw import drawing_sequences
 from verbatim.engine.scheduler import Scheduler
 from verbatim.engine.work import Chunk
+from verbatim.errors import RequestFailed
 
 
 def commit(chunk: Chunk, hidden: Tensor | None, scheduler: Scheduler) -> list[Sequence]:
@@ -28,15 +29,26 @@ def commit(chunk: Chunk, hidden: Tensor | None, scheduler: Scheduler) -> list[Se
 
     Returns:
         The sequences of its request that have a delta to deliver; none during prefill.
+
+    Raises:
+        RequestFailed: no token can be drawn.
     """
     sequence, request = chunk.sequence, chunk.sequence.request
+    results = _valid_draws(chunk)
+    if any(draw.id == DRAW_FAILED for draw in results):
+        raise RequestFailed(
+            f"request {request.request_id}: no token can be drawn; the model's logits are not numbers, or "
+            "the request's bans, structure and filters leave nothing"
+        )
     scheduler.advance(chunk)
     if not request.params.hidden_states:
         hidden = None
     if hidden is not None:
         hidden = hidden[chunk.first_logits_row :]
-    for place, draw in enumerate(chunk.results[: chunk.num_prompt_rows]):
+    for place, draw in enumerate(results[: chunk.num_prompt_rows]):
         request.prompt_tokens.append(_token(request, draw, hidden, place))
+    if sequence.finished:  # computed again for its record
+        return [] if sequence.num_uncomputed else [sequence]
     if request.is_prefill_only and sequence.num_uncomputed == 0:
         for sibling in request.sequences[1:]:
             scheduler.fork(sequence, sibling)
@@ -46,11 +58,12 @@ def commit(chunk: Chunk, hidden: Tensor | None, scheduler: Scheduler) -> list[Se
     if chunk.is_complete:
         sequence.complete()
         return [sequence]
-    drawn = valid_draws(chunk)[chunk.num_prompt_rows :]
+    drawn = results[chunk.num_prompt_rows :]
     if hidden is not None:
         hidden = hidden[chunk.num_prompt_rows :]
+    if request.metrics.first_token_s == 0.0:
+        request.metrics.first_token_s = time.monotonic() - request.arrival
     if request.search is not None:
-        request.note_token()
         token = _token(request, drawn[0], hidden, 0)
         return beams.add_candidates(sequence, drawn[0].candidates, token, scheduler)
     samples = drawing_sequences(chunk)
@@ -66,13 +79,13 @@ def commit(chunk: Chunk, hidden: Tensor | None, scheduler: Scheduler) -> list[Se
     return list(samples)
 
 
-def valid_draws(chunk: Chunk) -> Draws:
+def _valid_draws(chunk: Chunk) -> Draws:
     """Return the chunk's results through the first rejected draft token.
 
     A failed draw is valid only in the first row: after a draft, the sequence may end before it, and if
     not, the draw fails again in the next step.
     """
-    drawn, draft = chunk.results, chunk.draft.ids  # a chunk with a draft has no prompt rows
+    drawn, draft = chunk.results, chunk.draft_ids  # a chunk with a draft has no prompt rows
     if not draft:
         return drawn
     count = 1
@@ -96,7 +109,6 @@ def grow(sequence: Sequence, draws: Draws, hidden: Tensor | None) -> int:
     """
     before, request = len(sequence.output_ids), sequence.request
     for place, draw in enumerate(draws):
-        request.note_token()
         sequence.push(draw.id, _token(request, draw, hidden, place))
         if sequence.finished:
             break
@@ -115,12 +127,17 @@ def _token(request: Request, draw: Draw, hidden: Tensor | None, row: int) -> Tok
 
 
 def finish(request: Request, reason: FinishReason) -> list[Sequence]:
-    """Finish the unfinished sequences of a request with `reason`, and return those to deliver."""
+    """Finish the unfinished sequences of a request with `reason`; return those to deliver.
+
+    A finished one that waits for its record is delivered without it, and with `reason`.
+    """
     if request.search is not None:
         sequences = beams.finish_search(request)
     else:
-        sequences = [sequence for sequence in request.sequences if not sequence.finished]
+        sequences = [s for s in request.sequences if not s.finished or s.num_recorded is not None]
     for sequence in sequences:
+        if sequence.num_recorded is not None:
+            sequence.watch.finish_reason = reason
         sequence.watch.finish(reason)
     return sequences
 

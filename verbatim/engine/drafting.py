@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from concurrent.futures import wait
 from contextlib import suppress
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from verbatim.checks import as_index
-from verbatim.core import DraftStats, GrammarState, Sequence
+from verbatim.core import DraftStats, Sequence
 from verbatim.engine.lengths import DraftLengths
 from verbatim.engine.scheduler import MASK_WAIT_S
-from verbatim.engine.work import Chunk, Draft
+from verbatim.engine.work import Chunk
 from verbatim.protocols import Proposer
 from verbatim.sampling.processors import in_mask
-from verbatim.sampling.stopping import single_stop_ids
+
+if TYPE_CHECKING:
+    from verbatim.sampling.grammar import StructureState
 
 _log = logging.getLogger("verbatim")
 
@@ -31,21 +33,17 @@ class Drafting:
         lengths: chooses the draft lengths.
         vocab_size: upper limit of token ids, exclusive.
         owns: the proposer was opened for this engine, and sleeps and closes with it.
-        runs_live_module: proposing runs forwards of a module that belongs to the caller.
     """
 
     def __init__(
-        self,
-        proposer: Proposer,
-        lengths: DraftLengths,
-        vocab_size: int,
-        *,
-        owns: bool = False,
-        runs_live_module: bool = False,
+        self, proposer: Any, lengths: DraftLengths, vocab_size: int, *, owns: bool = False
     ) -> None:
-        self.proposer = proposer
+        self.proposer: Proposer = proposer
         self._owns = owns
-        self.runs_live_module = runs_live_module
+        # Proposing runs forwards of a module that belongs to the caller.
+        self.runs_live_module: bool = owns and proposer.live
+        # Sequences whose drafts were put off: nothing is learned from these about the next ones.
+        self._waiting: Container[Sequence] = getattr(proposer, "waiting", ()) if owns else ()
         self.totals = DraftStats()  # since the engine was opened
         self.last_error: str | None = None
         self._lengths = lengths
@@ -57,7 +55,10 @@ class Drafting:
         self._proposing_s = 0.0
         if not self._lengths.begin_step():
             return {}
-        decoding = {s: _max_draft(s) for s in running if _is_drafted(s)}
+        # After the last draft token, the model draws one more.
+        decoding = {
+            s: s.request.max_tokens - len(s.output_ids) - 1 for s in running if _is_drafted(s)
+        }
         return self._lengths.choose(decoding) if decoding else {}
 
     def propose(self, chunks: list[Chunk]) -> None:
@@ -74,16 +75,14 @@ class Drafting:
                 count = len(drafts) if len(drafts) < len(chunks) else f"more than {len(chunks)}"
                 raise ValueError(f"{count} drafts for {len(chunks)} sequences")
             for chunk, draft in zip(chunks, drafts, strict=True):
-                chunk.draft, num_cut = validate_draft(
-                    chunk.sequence, draft, chunk.max_draft, self._vocab_size
-                )
+                num_cut = set_draft(chunk, draft, self._vocab_size)
                 for stats in self._stats_of(chunk):
                     stats.num_cut += num_cut
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # decoding continues without drafts
             for chunk in chunks:
-                chunk.draft = Draft()
+                chunk.draft_ids, chunk.draft_masks = [], []
             for request in {chunk.sequence.request for chunk in chunks}:
                 request.metrics.draft.num_errors += 1
             self.totals.num_errors += 1
@@ -104,13 +103,13 @@ class Drafting:
         request = chunk.sequence.request
         if not chunk.draws or not request.params.draft:
             return
-        if chunk.max_draft:
+        if chunk.max_draft and chunk.sequence not in self._waiting:
             self._lengths.note_draft(chunk.sequence, chunk.max_draft, chunk.num_accepted)
         for stats in self._stats_of(chunk):
             stats.num_forwards += 1
             stats.num_tokens += 1 + chunk.num_accepted
-            if chunk.draft.ids:
-                stats.note(len(chunk.draft.ids), chunk.num_accepted)
+            if chunk.draft_ids:
+                stats.note(len(chunk.draft_ids), chunk.num_accepted)
 
     def call(self, method: str, *args: Any) -> None:
         """Call "sleep", "wake" or "close" of an owned proposer, if it has the method."""
@@ -164,44 +163,36 @@ def _is_drafted(sequence: Sequence) -> bool:
         and request.search is None
         and sequence.output_ids
         and sequence.num_uncomputed == 1
-        and not sequence.has_slow_grammar
+        and not (sequence.grammar and sequence.grammar.is_slow)
     )
 
 
-def _max_draft(sequence: Sequence) -> int:
-    """Return the maximum draft length: after the last draft token, the model draws one more."""
-    return sequence.request.max_tokens - len(sequence.output_ids) - 1
-
-
-def validate_draft(
-    sequence: Sequence, proposed: Iterable[Any], length: int, vocab_size: int
-) -> tuple[Draft, int]:
-    """Return the usable part of a proposal, and the number of ids cut as invalid or too many.
+def set_draft(chunk: Chunk, proposed: Iterable[Any], vocab_size: int) -> int:
+    """Set a chunk's draft to the usable part of a proposal; return how many ids are invalid or too many.
 
     An id that ends the sequence, or that the grammar does not allow, ends the draft and is not part of
-    it; neither counts as cut.
+    it; neither is counted.
     """
-    values, draft = list(islice(proposed, length + 1)), Draft()
-    request = sequence.request
-    stop_ids = single_stop_ids(request.params, request.eos_ids)
+    length, sequence, request = chunk.max_draft, chunk.sequence, chunk.sequence.request
+    values = list(islice(proposed, length + 1))
     grammar = None if sequence.grammar is None else sequence.grammar.fork()
     for j, value in enumerate(values[:length]):
         token_id = as_index(value)
         if token_id is None or not 0 <= token_id < vocab_size:
-            return draft, len(values) - j
-        if token_id in stop_ids:
+            return len(values) - j
+        if token_id in request.stop_ids:
             break
         mask = None
         if grammar is not None:
             mask = _next_mask(grammar, token_id)
             if mask is None:
                 break
-        draft.ids.append(token_id)
-        draft.masks.append(mask)
-    return draft, max(0, len(values) - length)
+        chunk.draft_ids.append(token_id)
+        chunk.draft_masks.append(mask)
+    return max(0, len(values) - length)
 
 
-def _next_mask(grammar: GrammarState, token_id: int) -> Tensor | None:
+def _next_mask(grammar: StructureState, token_id: int) -> Tensor | None:
     """Return the grammar's mask after a token.
 
     None if the token is not allowed, nothing can follow, or the mask takes longer than `MASK_WAIT_S`.

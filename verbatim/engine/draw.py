@@ -1,7 +1,7 @@
 """Builds the sample plan of a step, and draws.
 
-Rows are drawn by the runner, where their logits are. Only rows of a request with its own logits processors
-are fetched, processed here, and drawn by the same function.
+Rows are drawn by the runner, where their logits are. Those of a request with its own logits processors are
+fetched, and processed here.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from verbatim.batch import SamplePlan, SampleRow
-from verbatim.core import Request, Sequence, Watch
+from verbatim.core import Request, Sequence
 from verbatim.engine.work import Chunk
-from verbatim.errors import RequestFailed
+from verbatim.errors import RequestFailed, StageFailed
 from verbatim.protocols import Forward, Runner
 from verbatim.sampling.logprobs import Mass
-from verbatim.sampling.rows import draw_row
 from verbatim.sampling.sampler import sample_rows
+from verbatim.sampling.stopping import StopWatch
 
 Fail = Callable[[Request, BaseException], None]
 IndexedRow = tuple[int, SampleRow]  # a row of the plan, with the index of its logits row
@@ -49,7 +49,7 @@ def draw(runner: Runner, forward: Forward, chunks: list[Chunk], fail: Fail) -> N
                 indexed += _processed_rows(chunk, fetch)
             else:
                 indexed += _draw_rows(chunk)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, StageFailed):
             raise
         except BaseException as error:  # also a processor's sys.exit, or a panic in a library
             fail(chunk.sequence.request, error)
@@ -57,16 +57,7 @@ def draw(runner: Runner, forward: Forward, chunks: list[Chunk], fail: Fail) -> N
         drawing.append((chunk, len(indexed)))
         rows += [row for _, row in indexed]
         logits_rows += [index for index, _ in indexed]
-    local = [i for i, row in enumerate(rows) if row.processed is not None]
-    if local:
-        logits = torch.stack([fetched[logits_rows[i]] for i in local])
-        remote = [i for i, row in enumerate(rows) if row.processed is None]
-        plan = SamplePlan([rows[i] for i in remote], [logits_rows[i] for i in remote])
-        here = sample_rows(logits, SamplePlan([rows[i] for i in local]))
-        drawn = dict(zip(local + remote, here + runner.sample(forward, plan), strict=True))
-        results = [drawn[i] for i in range(len(rows))]
-    else:
-        results = runner.sample(forward, SamplePlan(rows, logits_rows))
+    results = runner.sample(forward, SamplePlan(rows, logits_rows))
     start = 0
     for chunk, count in drawing:
         chunk.results = results[start : start + count]
@@ -99,11 +90,11 @@ def _draw_rows(chunk: Chunk) -> list[IndexedRow]:
         return []
     first = chunk.first_logits_row + chunk.num_prompt_rows
     rows = [
-        (first, draw_row(s, (), None if s.grammar is None else s.grammar.mask()))
+        (first, s.draw_row((), None if s.grammar is None else s.grammar.mask()))
         for s in drawing_sequences(chunk)
     ]
-    for num_drafts, mask in enumerate(chunk.draft.masks, start=1):
-        row = draw_row(chunk.sequence, chunk.draft.ids[:num_drafts], mask)
+    for num_drafts, mask in enumerate(chunk.draft_masks, start=1):
+        row = chunk.sequence.draw_row(chunk.draft_ids[:num_drafts], mask)
         rows.append((first + num_drafts, row))
     return rows
 
@@ -115,7 +106,7 @@ def _processed_rows(chunk: Chunk, fetch: Callable[[int], Tensor]) -> list[Indexe
     sequence. If a processor raises there, the rows before remain valid.
     """
     request, samples = chunk.sequence.request, drawing_sequences(chunk)
-    watch: Watch | None = None
+    watch: StopWatch | None = None
     rows: list[IndexedRow] = []
     for index, row in _draw_rows(chunk):
         logits = fetch(index)
@@ -124,7 +115,7 @@ def _processed_rows(chunk: Chunk, fetch: Callable[[int], Tensor]) -> list[Indexe
         row_in = logits.clone() if mass is None else mass.row(logits)
         num_drafts = index - chunk.first_logits_row - chunk.num_prompt_rows
         sequence = samples[min(len(rows), len(samples) - 1)]  # with a draft there is only one
-        history = [*request.prompt_ids, *sequence.output_ids, *chunk.draft.ids[:num_drafts]]
+        history = [*request.prompt_ids, *sequence.output_ids, *chunk.draft_ids[:num_drafts]]
         try:
             row.processed = _process(request, torch.tensor(history, dtype=torch.int64), row_in)
         except RequestFailed as error:
@@ -133,9 +124,9 @@ def _processed_rows(chunk: Chunk, fetch: Callable[[int], Tensor]) -> list[Indexe
             chunk.error = error
             break
         rows.append((index, row))
-        if num_drafts < len(chunk.draft.ids):
+        if num_drafts < len(chunk.draft_ids):
             drawn = sample_rows(logits[None], SamplePlan([row]))[0].id
-            if drawn != chunk.draft.ids[num_drafts]:
+            if drawn != chunk.draft_ids[num_drafts]:
                 break
             watch = watch or sequence.watch.fork()
             if watch.push(drawn):

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import heapq
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any
 
-from verbatim.batch import DRAW_FAILED
-from verbatim.core import Delta, FinishReason, Request, Sequence
+from verbatim.core import FinishReason, Request, Sequence
 from verbatim.engine.adapters import LoadedAdapters
 from verbatim.engine.calls import as_exception
-from verbatim.engine.commit import commit, delta, finish, valid_draws
+from verbatim.engine.commit import commit, delta, finish
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.draw import draw
 from verbatim.engine.scheduler import Scheduler
-from verbatim.engine.sessions import Sessions
-from verbatim.engine.work import Chunk, Schedule
-from verbatim.errors import InvalidRequest, QueueFull, RequestFailed, TierFailed, VerbatimError
+from verbatim.engine.work import Schedule
+from verbatim.errors import InvalidRequest, QueueFull, StageFailed, TierFailed, VerbatimError
 from verbatim.kv.prefix_folder import PrefixFolder
-from verbatim.protocols import Forward, Runner
+from verbatim.protocols import CacheLost, Forward, Runner
 from verbatim.shield import Shield
 
 # Longest wait before deadlines and messages are checked, if all sequences wait for masks.
@@ -48,24 +46,19 @@ class Engine:
         live: bool = False,
     ) -> None:
         self.runner = runner
-        self._active: dict[str, tuple[Request, Callable[[Delta], None]]] = {}
-        self.adapters = LoadedAdapters(runner, self._active)
+        self.active: dict[Request, None] = {}  # the unfinished requests, in order of arrival
+        self.adapters = LoadedAdapters(runner, self.active)
         self.drafting = drafting
-        self.scheduler = scheduler
+        self.scheduler, self.sessions = scheduler, scheduler.sessions
         self.max_waiting = max_waiting
         self.live = live
         self.num_tokens = 0  # generated since the engine was opened
         self.weight_version = 0  # raised by each update of the weights
         # Called when a request has a result or an error, after its last delta.
         self.on_end: Callable[[Request], object] = lambda request: None
-        self._deadlines: list[tuple[float, str]] = []
+        self.next_deadline = math.inf  # no active request has an earlier one
         self.shield = Shield()  # of the thread that runs the step
         self._stamp = runner.stamp() if live else None
-
-    @property
-    def sessions(self) -> Sessions:
-        """The session caches."""
-        return self.scheduler.sessions
 
     @property
     def prefix_folder(self) -> PrefixFolder | None:
@@ -76,11 +69,14 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
-    def check_queue(self, count: int) -> None:
-        """Raise QueueFull if `count` more requests exceed the queue limit."""
+    def check_queue(self, requests: Iterable[Request]) -> None:
+        """Raise QueueFull if the requests that are not added yet exceed the queue limit."""
         if self.max_waiting is None:
             return
-        waiting, running = self.scheduler.num_new, len(self.scheduler.running)
+        count = sum(not (request in self.active or request.finished) for request in requests)
+        # Without those that were preempted, or forked from a running one.
+        waiting = sum(not s.request.was_scheduled for s in self.scheduler.waiting)
+        running = len(self.scheduler.running)
         free_slots = max(0, self.scheduler.max_sequences - running)
         if waiting + count > self.max_waiting + free_slots:
             raise QueueFull(
@@ -88,12 +84,12 @@ class Engine:
                 f"max_waiting={self.max_waiting} and max_sequences={self.scheduler.max_sequences}"
             )
 
-    def add(self, request: Request, deliver: Callable[[Delta], None]) -> None:
-        """Add a request; `deliver` is called with its deltas, within the steps that generate them."""
+    def add(self, request: Request) -> None:
+        """Add a request."""
         if self.live and not self.has_work:
-            self.scheduler.forget_cached()
+            self.scheduler.prefixes.forget()
             self.sessions.make_private()
-        self._active[request.request_id] = request, deliver
+        self.active[request] = None
         request.weight_version = self.weight_version
         try:
             request.adapter = self.adapters.number_of(request.params.adapter)
@@ -103,12 +99,7 @@ class Engine:
         if request.is_prefill_only and not (request.needs_prompt_rows or request.params.records):
             self._finish(request, FinishReason.LENGTH)  # nothing to compute: no forward
             return
-        if request.params.timeout_s is not None:
-            deadline = request.arrival + request.params.timeout_s
-            heapq.heappush(self._deadlines, (deadline, request.request_id))
-            if len(self._deadlines) > 64 and len(self._deadlines) > 2 * len(self._active):
-                self._deadlines = [entry for entry in self._deadlines if entry[1] in self._active]
-                heapq.heapify(self._deadlines)
+        self.next_deadline = min(self.next_deadline, request.deadline)
         self.scheduler.add(request.sequences[0])
 
     def step(self) -> bool:
@@ -131,6 +122,9 @@ class Engine:
             return self._wait_for_mask()
         try:
             forward = self._compute(work, drafting if lengths else None)
+        except CacheLost as error:
+            self._give_up(work, error)
+            return True
         except Exception as error:
             for chunk in work.chunks:
                 if not chunk.sequence.request.finished:
@@ -147,8 +141,8 @@ class Engine:
             drafting.note_step(work.chunks, time.perf_counter() - begin)
         return True
 
-    def peek(self) -> list[Chunk]:
-        """Return the chunks of the next step with their results, without committing them."""
+    def peek(self) -> list[tuple[Request, int, float]]:
+        """Return the draws of the next step, without committing them: request, token id and log-prob."""
         work = self.scheduler.schedule()
         while self.scheduler.masks:  # whether a mask is ready shall not decide what is returned
             wait(self.scheduler.masks)
@@ -159,9 +153,29 @@ class Engine:
             return []
         try:
             self._compute(work, None)
-        finally:
+        except CacheLost as error:
+            self._give_up(work, error)
+            return self.peek()
+        except BaseException:
             self.scheduler.roll_back(work)
-        return work.chunks
+            raise
+        self.scheduler.roll_back(work)
+        return [
+            (chunk.sequence.request, draw.id, draw.logprob)
+            for chunk in work.chunks
+            if not chunk.sequence.request.finished
+            for draw in chunk.results[chunk.num_prompt_rows :][:1]
+        ]
+
+    def _give_up(self, work: Schedule, error: CacheLost) -> None:
+        """Undo a step in which a stage was lost; fail the requests that have lost too many in a row."""
+        self.scheduler.roll_back(work)
+        if error.limit is None:
+            return
+        for request in dict.fromkeys(chunk.sequence.request for chunk in work.chunks):
+            request.num_lost += 1
+            if request.num_lost > error.limit and not request.finished:
+                self.fail(request, StageFailed(str(error)))
 
     def _wait_for_mask(self) -> bool:
         """Wait a moment for a grammar mask, if nothing else is left to do; return whether one is computed."""
@@ -184,75 +198,85 @@ class Engine:
             request = chunk.sequence.request
             if request.finished:  # it failed in this step
                 continue
+            if chunk.results:
+                request.num_lost = 0
             try:
-                if any(draw.id == DRAW_FAILED for draw in valid_draws(chunk)):
-                    raise RequestFailed(
-                        f"request {request.request_id}: no token can be drawn; the model's logits are "
-                        "not numbers, or the request's bans, structure and filters leave nothing"
-                    )
                 changed = commit(chunk, forward.hidden, self.scheduler)
                 if self.drafting is not None:
                     self.drafting.note_commit(chunk)
                 for sequence in changed:
                     self._emit(sequence, chunk.num_accepted)
-                if chunk.error is not None and not request.finished:
+                if chunk.error is not None and not (request.finished or chunk.sequence.finished):
                     self.fail(request, chunk.error)
             except Exception as error:
                 self.fail(request, error)  # the other requests go on
 
-    def _emit(self, sequence: Sequence, num_accepted: int = 0) -> None:
-        """Deliver a delta; free the blocks of a finished sequence, or save them in its session."""
+    def _emit(self, sequence: Sequence, num_accepted: int = 0, *, now: bool = False) -> None:
+        """Deliver a delta; free the blocks of a finished sequence, or save them in its session.
+
+        Args:
+            now: also if what it has recorded is lost. Else it is computed again first.
+        """
         request = sequence.request
+        if sequence.finished and not (self._record(sequence) or now):
+            sequence.num_recorded, sequence.grammar = sequence.num_computed, None
+            self.scheduler.evict(sequence)
+            return
+        sequence.num_recorded = None
         self.num_tokens += len(sequence.output_ids) - sequence.num_sent
+        if request.deliver is None and not sequence.finished:
+            sequence.num_sent = len(sequence.output_ids)
+            return
         if sequence.finished:
-            for name in request.params.records:
-                record = self.runner.record(name, sequence.blocks, sequence.num_computed)
-                setattr(sequence, name, record)
             self.sessions.save(sequence)
             self.scheduler.remove(sequence)
-        if request.request_id not in self._active:
+        if request not in self.active:
             return  # aborted by the receiver of its last delta
-        deliver = self._active[request.request_id][1]
         added = delta(sequence, num_accepted)
         if request.finished:
-            del self._active[request.request_id]
+            del self.active[request]
         try:
-            deliver(added)
+            if request.deliver is not None:
+                request.deliver(added)
         except BaseException as error:  # of the receiver, which ends its request alone
             self.fail(request, as_exception(error))
         if request.result is not None:
             self.on_end(request)
 
+    def _record(self, sequence: Sequence) -> bool:
+        """Read the choices of a finished sequence; return False if they are lost."""
+        for name in sequence.request.params.records:
+            record = self.runner.record(name, sequence.blocks, sequence.num_computed)
+            setattr(sequence, name, record)
+            if len(record) < sequence.num_computed:
+                return False
+        return True
+
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """Finish a request with the output it has."""
         sequences = list(request.sequences)  # `finish` replaces those of a beam search
         for sequence in finish(request, reason):
-            self._emit(sequence)
+            self._emit(sequence, now=True)
         for sequence in sequences:
             self.scheduler.remove(sequence)
 
     def abort(self, request: Request) -> None:
         """Finish a request now with the output it has; do nothing if it is finished or unknown."""
-        if request.request_id in self._active:
+        if request in self.active:
             self._finish(request, FinishReason.ABORT)
 
     def abort_all(self) -> None:
         """Abort all running and waiting requests."""
-        for request, _ in list(self._active.values()):
+        for request in list(self.active):
             self._finish(request, FinishReason.ABORT)
 
     def expire(self, now: float) -> None:
         """Finish the requests whose deadline has passed at `now`, on the monotonic clock."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, request_id = heapq.heappop(self._deadlines)
-            if request_id in self._active:
-                self._finish(self._active[request_id][0], FinishReason.TIMEOUT)
-
-    def next_deadline(self) -> float | None:
-        """Return the earliest deadline on the monotonic clock; None if there is none."""
-        while self._deadlines and self._deadlines[0][1] not in self._active:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        if now < self.next_deadline:
+            return
+        for request in [request for request in self.active if request.deadline <= now]:
+            self._finish(request, FinishReason.TIMEOUT)
+        self.next_deadline = min((request.deadline for request in self.active), default=math.inf)
 
     def fail(self, request: Request, error: BaseException) -> None:
         """Finish a request with an error."""
@@ -263,7 +287,7 @@ class Engine:
             if not sequence.finished:
                 sequence.watch.finish_reason = FinishReason.ERROR
             self.scheduler.remove(sequence)
-        self._active.pop(request.request_id, None)
+        self.active.pop(request, None)
         self.on_end(request)
 
     def update_weights(
@@ -287,9 +311,9 @@ class Engine:
             self.prefix_folder.stop("the weights were updated")
         self.weight_version = self.weight_version + 1 if version is None else version
         self.scheduler.evict_all()
-        for request, _ in self._active.values():
+        for request in self.active:
             sent = any(sequence.num_sent for sequence in request.sequences)
-            if restart and not (request.streamed and sent):
+            if restart and not (request.deliver is not None and sent):
                 for sequence in request.sequences:
                     self.scheduler.remove(sequence)
                 request.restart()

@@ -10,14 +10,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
+from functools import partial
+from itertools import chain
 from typing import Any, Protocol, TypeVar
 
-from torch import Tensor
-
-from verbatim.batch import LowRank, dummy_batch
+from verbatim.batch import dummy_batch
 from verbatim.core import Delta, Request, Result
 from verbatim.engine.admission import Admission
 from verbatim.engine.calls import (
@@ -36,16 +36,16 @@ from verbatim.errors import (
     TierFailed,
     VerbatimError,
 )
+from verbatim.kernels import numerics_key
 from verbatim.model.patching import holds_exclusive
 from verbatim.model.products import probe_report
-from verbatim.numerics import numerics_key
-from verbatim.options import dtype_name
-from verbatim.placement.actor import run_alone, run_layers
+from verbatim.options import dtype_name, on_cpu
+from verbatim.placement.actor import run_alone
+from verbatim.protocols import CacheLost
 from verbatim.shield import Shield
 
 _T = TypeVar("_T")
 PAUSE_MODES = ("keep", "drain", "abort")
-IDLE_S = 10.0  # after which an idle thread ends; the next request of a coroutine starts another
 _POLL_S = 0.05  # between two attempts of an engine that has work but can't run any
 _CHECK_S = 1.0  # longest sleep of a waiting caller between two checks
 _NESTED = (
@@ -60,6 +60,11 @@ class Mode(Enum):
     RUNNING = "running"
     DRAINING = "draining"  # steps run, new requests wait
     PAUSED = "paused"  # no step runs, new requests are queued
+    ASLEEP = "asleep"  # paused, and without memory
+
+    @property
+    def has_steps(self) -> bool:
+        return self in (Mode.RUNNING, Mode.DRAINING)
 
 
 class Collective(Protocol):
@@ -87,10 +92,10 @@ class EngineHandle:
     own it have their turns in order. A thread that waits for its requests runs the steps itself, so
     debuggers, profilers, thread-local settings and Ctrl-C work where the call was made. Of several such
     threads, the first runs the steps for all. For coroutines, a background thread of the handle runs them.
-    It starts on demand, ends after `IDLE_S` idle seconds, and holds the handle weakly.
+    It starts on demand, and holds the handle weakly while it has none.
 
-    Finalizers and signal handlers must not wait: they put messages into an inbox, which every owner empties
-    at its beginning and at its end.
+    Finalizers and signal handlers must not wait: they put messages into an inbox, which a thread empties
+    when it becomes the owner and when it stops.
 
     Args:
         max_unread: maximum unread deltas of a stream; one more ends its request.
@@ -102,6 +107,7 @@ class EngineHandle:
         scheduler: read inside `call`, or while nothing runs.
         drafting: speculative decoding; None without drafts.
         sessions: reservations and cached blocks of sessions.
+        adapters: the loaded adapters; loads and unloads inside `together`.
         name: the name by which the model was opened.
         config, generation_config: transformers' objects; None if the model has none.
     """
@@ -124,20 +130,20 @@ class EngineHandle:
         self.collective = collective
         self.runner, self.scheduler = engine.runner, engine.scheduler
         self.drafting, self.sessions = engine.drafting, engine.sessions
+        self.adapters = engine.adapters
         self._engine = engine
         self._max_unread = max_unread
         self._mode = Mode.RUNNING
-        self._asleep = False
         self._why_closed: str | None = None
-        self._calls: dict[Request, Call] = {}  # unfinished requests
-        self._entering: dict[Request, Call] = {}  # those not added to the engine yet
+        # Unfinished requests; an owner adds them to the engine, unless it drains.
+        self._calls: dict[Request, Call] = {}
         self._num_driven = 0  # unfinished requests that the background thread runs
         self._woken: dict[Waiter, None] = {}  # at the end of this turn of the owner
         end = weakref.WeakMethod(self._end)  # a circle would keep a dropped handle for a while
         engine.on_end = lambda request: (method := end()) and method(request)
         self._reset()
-        global _num_opened
-        _num_opened += 1
+        global _opened_in
+        _opened_in = _opened_in or os.getpid()
         _handles.add(self)
 
     def _reset(self) -> None:
@@ -146,7 +152,7 @@ class EngineHandle:
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         # Held by the owner. Never acquired twice; an RLock, because it knows which thread holds it.
         self._owner: Any = threading.RLock()
-        self._lock = threading.RLock()  # guards `_calls`, `_entering` and `_thread`; held briefly
+        self._lock = threading.RLock()  # guards `_calls` and `_thread`; held briefly
         self._queue: deque[ThreadWaiter] = deque()  # threads that wait to be the owner, in order
         # Callers whose requests run; the first runs steps.
         self._waiting: deque[ThreadWaiter] = deque()
@@ -160,18 +166,9 @@ class EngineHandle:
         return getattr(self.runner, "whole_module", None)
 
     @property
-    def live(self) -> bool:
-        """True if the caller owns the model and may change its weights at any time. Can be set."""
-        return self._engine.live
-
-    @live.setter
-    def live(self, value: bool) -> None:
-        self._engine.live = value
-
-    @property
     def has_work(self) -> bool:
         """True if requests run or wait."""
-        return self._engine.has_work or bool(self._entering)
+        return bool(self._calls)
 
     @property
     def num_tokens(self) -> int:
@@ -190,7 +187,7 @@ class EngineHandle:
     def check_awake(self) -> None:
         """Raise VerbatimError if the engine is asleep, EngineClosed if it is closed."""
         self.check_open()
-        if self._asleep:
+        if self._mode is Mode.ASLEEP:
             raise VerbatimError("the engine sleeps; call wake() first")
 
     # ---- requests whose caller waits
@@ -201,22 +198,16 @@ class EngineHandle:
             return self.collective.run(self, requests)
         return self.run_here(requests)
 
-    def _together(self, work: Callable[[], _T]) -> _T:
+    def together(self, work: Callable[[], _T]) -> _T:
         """Call `work` between two steps, on all processes if there are several."""
         if self.collective is None:
             return self.call(work)
         return self.collective.agree(lambda: self.call(work))
 
-    def run_here(
-        self, requests: list[Request], deliver: Callable[[Delta], None] | None = None
-    ) -> list[Result]:
-        """Run requests to their end on this process alone.
-
-        Args:
-            deliver: called with their deltas in the thread that runs the step; an exception ends the request.
-        """
+    def run_here(self, requests: list[Request]) -> list[Result]:
+        """Run requests to their end on this process alone."""
         waiter = ThreadWaiter()
-        call = Call(requests, waiter, deliver=deliver)
+        call = Call(requests, waiter)
         with self._submitted(call):
             self._wait(waiter, lambda: not call.num_open)
             return call.results()
@@ -239,13 +230,13 @@ class EngineHandle:
         """
         self.refuse_collective("a loop over steps")
         waiter = ThreadWaiter()
-        call = Call(requests, waiter, max_unread=max_unread)
+        call = Call(requests, waiter, max_unread)
         with self._submitted(call):
             ended = False
             while not ended:
                 self._wait(waiter, lambda: bool(call.unread) or not call.num_open)
                 ended = not call.num_open  # before the deltas are read, as none come after that
-                yield list(call.take())
+                yield call.take()
             call.raise_error()
 
     async def arun(self, requests: list[Request]) -> list[Result]:
@@ -258,22 +249,21 @@ class EngineHandle:
                 await waiter.wait()
             return call.results()
 
-    async def astream(self, requests: list[Request]) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Yield the deltas of requests in asyncio, each with the index of its request.
+    async def astream(self, requests: list[Request]) -> AsyncGenerator[Delta, None]:
+        """Yield the deltas of requests in asyncio.
 
         Leaving or cancelling aborts the requests. An error of one ends all.
         """
         self._refuse_async("astream")
         waiter = TaskWaiter()
-        indices = {request.request_id: i for i, request in enumerate(requests)}
-        call = Call(requests, waiter, max_unread=self._max_unread)
+        call = Call(requests, waiter, self._max_unread)
         with self._submitted(call):
             ended = False
             while not ended:
                 await waiter.wait()
                 ended = not call.num_open  # before the deltas are read, as none come after that
-                for delta in call.take():
-                    yield indices[delta.request_id], delta
+                while call.unread:
+                    yield call.unread.popleft()
                 call.raise_error()
 
     # ---- requests whose caller does not wait
@@ -293,8 +283,8 @@ class EngineHandle:
         Raises:
             QueueFull: the queue is at its limit.
         """
-        request.on_end = on_end or request.on_end
-        self._submit(Call([request], deliver=deliver))
+        request.deliver, request.on_end = deliver, on_end or request.on_end
+        self._submit(Call([request]))
 
     def step(self) -> bool:
         """Run a step for all requests; return False if there was nothing to do, or the engine is paused.
@@ -315,25 +305,27 @@ class EngineHandle:
         waiter = ThreadWaiter()
         with Shield().up() as shield, self._in_line(self._waiting, waiter), shield.down():
             # A `resume` since the step has woken no one.
-            waiter.wait(min(wait_s, _CHECK_S if self._mode is Mode.PAUSED else _POLL_S))
+            waiter.wait(min(wait_s, _POLL_S if self._mode.has_steps else _CHECK_S))
 
     def abort(self, request: Request) -> None:
         """End a request after the current step, with the output it has; from any thread."""
-        self._send(lambda: self._abort([request], self._calls.get(request)))
+        if (call := self._calls.get(request)) is not None:
+            self._send(lambda: self._abort([request], call))
 
     def peek(self) -> list[tuple[Request, int, float]]:
         """Return the draws of the next step without committing them: request, token id and log-prob.
 
         The next step computes them again. The list is empty while the engine is paused.
         """
-        return self.call(self._peek)
+        return self.call(lambda: self._engine.peek() if self._mode.has_steps else [])
 
     def dummy_forward(self) -> None:
         """Run a forward of one row in the scratch block, for a rank without requests."""
 
         def forward() -> None:
             self.check_awake()
-            self.runner.forward(dummy_batch())
+            with suppress(CacheLost):  # what was lost is computed again by the next step
+                self.runner.forward(dummy_batch())
 
         self.call(forward)
 
@@ -365,46 +357,32 @@ class EngineHandle:
 
         return self._own(checked)
 
-    def call_module(self, method: str, *args: Any, seed: int | None = None, **kwargs: Any) -> Any:
-        """Call a method of `module` in eval mode, while no engine of this process computes.
+    def call_module(
+        self, call: str | Callable[..., Any], *args: Any, seed: int | None = None, **kwargs: Any
+    ) -> Any:
+        """Call a method or a function of `module` in eval mode, while no engine of this process computes.
+
+        What it computes is no request: nothing is cached, evicted or computed again by the engine.
 
         Args:
-            method: its name; "forward" calls the module itself, hooks included.
+            call: a method's name, of which "forward" calls the module itself, hooks included; or a function,
+                which gets the module as its first argument.
             seed: of torch's generator during the call; None leaves the generator as it is.
 
         Raises:
             NotSupported: the module is not whole in this process.
             VerbatimError: called inside a step of this engine, or its weights are asleep.
         """
-        module = self._whole_module(method)
-        call = module if method == "forward" else getattr(module, method)
-        return run_alone(module, call, *args, seed=seed, **kwargs)
-
-    def run_layers(self, hidden: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
-        """Run hidden states `[B, T, H]` through all layers of `module`, by transformers' own code.
-
-        They are no requests: nothing is cached, evicted or computed again by the engine.
-
-        Args:
-            cache: what the call for the positions before returned; None at first.
-
-        Returns:
-            The output of the last layer, in front of the final norm, and the cache.
-
-        Raises:
-            NotSupported, UnsupportedModel: the module is not whole in this process, or has other layers.
-            VerbatimError: called inside a step of this engine, or its weights are asleep.
-        """
-        module = self._whole_module("hidden states")
-        hidden, cache = run_alone(module, run_layers, module, hidden, cache)
-        return hidden, cache
-
-    def _whole_module(self, what: str) -> Any:
         self._refuse_inside()
-        if self.module is None:
+        module, name = self.module, call if isinstance(call, str) else call.__name__
+        if module is None:
             self.check_awake()
+            what = name.replace("_", " ")
             raise NotSupported(f"{what}: the model is not whole and unquantized in this process")
-        return self.module
+        if not isinstance(call, str):
+            return run_alone(module, call, module, *args, seed=seed, **kwargs)
+        method = module if call == "forward" else getattr(module, call)
+        return run_alone(module, method, *args, seed=seed, **kwargs)
 
     def pause(self, mode: str = "keep") -> None:
         """Stop steps, as `LLM.pause`. Of several calls, the latest counts.
@@ -427,16 +405,17 @@ class EngineHandle:
 
     def _pause(self, mode: str) -> tuple[Mode, Mode]:
         """Pause or drain; return the modes before and after."""
-        if mode == "drain" and self._asleep:
+        before, drain = self._mode, mode == "drain"
+        if drain and before is Mode.ASLEEP:
             raise VerbatimError("an engine that sleeps can't be drained; call wake() first")
         if mode == "abort":
             self._engine.abort_all()
-        before, drain = self._mode, mode == "drain" and self._engine.has_work
-        self._set_mode(Mode.DRAINING if drain else Mode.PAUSED)
+        if before is not Mode.ASLEEP:
+            self._set_mode(Mode.DRAINING if drain and self._engine.has_work else Mode.PAUSED)
         return before, self._mode
 
     def _undo_pause(self, before: Mode, after: Mode) -> None:
-        if self._mode is after and not self._asleep:  # else another call came later, and counts
+        if self._mode is after:  # else another call came later, and counts
             self._set_mode(before)
 
     def resume(self) -> None:
@@ -447,7 +426,7 @@ class EngineHandle:
         """
 
         def resume() -> None:
-            if self._asleep:
+            if self._mode is Mode.ASLEEP:
                 raise VerbatimError("the engine sleeps; call wake(), which resumes as well")
             self._set_mode(Mode.RUNNING)
 
@@ -459,21 +438,19 @@ class EngineHandle:
         def sleep() -> None:
             self._engine.sleep(weights)
             self.scheduler.evict_all()
-            self._asleep = True
-            self._set_mode(Mode.PAUSED)
+            self._set_mode(Mode.ASLEEP)
 
-        self._together(sleep)
+        self.together(sleep)
 
     def wake(self) -> None:
         """Allocate memory and resume, as `LLM.wake`."""
 
         def wake() -> None:
-            if self._asleep:
+            if self._mode is Mode.ASLEEP:
                 self._engine.wake()
-                self._asleep = False
                 self._set_mode(Mode.RUNNING)
 
-        self._together(wake)
+        self.together(wake)
 
     def update_weights(
         self, prepare: Callable[[], Callable[[], None]], *, version: int | None, restart: bool
@@ -488,26 +465,7 @@ class EngineHandle:
             self._engine.update_weights(prepare(), version=version, restart=restart)
             return self._engine.weight_version
 
-        return self._together(update)
-
-    @property
-    def adapters(self) -> list[str]:
-        """The names of the loaded adapters."""
-        return self._engine.adapters.names
-
-    def load_adapter(
-        self, name: str, layers: Mapping[str, LowRank], *, replace: bool = False
-    ) -> None:
-        """Load an adapter between two steps.
-
-        Raises:
-            InvalidRequest, NotSupported: as `LoadedAdapters.load`; nothing has changed then.
-        """
-        self._together(lambda: self._engine.adapters.load(name, layers, replace=replace))
-
-    def unload_adapter(self, name: str) -> None:
-        """Unload an adapter between two steps, as `LLM.unload_adapter`."""
-        self._together(lambda: self._engine.adapters.unload(name))
+        return self.together(update)
 
     def evict_all(self) -> None:
         """Free all blocks and clear the prefix cache; the KV of running requests is recomputed."""
@@ -515,7 +473,7 @@ class EngineHandle:
 
     def forget_cached(self) -> None:
         """Clear the prefix cache; running requests keep their blocks."""
-        self.call(self.scheduler.forget_cached)
+        self.call(self.scheduler.prefixes.forget)
 
     def release_sessions(self) -> None:
         """Free the blocks of closed sessions after the current step."""
@@ -523,12 +481,13 @@ class EngineHandle:
 
     def stats(self) -> dict[str, Any]:
         """Return counters since the engine was opened, and its present load; also after `close`."""
-
-        def stats() -> dict[str, Any]:
-            paused = self._mode is Mode.PAUSED
-            return {**self._engine.stats(), "paused": paused, "asleep": self._asleep}
-
-        return self._between_steps(stats)
+        return self._between_steps(
+            lambda: {
+                **self._engine.stats(),
+                "paused": not self._mode.has_steps,
+                "asleep": self._mode is Mode.ASLEEP,
+            }
+        )
 
     def info(self) -> dict[str, Any]:
         """Return the model's properties and how it is run, as plain values."""
@@ -540,7 +499,7 @@ class EngineHandle:
             "max_length": admission.max_length,
             "max_length_from": admission.limit_source,
             "eos_ids": sorted(admission.eos_ids),
-            "adapters": self._engine.adapters.info(),
+            "adapters": self.adapters.info(),
             "block_size": runner.block_size,
             "num_blocks": runner.num_blocks,
             "draft": None if drafting is None else drafting.info(),
@@ -601,14 +560,18 @@ class EngineHandle:
             known = any(request.finished or request in self._calls for request in requests)
             if known or len(set(requests)) < len(requests):
                 raise InvalidRequest("a request can't be submitted twice")
-            self._engine.check_queue(len(self._entering) + len(requests))
-            if call.driven:
-                self._start_thread()
+            self._engine.check_queue(chain(self._calls, requests))
+            if call.driven and self._thread is None:
+                if _interpreter_ends:
+                    raise EngineClosed("the interpreter is ending")
+                self._thread = _Thread(self)
             for request in requests:
-                request.streamed = call.is_read
-                self._calls[request] = self._entering[request] = call
-            if call.driven:
+                if call.keeps:
+                    request.deliver = partial(self._keep, call)
+                self._calls[request] = call
+            if call.driven and self._thread is not None:
                 self._num_driven += len(requests)
+                self._thread.waiter.wake()
         self._send(_no_work)  # an owner adds them
 
     def _send(self, message: Callable[[], object]) -> None:
@@ -640,20 +603,22 @@ class EngineHandle:
 
     def _try(self, work: Callable[[], object], shield: Shield) -> bool:
         """Become the owner, process the inbox and call `work`; return False if there is another owner."""
-        if not self._owner.acquire(blocking=False):
-            return False
-        self._engine.shield = shield  # a step lowers it where Ctrl-C breaks nothing
-        try:
-            try:
-                self._process_inbox()
-            except Exception as error:  # a bug: no caller may wait for ever
-                self._step_failed(error)
-            work()
+        try:  # a signal handler may raise as soon as the lock is taken
+            if not self._owner.acquire(blocking=False):
+                return False
+            self._engine.shield = shield  # a step lowers it where Ctrl-C breaks nothing
+            with on_cpu():
+                try:
+                    self._process_inbox()
+                except Exception as error:  # a bug: no caller may wait for ever
+                    self._step_failed(error)
+                work()
+            return True
         finally:
-            woken, self._woken = self._woken, {}
-            self._owner.release()
-            wake_all(woken)
-        return True
+            if self._owner._is_owned():
+                woken, self._woken = self._woken, {}
+                self._owner.release()
+                wake_all(woken)
 
     def _hand_on(self) -> None:
         """Process late messages; wake the next owner, and the thread that runs the steps."""
@@ -663,18 +628,16 @@ class EngineHandle:
                     break
         with suppress(IndexError):
             self._queue[0].wake()
-        if self._num_driven and (thread := self._thread) is not None:
-            thread.waiter.wake_from_outside()
-        else:
-            with suppress(IndexError):
-                self._waiting[0].wake_from_outside()
+        with suppress(IndexError):
+            if (first := self._waiting[0]).thread != threading.get_ident():
+                first.wake()
 
     def _wait(self, waiter: ThreadWaiter, done: Callable[[], bool]) -> None:
         """Run steps until `done`, or wait while another thread runs them."""
         with Shield().up() as shield, self._in_line(self._waiting, waiter):
             while not done():
-                wait_s, driven = _CHECK_S, self._num_driven and self._thread is not None
-                if holds_exclusive() or (self._waiting[0] is waiter and not driven):
+                wait_s = _CHECK_S
+                if holds_exclusive() or self._waiting[0] is waiter:
                     wait_s = self._own(self._step_if_due, shield)
                 if wait_s:
                     with shield.down():
@@ -684,9 +647,10 @@ class EngineHandle:
     def _in_line(self, queue: deque[ThreadWaiter], waiter: ThreadWaiter) -> Iterator[None]:
         """Wait in a queue during the block, within a shield.
 
-        In front, if this thread waits there already: a signal handler has interrupted it.
+        In front, for the background thread; and if this thread waits there already: a signal handler has
+        interrupted it.
         """
-        if any(other.thread == waiter.thread for other in queue.copy()):
+        if waiter.first or any(other.thread == waiter.thread for other in queue.copy()):
             queue.appendleft(waiter)
         else:
             queue.append(waiter)
@@ -720,59 +684,52 @@ class EngineHandle:
         """Run a step if there is work; return the seconds until the next attempt."""
         if self._step():
             return 0.0
-        if self._mode is not Mode.PAUSED:
+        if self._mode.has_steps:
             return _POLL_S if self._engine.has_work else _CHECK_S
-        deadline = self._engine.next_deadline()
-        left_s = _CHECK_S if deadline is None else deadline - time.monotonic()
-        return min(max(1e-3, left_s), _CHECK_S)
+        return min(max(1e-3, self._engine.next_deadline - time.monotonic()), _CHECK_S)
 
     def _process_inbox(self) -> None:
         """Process the messages in the inbox, and add new requests to the engine."""
         self._engine.sessions.reclaim()
-        if self._entering:
-            self._add_entering()
+        self._add_new()
         for _ in range(self._inbox.qsize()):
             self._inbox.get_nowait()()
-            if self._entering:
-                self._add_entering()
+            self._add_new()
 
-    def _add_entering(self) -> None:
-        draining, now = self._mode is Mode.DRAINING, time.monotonic()
+    def _add_new(self) -> None:
+        active, draining = self._engine.active, self._mode is Mode.DRAINING
+        if len(self._calls) == len(active):
+            return
         with self._lock:
-            entering = list(self._entering.items())
-        for request, call in entering:
-            if draining and now < _deadline(request):
-                continue
-            with self._lock:
-                self._entering.pop(request, None)
-            self._add(request, call)
+            new = [r for r in self._calls if not (r in active or r.finished)]
+        for request in new:
+            if not draining or request.deadline <= time.monotonic():
+                self._try_with(request, self._engine.add)
 
-    def _add(self, request: Request, call: Call) -> None:
+    def _try_with(self, request: Request, work: Callable[[Request], None]) -> None:
+        """Call `work`; an error ends the request."""
         try:
-            self._engine.add(request, lambda delta: self._deliver(call, delta))
+            work(request)
         except Exception as error:
             self._fail(request, error)
 
-    def _deliver(self, call: Call, delta: Delta) -> None:
-        """Deliver a delta during a step."""
-        if not call.is_read:
-            return
-        if call.waiter is not None:
-            self._woken[call.waiter] = None
-        call.deliver(delta)
+    def _keep(self, call: Call, delta: Delta) -> None:
+        """Keep a delta of a step for a caller, which is woken."""
+        assert call.waiter is not None
+        self._woken[call.waiter] = None
+        call.keep(delta)
 
     def _step(self) -> bool:
         """Run a step; return False if there was nothing to do."""
-        if self._mode is Mode.PAUSED:
+        if not self._mode.has_steps:
             self._engine.expire(time.monotonic())
             return False
         try:
             made = self._engine.step()
         except BaseException as error:
             # Ctrl-C in a step run by a caller goes to that caller; all requests are unchanged.
-            if self._thread is None or not self._thread.is_current():
-                if not isinstance(error, Exception):
-                    raise
+            if threading.current_thread() is not self._thread and not isinstance(error, Exception):
+                raise
             self._step_failed(error)
             return True
         if self._mode is Mode.DRAINING and not self._engine.has_work:
@@ -781,32 +738,18 @@ class EngineHandle:
 
     def _step_failed(self, error: BaseException) -> None:
         """End all requests with the error of a step, whose state is unknown."""
-        for request in list(self._calls):
-            if request not in self._entering:
-                self._fail(request, as_exception(error))
+        for request in list(self._engine.active):
+            self._fail(request, as_exception(error))
         if isinstance(error, TierFailed):
             self._shut_down(f"this LLM was closed when this happened: {error}")
             self._engine.close()
 
-    def _peek(self) -> list[tuple[Request, int, float]]:
-        return [
-            (chunk.sequence.request, draw.id, draw.logprob)
-            for chunk in (() if self._mode is Mode.PAUSED else self._engine.peek())
-            if not chunk.sequence.request.finished
-            for draw in chunk.results[chunk.num_prompt_rows :][:1]
-        ]
-
-    def _abort(self, requests: list[Request], call: Call | None) -> None:
+    def _abort(self, requests: list[Request], call: Call) -> None:
         for request in requests:
-            if call is None or self._calls.get(request) is not call:
-                continue
-            if self._entering.pop(request, None) is not None:
-                self._add(request, call)
-            if not request.finished:
-                try:
-                    self._engine.abort(request)
-                except Exception as error:
-                    self._fail(request, error)
+            if self._calls.get(request) is call:
+                if request not in self._engine.active:
+                    self._try_with(request, self._engine.add)
+                self._try_with(request, self._engine.abort)
 
     def _fail(self, request: Request, error: Exception) -> None:
         if request.finished:
@@ -824,10 +767,11 @@ class EngineHandle:
             if call is None:
                 return
             self._num_driven -= call.driven
-            if call.driven and not self._num_driven:  # callers run the steps again
-                self._woken.update(dict.fromkeys(self._waiting))
+            if call.driven and not self._num_driven and self._thread is not None:
+                self._woken[self._thread.waiter] = None  # callers run the steps again
+        request.deliver = None  # it refers to the request, and to this handle
         call.end(request)
-        if call.waiter is not None and (not call.num_open or call.is_read):
+        if call.waiter is not None and (not call.num_open or call.keeps):
             self._woken[call.waiter] = None
 
     def _set_mode(self, mode: Mode) -> None:
@@ -840,7 +784,7 @@ class EngineHandle:
             self._why_closed = why
         self._set_mode(Mode.RUNNING)
         try:
-            self._add_entering()
+            self._add_new()
             self._engine.abort_all()
         finally:
             for request in list(self._calls):
@@ -848,26 +792,18 @@ class EngineHandle:
 
     # ---- the background thread
 
-    def _start_thread(self) -> None:
-        """Start the background thread, unless it runs."""
-        if _interpreter_ends:
-            raise EngineClosed("the interpreter is ending")
-        if self._thread is None:
-            self._thread = _Thread(self)
-
-    def _retire(self) -> bool:
-        """Detach the idle background thread; return False if it has requests again."""
-        with self._lock:
-            if self._num_driven:
-                return False
-            self._thread = None
-            return True
+    def _drive(self, thread: _Thread) -> None:
+        """Run steps while coroutines wait."""
+        self._wait(thread.waiter, lambda: thread.stopped or not self._num_driven)
 
     def _stop_thread(self) -> None:
         """Stop the background thread after its current step, and wait for its end."""
         thread = self._thread
         if thread is not None:
-            thread.stop()
+            thread.stopped = True
+            thread.waiter.wake()
+            if thread is not threading.current_thread():
+                thread.join()
             self._thread = None
 
     def _forked(self) -> None:
@@ -875,42 +811,28 @@ class EngineHandle:
         self._why_closed = self._why_closed or FORKED
         self.collective = None
         self._calls.clear()
-        self._entering.clear()
         self._num_driven = 0
         self._reset()
         self._engine.sessions.after_fork()
 
 
-class _Thread:
-    """Runs the steps of a handle while it has driven requests."""
+class _Thread(threading.Thread):
+    """Runs the steps of a handle while it has driven requests; otherwise it holds the handle weakly."""
 
     def __init__(self, handle: EngineHandle) -> None:
-        self.waiter = waiter = ThreadWaiter()
-        self._handle = weakref.ref(handle, lambda _: waiter.wake())
-        self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="verbatim-engine", daemon=True)
-        self._thread.start()
+        super().__init__(name="verbatim-engine", daemon=True)
+        self.waiter = waiter = ThreadWaiter(first=True)
+        self.stopped = False
+        self.handle = weakref.ref(handle, lambda _: waiter.wake())
+        self.start()
 
-    def is_current(self) -> bool:
-        return threading.current_thread() is self._thread
-
-    def stop(self) -> None:
-        """Stop the thread, and wait for its end."""
-        self._stopped = True
-        self.waiter.wake()
-        if not self.is_current():
-            self._thread.join()
-
-    def _run(self) -> None:
+    def run(self) -> None:
         self.waiter.thread = threading.get_ident()
-        while not self._stopped and (handle := self._handle()) is not None:
-            wait_s = handle._own(handle._step_if_due) if handle._num_driven else IDLE_S
+        while not self.stopped and (handle := self.handle()) is not None:
+            handle._drive(self)
             del handle
-            if wait_s == 0 or self.waiter.wait(wait_s):
-                continue
-            handle = self._handle()
-            if wait_s == IDLE_S and (handle is None or handle._retire()):
-                return
+            if not self.stopped:  # else `_drive` may have taken the wake of `_stop_thread`
+                self.waiter.wait()
 
 
 def _no_work() -> bool:
@@ -926,13 +848,8 @@ def _probe_findings() -> list[str]:
     ] or ["not needed: the kernels' products are row-invariant by construction"]
 
 
-def _deadline(request: Request) -> float:
-    timeout_s = request.params.timeout_s
-    return float("inf") if timeout_s is None else request.arrival + timeout_s
-
-
 _handles: weakref.WeakSet[EngineHandle] = weakref.WeakSet()
-_num_opened = 0
+_opened_in: int | None = None  # the process of the first handle
 _interpreter_ends = False
 
 
@@ -948,18 +865,15 @@ FORKED = (
     "an LLM was opened before this process was forked, and OpenMP can't run in such a child: start processes "
     "by multiprocessing's 'spawn' method"
 )
-_is_forked = False
 
 
 def check_not_forked() -> None:
     """Raise NotSupported in the child of a process that had opened an LLM before it forked."""
-    if _is_forked:
+    if _opened_in not in (None, os.getpid()):
         raise NotSupported(FORKED)
 
 
 def _after_fork() -> None:
-    global _is_forked
-    _is_forked = _is_forked or _num_opened > 0
     for handle in list(_handles):
         handle._forked()
 

@@ -85,7 +85,7 @@ class DraftLengths:
 
     The probability that a draft token is accepted falls along its draft; the cost of a step grows with its
     rows, and that of drafting with the drafts and the longest of them. Where drafts do not pay, single tokens
-    are drafted as trials, the more seldom the more they cost. Outputs do not depend on the lengths.
+    are drafted as trials; the more a trial costs, the fewer there are. Outputs do not depend on the lengths.
 
     Args:
         fixed: the length of all drafts; None: it adapts.
@@ -164,7 +164,7 @@ class DraftLengths:
 
     def note_step(self, chunks: list[Chunk], spent_s: float) -> None:
         """Record the duration of a step, without the proposal."""
-        num_drafted = sum(len(chunk.draft.ids) for chunk in chunks)
+        num_drafted = sum(len(chunk.draft_ids) for chunk in chunks)
         if not num_drafted:  # also a step with prefill: under load there may be no other
             self._last_plain = self._step
         if not self._pays and self._step % _SAMPLED:

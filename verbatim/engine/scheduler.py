@@ -68,14 +68,12 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # by rank, which is constant and of one sequence alone
         self.running: dict[Sequence, None] = {}  # in the order of their start
         self.num_preemptions = 0
-        self.num_new = 0  # waiting requests that have never run
         self.masks: set[Future[Tensor]] = set()  # under way at the last `schedule`
         self._count = itertools.count()
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence, with the blocks that its session has cached."""
         sequence.number = next(self._count)
-        self.num_new += 1
         self.sessions.attach(sequence)
         self._queue(sequence)
 
@@ -86,7 +84,6 @@ class Scheduler:
         place = bisect_left(self.waiting, sequence.rank, key=_rank)
         if self.waiting[place : place + 1] == [sequence]:
             del self.waiting[place]
-            self.num_new -= not sequence.request.was_scheduled
 
     def _queue(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=_rank)
@@ -117,7 +114,9 @@ class Scheduler:
         work = Schedule(self.max_batch_tokens, self.max_prompt_rows)
         self._compute_masks()
         # A beam with candidates waits for the other beams of its request, a sequence for its mask.
-        active = [s for s in self.running if s.candidates is None and s.is_ready]
+        active = [
+            s for s in self.running if s.candidates is None and (not s.grammar or s.grammar.ready)
+        ]
         active.sort(key=lambda s: (s.num_uncomputed > 1, s.rank))
         for sequence in active:
             self._schedule_waiting(work, before=sequence)
@@ -156,8 +155,8 @@ class Scheduler:
         late, self.masks = self.masks, set()
         quick: set[Future[Tensor]] = set()
         for sequence in self.running:
-            job = self._start_mask(sequence)
-            if job is not None and job not in late and not sequence.has_slow_grammar:
+            job, grammar = self._start_mask(sequence), sequence.grammar
+            if job is not None and job not in late and grammar and not grammar.is_slow:
                 quick.add(job)
         if quick:
             wait(quick, timeout=MASK_WAIT_S)
@@ -195,38 +194,23 @@ class Scheduler:
             elif chunk.max_draft:  # the next step may have no draft, and need the blocks
                 self._truncate(sequence, sequence.num_computed + chunk.num_rows)
 
-    def evict_all(self) -> None:
-        """Preempt every sequence and clear all cached blocks."""
-        for sequence in list(self.running):
+    def evict(self, sequence: Sequence) -> None:
+        """Preempt a sequence, which may also be waiting."""
+        if sequence in self.running:
             self._preempt(sequence)
-        for sequence in self._parked():
+        else:
             self._free(sequence)
+
+    def evict_all(self) -> None:
+        """Preempt every sequence, and clear all cached blocks, also those of sessions."""
+        for sequence in [*self.running, *self._parked()]:
+            self.evict(sequence)
         self.sessions.drop_kv()
-        self.forget_cached()
+        self.prefixes.forget()
 
     def _parked(self) -> list[Sequence]:
         """Return the waiting sequences that hold blocks: of a session, or shared with another sequence."""
         return [sequence for sequence in self.waiting if sequence.blocks]
-
-    def forget_cached(self) -> None:
-        """Clear the prefix cache; running sequences keep what they use."""
-        self.prefixes.forget()
-
-    def keep_running_only(self) -> list[Sequence]:
-        """Drop all KV but that of running and just finished sequences, and return those.
-
-        Waiting sequences and sessions lose their blocks; the prefix cache and the MTP layers' cache are
-        cleared.
-        """
-        parked = self._parked()
-        for sequence in parked:
-            if not sequence.finished:  # else its blocks are still read
-                self._free(sequence)
-        self.sessions.drop_kv()
-        self.prefixes.drop_cached()
-        for sequence in self.running:
-            sequence.truncate_draft_cache(0)
-        return [*self.running, *(sequence for sequence in parked if sequence.finished)]
 
     def discard_pending(self, request: Request) -> None:
         """Discard results of the old weights that no token depends on yet, after `evict_all`."""
@@ -296,7 +280,8 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, rows: int, work: Schedule) -> bool:
         """Free blocks for `rows` of a sequence, and a slot if it waits; return whether that was possible.
 
-        A running sequence preempts any other of a worse rank, and itself if there is none.
+        A running sequence preempts any other of a worse rank, and itself if there is none. A beam with
+        candidates is preempted first.
         """
         runs = sequence in self.running
         while True:
@@ -309,7 +294,7 @@ class Scheduler:
             victims = [s for s in others if runs or _may_preempt(sequence, s)]
             if not victims:
                 return False
-            last = max(victims, key=_preemption_order)
+            last = max(victims, key=lambda s: (s.candidates is not None, s.rank))
             self._preempt(last)
             if last is sequence:
                 return False
@@ -318,7 +303,6 @@ class Scheduler:
         request, metrics = sequence.request, sequence.request.metrics
         if not request.was_scheduled:
             request.was_scheduled = True
-            self.num_new -= 1
             metrics.queue_s = time.monotonic() - request.arrival
             metrics.num_cached_tokens = sequence.num_computed
             self.prefixes.num_hits += sequence.num_computed
@@ -333,7 +317,8 @@ class Scheduler:
             rows = min(rows, first - sequence.num_computed + work.prompt_rows)
             end = min(sequence.num_computed + rows, request.num_input_tokens - 1)
             prompt_rows = max(0, end - first)
-        draws = rows == sequence.num_uncomputed and not request.is_prefill_only
+        is_last = rows == sequence.num_uncomputed
+        draws = is_last and not (request.is_prefill_only or sequence.finished)
         return Chunk(sequence, rows, prompt_rows, draws)
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -395,11 +380,6 @@ class Scheduler:
         snapshots = self.prefixes.snapshots(sequence, end)
         self.states.reserve(sequence, snapshots[: self.states.num_free(len(snapshots))])
         work.add(chunk)
-
-
-def _preemption_order(running: Sequence) -> tuple[bool, tuple[float, int]]:
-    """Key whose maximum is preempted first: a beam with candidates, then the worst rank."""
-    return running.candidates is not None, running.rank
 
 
 def _goes_before(waiting: Sequence, running: Sequence) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 
 from verbatim.core import Sequence, SessionCache
@@ -33,7 +32,6 @@ class Sessions:
         self.block_size = block_size
         self._idle: dict[SessionCache, None] = {}  # with blocks, least recently used first
         self._open: dict[SessionCache, None] = {}  # with a reservation
-        self._closing: deque[SessionCache] = deque()  # with blocks to free
         self._closed = False
         # Guards `_open` and the reservations. Reentrant: the garbage collector may close a session
         # while this thread holds it.
@@ -50,7 +48,10 @@ class Sessions:
         """Number of blocks that all sessions reserve."""
         with self._lock:
             # A copy: the garbage collector may close a session in the middle of the sum.
-            return sum(cache.num_reserved for cache in list(self._open))
+            return sum(map(self._needed, list(self._open)))
+
+    def _needed(self, cache: SessionCache) -> int:
+        return -(-cache.max_length // self.block_size)
 
     def acquire(self, cache: SessionCache, wait_s: float | None) -> Iterator[float]:
         """Reserve blocks for a session, unless it has a reservation, and mark it in use.
@@ -68,49 +69,47 @@ class Sessions:
         while True:
             now = time.monotonic()
             with self._lock:
-                if self._closed:
-                    raise EngineClosed("this LLM has been closed")
-                if cache.closed:
-                    raise EngineClosed("this session has been closed")
+                self.check_open(cache)
                 if self._reserve(cache, now):
-                    cache.in_use = True
+                    cache.last_used = math.inf  # until `release`
                     return
             if now >= give_up:
                 raise OutOfBlocks(self._no_blocks(cache, wait_s))
             yield _POLL_S
 
+    def check_open(self, cache: SessionCache) -> None:
+        """Raise EngineClosed if the engine or the session is closed."""
+        if self._closed or cache.closed:
+            raise EngineClosed(f"this {'LLM' if self._closed else 'session'} has been closed")
+
     def _reserve(self, cache: SessionCache, now: float) -> bool:
-        needed = -(-cache.max_length // self.block_size)
-        if not cache.num_reserved:
-            for other in list(self._open):
-                if _deadline(other) <= now:
-                    self._unreserve(other)
-            if self.num_reserved + needed > self.pool.num_blocks - 1:
+        if cache not in self._open:
+            self._unreserve_idle(now)
+            if self.num_reserved + self._needed(cache) > self.pool.num_blocks - 1:
                 return False
-        cache.num_reserved = needed
         self._open[cache] = None
         return True
 
     def release(self, cache: SessionCache) -> None:
         """Mark a session idle at the end of a turn."""
         cache.last_used = time.monotonic()
-        cache.in_use = False
 
     def close_session(self, cache: SessionCache) -> None:
         """Close a session; its blocks are freed at the next step or the next `reclaim`."""
         with self._lock:
             cache.closed = True
-            self._unreserve(cache)
+            self._open.pop(cache, None)
 
-    def _unreserve(self, cache: SessionCache) -> None:
-        self._open.pop(cache, None)
-        cache.num_reserved = 0
-        self._closing.append(cache)
+    def _unreserve_idle(self, now: float) -> None:
+        """Take back the reservations of sessions that are idle for longer than their timeout."""
+        for cache in list(self._open):
+            if cache.idle_timeout_s is not None and cache.last_used + cache.idle_timeout_s <= now:
+                self._open.pop(cache, None)
 
     def _no_blocks(self, cache: SessionCache, wait_s: float | None) -> str:
         size, total = self.block_size, self.pool.num_blocks - 1
         return (
-            f"a session of max_length={cache.max_length} needs {-(-cache.max_length // size)} blocks of "
+            f"a session of max_length={cache.max_length} needs {self._needed(cache)} blocks of "
             f"{size} tokens; {self.num_reserved} of the {total} that kv_memory holds are reserved by "
             f"{self.num_open} open sessions, and none of them ended within wait_s={wait_s:g}"
         )
@@ -119,16 +118,10 @@ class Sessions:
 
     def reclaim(self) -> None:
         """Free the blocks of sessions that are closed, or idle for longer than their timeout."""
-        now = time.monotonic()
         with self._lock:
-            for cache in list(self._open):
-                if _deadline(cache) <= now:
-                    self._unreserve(cache)
-        while self._closing:
-            cache = self._closing[0]
-            if cache.closed or not cache.in_use:
-                self._drop(cache)
-            self._closing.popleft()
+            self._unreserve_idle(time.monotonic())
+        for cache in [cache for cache in self._idle if cache not in self._open]:
+            self._cut(cache, 0)
 
     def attach(self, sequence: Sequence) -> None:
         """Move the cached blocks of a session to the sequence of its new turn, up to their common prefix."""
@@ -190,25 +183,18 @@ class Sessions:
         cache = next(iter(self._idle), None)
         if cache is None:
             return False
-        kept = (len(cache.blocks) - 1) * self.block_size
-        self._cut(cache, kept)
-        if not cache.blocks:
-            self._clear(cache)
+        self._cut(cache, (len(cache.blocks) - 1) * self.block_size)
         return True
 
     def drop_kv(self) -> None:
         """Free all blocks of idle sessions; the sessions stay open."""
         for cache in list(self._idle):
-            self._drop(cache)
+            self._cut(cache, 0)
 
     def make_private(self) -> None:
         """Hide the present blocks of idle sessions from prefix lookups."""
         for cache in self._idle:
             cache.is_private = True
-
-    def idle(self) -> list[SessionCache]:
-        """Return the caches that hold blocks and have no turn under way."""
-        return list(self._idle)
 
     def close(self) -> None:
         """Refuse new turns, and end all waits."""
@@ -218,12 +204,8 @@ class Sessions:
         """Replace the lock in the child of a fork, where its holder does not exist."""
         self._lock = threading.RLock()
 
-    def _drop(self, cache: SessionCache) -> None:
-        self._cut(cache, 0)
-        self._clear(cache)
-
     def _cut(self, cache: SessionCache, num_tokens: int) -> None:
-        """Free what a session keeps beyond its first tokens, and its state unless it is of these."""
+        """Free what a session keeps beyond its first tokens, and its state unless that belongs to them."""
         needed = -(-num_tokens // self.block_size)
         self.pool.give_back(cache.blocks[needed:])
         del cache.blocks[needed:], cache.token_ids[num_tokens:]
@@ -233,19 +215,14 @@ class Sessions:
             # A slot of an MTP layer also depends on the tokens after it.
             cache.num_draft_computed[layer] = min(count, max(0, left - 1 - layer))
         self.states.keep(cache, num_tokens)
+        if not cache.blocks:
+            self._clear(cache)
 
     def _clear(self, cache: SessionCache) -> None:
         """Reset a cache that holds no block."""
         cache.token_ids, cache.num_indexed, cache.adapter = [], 0, 0
         cache.num_draft_computed = {}
         self._idle.pop(cache, None)
-
-
-def _deadline(cache: SessionCache) -> float:
-    """Return the time at which the session loses its reservation."""
-    if cache.in_use or cache.idle_timeout_s is None:
-        return math.inf
-    return cache.last_used + cache.idle_timeout_s
 
 
 def num_in_common(ids: list[int], others: list[int]) -> int:

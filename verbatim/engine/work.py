@@ -15,18 +15,6 @@ Span = tuple[Sequence, int, list[int]]  # rows of a sequence: the first position
 
 
 @dataclass(slots=True)
-class Draft:
-    """Proposed next tokens of a sequence, verified in one forward.
-
-    The ids are in the vocabulary, allowed by the sequence's grammar and within its length limit.
-    """
-
-    ids: list[int] = field(default_factory=list)
-    # The grammar's mask after each id (`SampleRow.mask`); None without a grammar.
-    masks: list[torch.Tensor | None] = field(default_factory=list)
-
-
-@dataclass(slots=True)
 class Chunk:
     """The rows of one sequence in one batch."""
 
@@ -35,7 +23,10 @@ class Chunk:
     num_prompt_rows: int  # leading logits rows that are prompt-logprob rows
     draws: bool  # the last logits row, and those of the draft, draw tokens
     max_draft: int = 0  # draft rows that are allocated
-    draft: Draft = field(default_factory=Draft)
+    # Proposed next tokens, verified in one forward: in the vocabulary, allowed by the sequence's grammar and
+    # within its length limit; and the grammar's mask after each (`SampleRow.mask`), None without a grammar.
+    draft_ids: list[int] = field(default_factory=list)
+    draft_masks: list[torch.Tensor | None] = field(default_factory=list)
     first_logits_row: int = 0
     # Of its logits rows, those of the prompt first; a row has one for each sample that draws from it.
     results: list[Draw] = field(default_factory=list)
@@ -73,7 +64,7 @@ class Schedule:
         targets: list[int] = []
         end_row = 0
         for chunk in self.chunks:
-            sequence, draft = chunk.sequence, chunk.draft.ids
+            sequence, draft = chunk.sequence, chunk.draft_ids
             start, stop = sequence.num_computed, sequence.num_computed + chunk.num_rows
             ids = sequence.token_ids(start, stop) + draft
             spans.append((sequence, start, ids))

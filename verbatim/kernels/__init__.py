@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from verbatim.errors import NotSupported
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-VERSION = 6  # goes up whenever a kernel's arithmetic changes: part of the numerics key
+VERSION = 8  # goes up whenever a kernel's arithmetic changes: part of the numerics key
 
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
 # Best first. The second column is what /proc/cpuinfo or the operating system calls the features.
@@ -79,7 +79,34 @@ def instruction_set() -> str | None:
     references, and `VERBATIM_KERNELS=triton` those and, wherever a GPU would take them, the kernels in
     Triton, under its interpreter.
     """
-    return _chosen(wanted(), available())
+    return _chosen(_used.name or wanted(), available())
+
+
+def numerics_key(
+    dtype: str,
+    kv_dtype: str,
+    quantization: str | None = None,
+    gpu: dict[str, Any] | None = None,
+) -> str:
+    """Return the numerics key: what machines must have in common for bit-identical outputs.
+
+    Args:
+        quantization: the name of the format that weights are rounded to. A format in which a checkpoint has
+            them changes no bit: they may be held in it, or decoded.
+        gpu: its `name` and whether it is `deterministic`; None is the CPU.
+    """
+    import torch
+
+    if gpu is not None:
+        computed_by = f"kernels{VERSION}-torch{torch.__version__}-cuda{torch.version.cuda}"
+        fast = "" if gpu["deterministic"] else "/fast"
+        return f"{gpu['name'].replace(' ', '-')}/{computed_by}{fast}/{dtype}/kv-{kv_dtype}"
+    instructions = instruction_set()
+    computed_by = f"kernels{VERSION}-{instructions}"
+    if instructions is None:
+        computed_by = f"torch{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
+    packed = "" if quantization is None else f"/weights-{quantization}"
+    return f"cpu/{computed_by}/{dtype}{packed}/kv-{kv_dtype}"
 
 
 @functools.cache
@@ -99,9 +126,10 @@ def triton_serves(device: torch.device) -> bool:
     """Return whether the Triton kernels compute tensors on `device`: on a GPU, and on the CPU if
     `VERBATIM_KERNELS=triton` asks for it, for tests (seconds per token).
     """
+    used = _used.name
     if device.type == "cuda":
-        return True
-    if device.type != "cpu" or wanted() != "triton":
+        return used is None
+    if device.type != "cpu" or (used or wanted()) != "triton":
         return False
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError("VERBATIM_KERNELS=triton on the CPU needs TRITON_INTERPRET=1 besides")
@@ -130,20 +158,38 @@ def missing() -> bool:
     return instruction_set() is None and not wanted()
 
 
-_off = threading.local()
+class _Used(threading.local):
+    """The argument of `using` in this thread."""
+
+    name: str | None = None
+
+
+_used = _Used()
 
 
 @contextmanager
-def disabled() -> Iterator[None]:
-    """Use the torch references in this thread within the block."""
-    before, _off.on = getattr(_off, "on", False), True
+def using(name: str) -> Iterator[None]:
+    """Compute as with `VERBATIM_KERNELS=name` in this thread within the block; "none": also on a GPU.
+
+    Fused layers of a model that is open already keep the kernels that it was opened with.
+
+    Raises:
+        NotSupported: the kernels were not built for this processor, or are unknown.
+    """
+    _chosen(name, available())
+    before, _used.name = _used.name, name
     try:
         yield
     finally:
-        _off.on = before
+        _used.name = before
 
 
 def library() -> ctypes.CDLL | None:
     """The library for this processor, or None where none was built."""
-    name = None if getattr(_off, "on", False) else instruction_set()
-    return load(name) if name else None
+    return _library(_used.name or wanted(), available())
+
+
+@functools.cache  # one lookup, as each call of a kernel asks
+def _library(name: str | None, names: tuple[str, ...]) -> ctypes.CDLL | None:
+    chosen = _chosen(name, names)
+    return load(chosen) if chosen else None

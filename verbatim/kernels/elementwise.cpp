@@ -9,14 +9,6 @@ namespace {
 constexpr int64_t PIECE = 1 << 12;  // elements of a piece of something flat
 
 template <typename T>
-void norm_rows(T *out, const T *x, const T *weight, int64_t rows, int64_t width, float eps,
-               int kind, int threads) {
-    const Norm norm{weight, width, eps, kind};
-    each_row(rows, width, threads,
-             [&](int64_t r) { norm_row(out + r * width, x + r * width, norm); });
-}
-
-template <typename T>
 void activate(T *out, const T *gate, const T *up, int64_t count, int activation, int threads) {
     each_row((count + PIECE - 1) / PIECE, PIECE, threads, [&](int64_t piece) {
         const int64_t from = piece * PIECE, width = count - from < PIECE ? count - from : PIECE;
@@ -26,14 +18,16 @@ void activate(T *out, const T *gate, const T *up, int64_t count, int activation,
 
 }  // namespace
 
-// out[rows, width] = the RMS norm of x[rows, width]; `kind` as NormKind, without NONE.
+// out[rows, width] = the norm of x[rows, width], which is not NONE.
 #define EXPORT_NORM(name, T)                                                                       \
-    extern "C" void name(T *out, const T *x, const T *weight, int64_t rows, int64_t width,         \
-                         float eps, int kind, int threads) {                                       \
-        norm_rows(out, x, weight, rows, width, eps, kind, threads);                                \
+    extern "C" void name(T *out, const T *x, const Norm *norm, int64_t rows, int threads) {        \
+        const int64_t width = norm->width;                                                         \
+        each_row(rows, width, threads,                                                             \
+                 [&](int64_t r) { norm_row(out + r * width, x + r * width, *norm); });             \
     }
-EXPORT_NORM(vb_rms_norm_f32, float)
-EXPORT_NORM(vb_rms_norm_bf16, bf16)
+EXPORT_NORM(vb_norm_f32, float)
+EXPORT_NORM(vb_norm_bf16, bf16)
+extern "C" int64_t vb_norm_size() { return sizeof(Norm); }
 
 // out[count] = the activation of gate[count], times up[count] unless that is null.
 #define EXPORT_ACTIVATE(name, T)                                                                   \

@@ -14,13 +14,16 @@
 
 namespace vb {
 
-// How an RMS norm rounds x * inv * weight.
+// How a norm rounds x * inv * weight.
 enum NormKind : int32_t {
     NONE = 0,      // no norm at all
     BARE = 1,      // no weight: round(x * inv)
     ROUNDED = 2,   // Llama, Qwen: round(weight * round(x * inv))
     WIDE = 3,      // Olmo 2, GPT-OSS: round(weight * (x * inv))
     ONE_PLUS = 4,  // Gemma: round((x * inv) * (1 + weight))
+    // LayerNorms, of x minus its mean:
+    CENTERED = 5,           // round(weight * (x * inv) + bias), where it has them
+    CENTERED_ONE_PLUS = 6,  // Nemotron: round((x * inv) * round(1 + weight) + bias)
 };
 
 struct Norm {
@@ -28,16 +31,31 @@ struct Norm {
     int64_t width;
     float eps;
     int32_t kind;
+    const void *bias;  // likewise
 };
 
-enum Activation : int32_t { SILU = 0, GELU_TANH = 1, SIGMOID_OF = 2, EXP_OF = 3, SOFTPLUS_OF = 4 };
+enum Activation : int32_t {
+    SILU = 0,
+    GELU_TANH = 1,
+    SIGMOID_OF = 2,
+    EXP_OF = 3,
+    SOFTPLUS_OF = 4,
+    GELU = 5,
+    RELU = 6,
+    RELU_SQUARED = 7,
+};
 
 enum Rotation : int32_t {
     UNTURNED = 0,
     HALVES = 1,      // dimension i with i + half
     NEIGHBOURS = 2,  // dimension 2i with 2i + 1, by angle i
     ONCE = 3,        // as HALVES, with one angle for both halves and not two
+    SPREAD = 4,      // dimension 2i with 2i + 1, which become i and i + half
+    PAIRED = 5,      // as NEIGHBOURS, by angles 2i and 2i + 1, rounded once
+    NEIGHBOURS_ONCE = 6,  // as NEIGHBOURS, with as many angles as pairs
+    BACKWARDS = 7,        // as HALVES, by negative angles
 };
+constexpr int64_t MOST_SPREAD = 512;  // dimensions
 
 static inline void keep(float *p, f32x16 v) { store(p, v); }
 static inline void keep(bf16 *p, f32x16 v) {
@@ -64,32 +82,43 @@ template <typename T, typename F> static inline void each_lane(T *out, int64_t w
         keep_first(out + k, f([k, rest](const auto *p) { return load_first(p + k, rest); }), rest);
 }
 
-// 1 / sqrt(mean of squares + eps).
-template <typename T> static inline float inverse_rms(const T *x, int64_t width, float eps) {
-    f32x16 squares = {};
+// What f(total, x) makes of a row, lane by lane, added up.
+template <typename T, typename F> static inline float sum_of(const T *x, int64_t width, F f) {
+    f32x16 total = {};
     int64_t k = 0;
-    for (; k + 16 <= width; k += 16) {
-        f32x16 v = load(x + k);
-        squares = fma(v, v, squares);
-    }
+    for (; k + 16 <= width; k += 16) total = f(total, load(x + k));
     if (const int rest = (int)(width - k)) {
-        f32x16 v = load_first(x + k, rest);
-        squares = fma(v, v, squares);
+        float before[16], lanes[16];
+        store(before, total);
+        store(lanes, f(total, load_first(x + k, rest)));
+        std::memcpy(before, lanes, rest * sizeof(float));
+        total = load(before);
     }
-    return 1.0f / sqrtf(sum(squares) / (float)width + eps);
+    return sum(total);
 }
 
 template <typename T> static inline void norm_row(T *out, const T *x, const Norm &norm) {
-    const f32x16 inv = splat(inverse_rms(x, norm.width, norm.eps));
-    const T *w = (const T *)norm.weight;
+    const float width = (float)norm.width;
+    const auto add = [](f32x16 total, f32x16 v) { return total + v; };
+    const float mean = norm.kind >= CENTERED ? sum_of(x, norm.width, add) / width : 0.0f;
+    const auto square = [=](f32x16 total, f32x16 v) { return fma(v - mean, v - mean, total); };
+    const f32x16 inv = splat(1.0f / sqrtf(sum_of(x, norm.width, square) / width + norm.eps));
+    const T *w = (const T *)norm.weight, *b = (const T *)norm.bias;
+    const auto write = [=](auto weighted) {
+        const auto normed = [=](auto at) { return weighted(at, (at(x) - mean) * inv); };
+        if (!b) each_lane(out, norm.width, normed);
+        else each_lane(out, norm.width, [=](auto at) { return normed(at) + at(b); });
+    };
     switch (norm.kind) {
-    case BARE: return each_lane(out, norm.width, [=](auto at) { return at(x) * inv; });
-    case ROUNDED:
-        return each_lane(out, norm.width, [=](auto at) { return at(w) * rounded<T>(at(x) * inv); });
-    case WIDE: return each_lane(out, norm.width, [=](auto at) { return at(w) * (at(x) * inv); });
-    case ONE_PLUS:
-        return each_lane(out, norm.width,
-                         [=](auto at) { return (at(x) * inv) * (1.0f + at(w)); });
+    case BARE: return write([](auto, f32x16 y) { return y; });
+    case ROUNDED: return write([=](auto at, f32x16 y) { return at(w) * rounded<T>(y); });
+    case WIDE: return write([=](auto at, f32x16 y) { return at(w) * y; });
+    case ONE_PLUS: return write([=](auto at, f32x16 y) { return y * (1.0f + at(w)); });
+    case CENTERED:
+        if (!w) return write([](auto, f32x16 y) { return y; });
+        return write([=](auto at, f32x16 y) { return at(w) * y; });
+    case CENTERED_ONE_PLUS:
+        return write([=](auto at, f32x16 y) { return y * rounded<T>(1.0f + at(w)); });
     }
 }
 
@@ -125,6 +154,19 @@ static inline f32x16 gelu_tanh(f32x16 x) {
     return 0.5f * x * (1.0f + tanh(inner));
 }
 
+// x times the Gaussian distribution function, by 7.1.26 of Abramowitz and Stegun: the function of -|x| is
+// polynomial(t) * exp(-x^2 / 2) / 2 with t = 1 / (1 + 0.3275911 |x| / sqrt(2)), off by less than 8e-8.
+static inline f32x16 gelu(f32x16 x) {
+    const f32x16 size = x > 0.0f ? x : -x, t = 1.0f / (1.0f + 0.2316418952842616f * size);
+    f32x16 polynomial = splat(1.061405429f);
+    for (const float c : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f})
+        polynomial = fma(polynomial, t, splat(c));
+    const f32x16 below = 0.5f * (polynomial * t) * exp_nonpositive(-0.5f * (x * x));
+    return x * (x > 0.0f ? 1.0f - below : below);
+}
+
+static inline f32x16 relu(f32x16 x) { return x <= 0.0f ? splat(0.0f) : x; }
+
 // The activation of `gate`, and times `up` unless that is null.
 template <typename T>
 static inline void activate_row(T *out, const T *gate, const T *up, int64_t width, int activation) {
@@ -138,6 +180,10 @@ static inline void activate_row(T *out, const T *gate, const T *up, int64_t widt
     else if (activation == SIGMOID_OF) row([](f32x16 x) { return sigmoid(x); });
     else if (activation == EXP_OF) row([](f32x16 x) { return exponential(x); });
     else if (activation == SOFTPLUS_OF) row([](f32x16 x) { return softplus(x); });
+    else if (activation == GELU) row([](f32x16 x) { return gelu(x); });
+    else if (activation == RELU) row([](f32x16 x) { return relu(x); });
+    else if (activation == RELU_SQUARED)
+        row([](f32x16 x) { return relu(x) * relu(x); });
     else row([](f32x16 x) { return gelu_tanh(x); });
 }
 
@@ -159,17 +205,32 @@ static inline f32x16 turn(f32x16 x, f32x16 cos, f32x16 turned, f32x16 sin) {
 // Turn the first dimensions of one head in place, by `angles` of them.
 template <typename T, typename A>
 static inline void rotate_head(T *x, const A *cos, const A *sin, int64_t angles, int rotation) {
-    const int64_t half = rotation == ONCE ? angles : angles / 2;
-    const int64_t second = rotation == HALVES ? half : 0;  // where the other half's angles are
+    const bool once = rotation == ONCE || rotation == NEIGHBOURS_ONCE;
+    const int64_t half = once ? angles : angles / 2;
+    if (rotation == SPREAD) {
+        T pairs[MOST_SPREAD];
+        std::memcpy(pairs, x, 2 * half * sizeof(T));
+        for (int64_t i = 0; i < half; i++) x[i] = pairs[2 * i], x[i + half] = pairs[2 * i + 1];
+    }
+    const bool back = rotation == BACKWARDS;
+    const int64_t second = rotation == HALVES || back ? half : 0;  // where the other half's angles are
     auto pairs = [&](auto get, auto set, int64_t p, int64_t q, int64_t i) {
         const f32x16 a = get(x + p), b = get(x + q);
-        set(x + p, turn<A>(a, get(cos + i), -b, get(sin + i)));
-        set(x + q, turn<A>(b, get(cos + second + i), a, get(sin + second + i)));
+        set(x + p, turn<A>(a, get(cos + i), back ? b : -b, get(sin + i)));
+        set(x + q, turn<A>(b, get(cos + second + i), back ? -a : a, get(sin + second + i)));
     };
     auto get_one = [](const auto *p) { return splat(to_float(*p)); };
     auto set_one = [](T *p, f32x16 v) { put(p, v[0]); };
     int64_t i = 0;
-    if (rotation == NEIGHBOURS) {
+    if (rotation == PAIRED) {
+        for (; i < angles; i += 2) {
+            const f32x16 a = get_one(x + i), b = get_one(x + i + 1);
+            set_one(x + i, turn<float>(a, get_one(cos + i), -b, get_one(sin + i)));
+            set_one(x + i + 1, turn<float>(b, get_one(cos + i + 1), a, get_one(sin + i + 1)));
+        }
+        return;
+    }
+    if (rotation == NEIGHBOURS || rotation == NEIGHBOURS_ONCE) {
         for (; i < half; i++) pairs(get_one, set_one, 2 * i, 2 * i + 1, i);
         return;
     }

@@ -264,14 +264,16 @@ void vb::run_experts(const Experts &e, const T *x, int64_t rows, Chosen chosen, 
 template <typename T>
 void vb::run_mlp(const Matrix *gates, int num_gates, const Matrix &down, int32_t activation,
                  const T *x, int64_t rows, const Adapted &adapted, T *out, int threads) {
-    const int64_t inner = down.depth, pair = 2 * inner;
-    const Scratch<T> made(rows * pair);
-    multiply_adapted(x, rows, gates->depth, gates, num_gates, adapted, made.data, pair, threads);
-    each_row(rows, pair, threads, [&](int64_t r) {
-        T *gate = made.data + r * pair;
-        activate_row(gate, gate, gate + inner, inner, activation);
+    const int64_t inner = down.depth;
+    int64_t width = 0;
+    for (int i = 0; i < num_gates; i++) width += gates[i].cols;
+    const Scratch<T> made(rows * width);
+    multiply_adapted(x, rows, gates->depth, gates, num_gates, adapted, made.data, width, threads);
+    each_row(rows, width, threads, [&](int64_t r) {
+        T *gate = made.data + r * width;
+        activate_row(gate, gate, width > inner ? gate + inner : nullptr, inner, activation);
     });
-    multiply_adapted(made.data, rows, pair, &down, 1, adapted.at(2), out, down.cols, threads);
+    multiply_adapted(made.data, rows, width, &down, 1, adapted.at(2), out, down.cols, threads);
 }
 
 template <typename T>

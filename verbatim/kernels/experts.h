@@ -120,8 +120,8 @@ void multiply_adapted(const T *x, int64_t rows, int64_t x_stride, const Matrix *
                      out, out_stride, threads);
 }
 
-// out[rows, down.cols] of an MLP: down of act(gate) * up; `gates` is both, or one for both. Adapters have
-// matrices for two gates and for down.
+// out[rows, down.cols] of an MLP: down of act(gate) * up; `gates` is both, or one for both, or without up.
+// Adapters have matrices for two gates and for down.
 template <typename T>
 void run_mlp(const Matrix *gates, int num_gates, const Matrix &down, int32_t activation, const T *x,
              int64_t rows, const Adapted &adapted, T *out, int threads);

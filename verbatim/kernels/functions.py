@@ -20,9 +20,9 @@ _ARGUMENTS = {
     "vb_add_low_rank": "PLPLLLPL",
     "vb_attention": "PPPPPPPLLLLLLLLLLLIIFFPP",
     "vb_causal_conv": "PPPPPPPPPLLLL",
-    "vb_chain": "PPPPPPPPLIPPPPLP",
+    "vb_chain": "PPPPPPPLPPPLP",
     "vb_choose": "PPLPPLPP",
-    "vb_collapse_streams": "PPPPPPPLLLLF",
+    "vb_collapse_streams": "PPPPPPPLLLLFFF",
     "vb_enter": "PPPLP",
     "vb_expand_streams": "PPPPPLLL",
     "vb_experts": "PPLPPLP",
@@ -34,12 +34,12 @@ _ARGUMENTS = {
     "vb_layer": "PPPPPPPLIPPLPP",
     "vb_layer_after": "PPPPLPPLPP",
     "vb_layer_before": "PPLPPLIP",
-    "vb_linear_recurrence": "PPPPPPPPPPPLLLLLLI",
-    "vb_model": "PPPPPPLIPPPPLPPP",
+    "vb_linear_recurrence": "PPPPPPPPPPPLLLLLLIP",
+    "vb_model": "PPPPPPPPLPPP",
     "vb_multiply": "PPLLPILI",
+    "vb_norm": "PPPL",
     "vb_pack_kv": "PPPPPLLLLLPII",
     "vb_pack_rows": "PPLLIIIP",
-    "vb_rms_norm": "PPPLLFI",
     "vb_sample_rows": "PILLLPPPLI",
     "vb_support": "PLPPP",
     "vb_unpack_rows": "PPLLIII",
@@ -82,30 +82,9 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == "cpu" and kernels.library() is not None
 
 
-def library_of(backend: str) -> ctypes.CDLL | None:
-    """Return the library of `backend`: "auto", "kernel", "torch" or an instruction set; None is torch.
-
-    Raises:
-        ValueError: it was not built for this processor, or is unknown.
-    """
-    if backend == "torch":
-        return None
-    if backend in ("auto", "kernel"):
-        library = kernels.library()
-        if library is None and backend == "kernel":
-            raise ValueError("backend='kernel': no kernels were built for this processor")
-        return library
-    if backend not in kernels.available():
-        known = ["auto", "kernel", "torch", *kernels.available()]
-        raise ValueError(f"backend={backend!r}: must be one of {known}")
-    return kernels.load(backend)
-
-
-def kernel(
-    name: str, dtype: torch.dtype | None = None, *, backend: str = "auto"
-) -> Callable[..., Any] | None:
+def kernel(name: str, dtype: torch.dtype | None = None) -> Callable[..., Any] | None:
     """Return a function of the kernels, for a dtype if it has several; None where torch is to compute."""
-    library = library_of(backend)
+    library = kernels.library()
     if library is None or not (dtype is None or dtype in SUFFIX):
         return None
     return _bound(library, name, dtype)

@@ -54,13 +54,23 @@ struct ShortConv {
 // Where an adapter has the matrices for those of a layer; verbatim/model/lora.py has the same.
 enum Place : int64_t { INPUTS = 0, OUTPUT = 6, GATES = 7, PLACES = 10 };
 
+// What the MLP is given, and in which order the residual is added up.
+enum Residual : int32_t {
+    SEQUENTIAL = 0,  // x + attention, and then what the MLP makes of that
+    PARALLEL = 1,    // (x + attention) + MLP, both of x
+    JOINED = 2,      // (attention + MLP) + x, both of x
+    POST = 3,        // as SEQUENTIAL, with both norms behind the sums
+    ALONE = 4,       // x + attention, without an MLP
+    PART = 5,        // attention, or the MLP where there are no inputs, and no residual
+};
+
 // As verbatim/model/structs.py declares it.
 struct Layer {
     Matrix inputs[6];  // of q, k and v; one of all three; or those of a delta rule
     Matrix output;     // of attention
     Matrix gates[2];   // gate and up; or one of both
     Matrix down;
-    Norm before_attention, of_queries, of_keys, after_attention, before_mlp, after_mlp;
+    Norm before_attention, of_queries, of_keys, of_values, after_attention, before_mlp, after_mlp;
     int64_t hidden, heads, kv_heads, head_dim, value_dim;
     int32_t num_inputs, num_gates;
     int32_t activation, rotation;
@@ -73,12 +83,26 @@ struct Layer {
     const DeltaRule *delta;  // in place of attention, or null
     const Mamba2 *mamba2;    // likewise
     const ShortConv *conv;
-    int32_t gated;           // each head of q is followed by a gate of what it attends to
+    const float *alibi;      // slopes of attention, [heads], or null
+    Matrix latent[2];        // of queries, if any, and of keys and values; both norms are of what they are given
+    Slice q, k, v, gate;     // where the products have them, q in `chunks` of equal size; 0 chunks: one
+    int64_t chunks;          // behind the other. These gates are of the same size as q.
+    float clip;              // what q, k and v lie between, if not 0
+    float q_scale;           // of q, before its norm
+    float latent_scale[2];   // of what latent matrices are given, behind its norm
+    int64_t gate_width;      // gates of what heads attend to, one for each head or element; or 0
+    int32_t sinks_f32, residual;
+    int32_t turned_first;    // queries and keys are rotated before their norms
     int32_t index;           // among the layers that adapters have matrices for
+    int32_t angles;          // which of a model's it takes
+    const void *factor;      // of what it returns, or null
 
-    bool has_mlp() const { return num_gates || mixture; }
+    bool has_mlp() const { return num_gates || mixture || residual >= ALONE; }
     int64_t q_width() const { return heads * head_dim; }
     int64_t k_width() const { return kv_heads * head_dim; }
+    int64_t qkv_width() const {
+        return q_width() + k_width() + kv_heads * value_dim + gate_width;
+    }
     int64_t products() const {  // of a row with its inputs
         int64_t width = 0;
         for (int i = 0; i < num_inputs; i++) width += inputs[i].cols;
@@ -136,12 +160,12 @@ struct Entry {
 };
 
 // Cosines and sines [?, width], in the layer's dtype or in float, and which row of them is whose: null
-// gives each its own.
+// gives each its own. As verbatim/model/angles.py declares it.
 struct Angles {
     const void *cos, *sin;
     int64_t width;
-    int is_f32;
     const int64_t *rows;
+    int32_t is_f32;
 };
 
 // A norm of the width of one head is one for each head, else it is one for all of them.
@@ -166,35 +190,96 @@ void project(const Layer &l, const T *hidden, int64_t rows, const Adapted &adapt
                      l.products(), threads);
 }
 
-// qkv[rows, products]: q, k, v, and the gates if there are any.
+// qkv[rows, qkv_width] of latent attention (DeepSeek-AI 2024, arXiv:2405.04434): queries, or what they are made of,
+// lie in front of what keys and values are made of, of the rotated dimensions that all keys have, and of gates.
+template <typename T, typename A>
+void before_latent(const Layer &l, const T *hidden, int64_t rows, const Adapted &adapted,
+                   const Angles &angles, T *qkv, int threads) {
+    const Matrix &of_q = l.latent[0], &of_kv = l.latent[1];
+    const int64_t width = l.products(), first = l.inputs[0].cols, rank = of_kv.depth, dim = l.head_dim;
+    const int64_t turned = l.inputs[1].cols - rank, plain = dim - turned, all = l.qkv_width();
+    const Scratch<T> made(rows * width), kv(rows * of_kv.cols), q(of_q.data ? rows * of_q.cols : 0);
+    project(l, hidden, rows, adapted, made.data, threads);
+    each_row(rows, width, threads, [&](int64_t r) {
+        const auto norm = [](T *x, const Norm &norm, float scale) {
+            if (norm.kind != NONE) norm_row(x, x, norm);
+            if (scale != 1.0f) each_lane(x, norm.width, [=](auto at) { return at(x) * scale; });
+        };
+        T *row = made.data + r * width;
+        norm(row, l.of_queries, l.latent_scale[0]);
+        norm(row + first, l.of_keys, l.latent_scale[1]);
+        norm(row + first + rank, l.of_values, 1.0f);
+    });
+    if (of_q.data) multiply(made.data, rows, width, &of_q, 1, q.data, of_q.cols, threads);
+    multiply(made.data + first, rows, width, &of_kv, 1, kv.data, of_kv.cols, threads);
+    each_row(rows, all, threads, [&](int64_t r) {
+        T *row = made.data + r * width, *key = row + first + rank, *to = qkv + r * all;
+        std::memcpy(to, of_q.data ? q.data + r * of_q.cols : row, l.q_width() * sizeof(T));
+        if (l.rotation != UNTURNED) {
+            const int64_t at = (angles.rows ? angles.rows[r] : r) * angles.width;
+            const A *cos = (const A *)angles.cos + at, *sin = (const A *)angles.sin + at;
+            rotate_head(key, cos, sin, angles.width, l.rotation);
+            for (int64_t h = 0; h < l.heads; h++)
+                rotate_head(to + h * dim + plain, cos, sin, angles.width, l.rotation);
+        }
+        T *k = to + l.q_width(), *v = k + l.k_width();
+        const T *from = kv.data + r * of_kv.cols;
+        for (int64_t h = 0; h < l.heads; h++, k += dim, v += l.value_dim) {
+            std::memcpy(k, from, plain * sizeof(T));
+            std::memcpy(k + plain, key, turned * sizeof(T));
+            std::memcpy(v, from + plain, l.value_dim * sizeof(T));
+            from += plain + l.value_dim;
+        }
+        std::memcpy(v, key + turned, l.gate_width * sizeof(T));
+    });
+}
+
+// qkv[rows, qkv_width]: q, k, v, and the gates if there are any.
 template <typename T, typename A>
 void before(const Layer &l, const T *hidden, int64_t rows, const Adapted &adapted,
             const Angles &angles, T *qkv, int threads) {
-    const int64_t q_width = l.q_width(), k_width = l.k_width(), width = l.products();
-    if (l.gated) {
-        const Scratch<T> made(rows * width);
+    const int64_t q_width = l.q_width(), k_width = l.k_width(), width = l.qkv_width();
+    if (l.latent[1].data) return before_latent<T, A>(l, hidden, rows, adapted, angles, qkv, threads);
+    if (l.chunks) {
+        const int64_t all = l.products();
+        const Scratch<T> made(rows * all);
         project(l, hidden, rows, adapted, made.data, threads);
-        const int64_t dim = l.head_dim, kv_width = width - 2 * q_width;
         each_row(rows, width, threads, [&](int64_t r) {
-            const T *from = made.data + r * width;
-            T *row = qkv + r * width, *gates = row + q_width + kv_width;
-            for (int64_t h = 0; h < l.heads; h++, from += 2 * dim) {
-                std::memcpy(row + h * dim, from, dim * sizeof(T));
-                std::memcpy(gates + h * dim, from + dim, dim * sizeof(T));
-            }
-            std::memcpy(row + q_width, from, kv_width * sizeof(T));
+            T *to = qkv + r * width;
+            const auto take = [&](const Slice &from, int64_t count, int64_t size) {
+                for (int64_t i = 0; i < count; i++, to += size)
+                    std::memcpy(to, made.data + r * all + from.at + i * from.stride, size * sizeof(T));
+            };
+            take(l.q, l.chunks, q_width / l.chunks);
+            take(l.k, l.kv_heads, l.head_dim);
+            take(l.v, l.kv_heads, l.value_dim);
+            if (l.gate_width) take(l.gate, l.chunks, q_width / l.chunks);
         });
     } else project(l, hidden, rows, adapted, qkv, threads);
-    if (l.of_queries.kind == NONE && l.of_keys.kind == NONE && l.rotation == UNTURNED) return;
+    const bool turns = l.rotation != UNTURNED;
+    const float top = l.clip, scale = l.q_scale;
+    if (l.of_queries.kind == NONE && l.of_keys.kind == NONE && l.of_values.kind == NONE && !turns &&
+        top == 0.0f && scale == 1.0f)
+        return;
     each_row(rows, q_width + k_width, threads, [&](int64_t r) {
         T *row = qkv + r * width;
+        if (scale != 1.0f) each_lane(row, q_width, [=](auto at) { return at(row) * scale; });
+        if (top != 0.0f)
+            each_lane(row, width, [=](auto at) {
+                const f32x16 x = at(row);
+                return x > top ? splat(top) : x < -top ? splat(-top) : x;
+            });
+        const auto turn = [&] {
+            const int64_t at = (angles.rows ? angles.rows[r] : r) * angles.width;
+            const A *cos = (const A *)angles.cos + at, *sin = (const A *)angles.sin + at;
+            for (int64_t h = 0; h < l.heads + l.kv_heads; h++)
+                rotate_head(row + h * l.head_dim, cos, sin, angles.width, l.rotation);
+        };
+        if (turns && l.turned_first) turn();
         norm_heads(row, q_width, l.of_queries);
         norm_heads(row + q_width, k_width, l.of_keys);
-        if (l.rotation == UNTURNED) return;
-        const int64_t at = (angles.rows ? angles.rows[r] : r) * angles.width;
-        const A *cos = (const A *)angles.cos + at, *sin = (const A *)angles.sin + at;
-        for (int64_t h = 0; h < l.heads + l.kv_heads; h++)
-            rotate_head(row + h * l.head_dim, cos, sin, angles.width, l.rotation);
+        norm_heads(row + q_width + k_width, l.kv_heads * l.value_dim, l.of_values);
+        if (turns && !l.turned_first) turn();
     });
 }
 
@@ -210,16 +295,22 @@ void before(const Layer &l, const void *hidden, int64_t rows, const Adapted &ada
 // attended *= the sigmoids of the gates in qkv.
 template <typename T>
 void apply_gates(const Layer &l, T *attended, const T *qkv, int64_t rows, int threads) {
-    const int64_t width = l.products(), gated = l.heads * l.value_dim;
+    const int64_t width = l.qkv_width(), gated = l.heads * l.value_dim, each = gated / l.gate_width;
     each_row(rows, gated, threads, [&](int64_t r) {
         T *row = attended + r * gated;
-        const T *gates = qkv + (r + 1) * width - gated;
-        each_lane(row, gated, [=](auto at) { return at(row) * rounded<T>(sigmoid(at(gates))); });
+        const T *gates = qkv + (r + 1) * width - l.gate_width;
+        if (each == 1)
+            each_lane(row, gated, [=](auto at) { return at(row) * rounded<T>(sigmoid(at(gates))); });
+        else
+            for (int64_t h = 0; h < l.heads; h++, row += each) {
+                const f32x16 gate = rounded<T>(sigmoid(splat(to_float(gates[h]))));
+                each_lane(row, each, [=](auto at) { return at(row) * gate; });
+            }
     });
 }
 
 void apply_gates(const Layer &l, void *attended, const void *qkv, int64_t rows, int threads) {
-    if (!l.gated) return;
+    if (!l.gate_width) return;
     if (l.is_bf16) apply_gates(l, (bf16 *)attended, (const bf16 *)qkv, rows, threads);
     else apply_gates(l, (float *)attended, (const float *)qkv, rows, threads);
 }
@@ -377,42 +468,58 @@ void mix(const Layer &l, const Rows &rows, void *first, void *second, const T *h
     else run_delta_rule(l, rows, (T *)first, (float *)second, hidden, attended, threads);
 }
 
-// hidden + (norm of) the product: the residual after attention, and after the MLP.
+// hidden + (norm of) the product, or a norm of both: the residual after attention, and after the MLP.
 template <typename T>
 void add_back(const Layer &l, T *out, const T *residual, T *x, int64_t rows, const Norm &norm,
               int threads) {
     each_row(rows, l.hidden, threads, [&](int64_t r) {
-        T *row = x + r * l.hidden;
-        if (norm.kind != NONE) norm_row(row, row, norm);
-        add_row(out + r * l.hidden, residual + r * l.hidden, row, l.hidden, l.residual_scale);
+        T *row = x + r * l.hidden, *to = out + r * l.hidden;
+        if (norm.kind != NONE && l.residual != POST) norm_row(row, row, norm);
+        add_row(to, residual + r * l.hidden, row, l.hidden, l.residual_scale);
+        if (norm.kind != NONE && l.residual == POST) norm_row(to, to, norm);
     });
 }
 
-// out = the residual after attention. Returns what the MLP is given: `normed`, or out where nothing norms it.
+// out = the residual after attention, of which `made` was added; or hidden, where it is JOINED. Returns what the
+// MLP is given: `normed`, or out where nothing norms it.
 template <typename T>
 T *behind_attention(const Layer &l, const T *hidden, const T *attended, int64_t rows,
-                    const Adapted &adapted, T *out, T *normed, int threads) {
-    const Scratch<T> made(rows * l.hidden);
-    multiply_adapted(attended, rows, l.output.depth, &l.output, 1, adapted.at(OUTPUT), made.data,
-                     l.hidden, threads);
-    add_back(l, out, hidden, made.data, rows, l.after_attention, threads);
+                    const Adapted &adapted, T *out, T *made, T *normed, int threads) {
+    multiply_adapted(attended, rows, l.output.depth, &l.output, 1, adapted.at(OUTPUT), made, l.hidden,
+                     threads);
+    const auto norm = [&](const T *x) {
+        each_row(rows, l.hidden, threads, [&](int64_t r) {
+            norm_row(normed + r * l.hidden, x + r * l.hidden, l.before_mlp);
+        });
+    };
+    const bool beside = l.residual == PARALLEL || l.residual == JOINED;
+    if (beside) norm(hidden);  // which may be `out`
+    if (l.residual != JOINED) add_back(l, out, hidden, made, rows, l.after_attention, threads);
+    else if (out != hidden) std::memcpy(out, hidden, rows * l.hidden * sizeof(T));
     if (l.before_mlp.kind == NONE) return out;
-    each_row(rows, l.hidden, threads, [&](int64_t r) {
-        norm_row(normed + r * l.hidden, out + r * l.hidden, l.before_mlp);
-    });
+    if (!beside) norm(out);
     return normed;
 }
 
-// out += what the MLP makes of x.
+// out += what the MLP makes of x, or that and what attention has made.
 template <typename T>
 void add_mlp(const Layer &l, const T *x, int64_t rows, const Adapted &adapted, Chosen chosen, T *out,
-             int threads) {
+             T *attention, int threads) {
+    if (l.residual == ALONE) return;
     const Scratch<T> made(rows * l.hidden);
     if (l.mixture) run_mixture(*l.mixture, x, rows, chosen, made.data, threads);
     else
         run_mlp(l.gates, l.num_gates, l.down, l.activation, x, rows, adapted.at(GATES), made.data,
                 threads);
-    add_back(l, out, out, made.data, rows, l.after_mlp, threads);
+    const bool joined = l.residual == JOINED;
+    if (joined) add_back(l, attention, attention, made.data, rows, l.after_mlp, threads);
+    add_back(l, out, out, joined ? attention : made.data, rows, joined ? Norm{} : l.after_mlp, threads);
+    if (!l.factor) return;
+    const float factor = to_float(*(const T *)l.factor);
+    each_row(rows, l.hidden, threads, [&](int64_t r) {
+        T *row = out + r * l.hidden;
+        each_lane(row, l.hidden, [=](auto at) { return at(row) * factor; });
+    });
 }
 
 // Room for the experts of some rows of a layer; nothing where it has none.
@@ -431,16 +538,29 @@ struct Choice {
 template <typename T>
 void after(const Layer &l, const T *hidden, const T *attended, int64_t rows, const Adapted &adapted,
            const Record &record, T *out, T *normed, int threads) {
+    if (l.residual == PART && l.num_inputs)
+        return multiply_adapted(attended, rows, l.output.depth, &l.output, 1, adapted.at(OUTPUT), out,
+                                l.output.cols, threads);
+    const Choice choice(l, rows);
+    if (l.residual == PART) {
+        if (!l.mixture)
+            return run_mlp(l.gates, l.num_gates, l.down, l.activation, hidden, rows, adapted.at(GATES),
+                           out, threads);
+        route(l.mixture->router, hidden, rows, record, choice.chosen(), threads);
+        return run_mixture(*l.mixture, hidden, rows, choice.chosen(), out, threads);
+    }
+    const Scratch<T> made(rows * l.hidden);
     if (!l.has_mlp()) {
-        const T *x = behind_attention(l, hidden, attended, rows, adapted, out, normed, threads);
+        const T *x =
+            behind_attention(l, hidden, attended, rows, adapted, out, made.data, normed, threads);
         if (x != normed) std::memcpy(normed, x, rows * l.hidden * sizeof(T));
         return;
     }
     const Scratch<T> room(rows * l.hidden);
-    const T *x = behind_attention(l, hidden, attended, rows, adapted, out, room.data, threads);
-    const Choice choice(l, rows);
+    const T *x =
+        behind_attention(l, hidden, attended, rows, adapted, out, made.data, room.data, threads);
     if (l.mixture) route(l.mixture->router, x, rows, record, choice.chosen(), threads);
-    add_mlp(l, x, rows, adapted, choice.chosen(), out, threads);
+    add_mlp(l, x, rows, adapted, choice.chosen(), out, made.data, threads);
 }
 
 void after(const Layer &l, const void *hidden, const void *attended, int64_t rows,
@@ -463,7 +583,7 @@ void attend(const Layer &l, const Rows &rows, void *k_store, void *v_store, cons
         else mix(l, rows, k_store, v_store, (const float *)hidden, (float *)attended, threads);
         return;
     }
-    const int64_t q_width = l.q_width(), k_width = l.k_width(), width = l.products();
+    const int64_t q_width = l.q_width(), k_width = l.k_width(), width = l.qkv_width();
     const int64_t size = l.is_bf16 ? 2 : 4;
     Scratch<char> qkv(rows.count * width * size);
     before(l, hidden, rows.count, rows.of(l), angles, qkv.data, threads);
@@ -473,11 +593,12 @@ void attend(const Layer &l, const Rows &rows, void *k_store, void *v_store, cons
                 l.head_dim * size, width * size, l.value_dim * size, threads);
     const Scratch<float> sinks(l.sinks ? l.heads : 0);
     for (int64_t h = 0; l.sinks && h < l.heads; h++)
-        sinks.data[h] = l.is_bf16 ? to_float(((const bf16 *)l.sinks)[h]) : ((const float *)l.sinks)[h];
+        sinks.data[h] = l.is_bf16 && !l.sinks_f32 ? to_float(((const bf16 *)l.sinks)[h])
+                                                  : ((const float *)l.sinks)[h];
     vb_attention(qkv.data, attended, k_store, v_store, rows.query_starts, rows.context_lens,
                  rows.block_tables, rows.sequences, rows.max_blocks, width, l.head_dim, l.heads,
                  l.kv_heads, l.head_dim, l.value_dim, rows.block_size, l.window, l.chunk,
-                 l.is_bf16, l.is_bf16, l.scale, l.softcap, l.sinks ? sinks.data : nullptr, nullptr, threads);
+                 l.is_bf16, l.is_bf16, l.scale, l.softcap, l.sinks ? sinks.data : nullptr, l.alibi, threads);
     apply_gates(l, (void *)attended, (const void *)qkv.data, rows.count, threads);
 }
 
@@ -487,7 +608,7 @@ int64_t attended_bytes(const Layer &l) { return l.heads * l.value_dim * (l.is_bf
 void whole(const Layer &l, const Rows &rows, void *k_store, void *v_store, const void *hidden,
            const Angles &angles, const Record &record, void *out, void *normed, int threads) {
     const Scratch<char> attended(rows.count * attended_bytes(l));
-    attend(l, rows, k_store, v_store, hidden, angles, attended.data, threads);
+    if (l.num_inputs) attend(l, rows, k_store, v_store, hidden, angles, attended.data, threads);
     after(l, hidden, attended.data, rows.count, rows.of(l), record, out, normed, threads);
 }
 
@@ -512,7 +633,7 @@ void finish(const Model &m, const Rows &rows, void *k_store, void *v_store, cons
     const int64_t width = m.norm.width, bytes = attended_bytes(l);
     const Scratch<char> attended(rows.count * bytes);
     attend(l, rows, k_store, v_store, hidden, angles, attended.data, threads);
-    const Scratch<T> kept(count * width), x(count * width);
+    const Scratch<T> kept(count * width), x(count * width), made(count * width);
     const Choice choice(l, count);
     const std::vector<AdaptedRows> groups = kept_groups(rows, wanted, count);
     const Adapted adapted{groups.data(), (int64_t)groups.size(), l.index * PLACES};
@@ -522,19 +643,21 @@ void finish(const Model &m, const Rows &rows, void *k_store, void *v_store, cons
         take_rows(kept.data, hidden, wanted, count, width * sizeof(T));
         take_rows(theirs.data, attended.data, wanted, count, bytes);
         given = behind_attention(l, kept.data, (const T *)theirs.data, count, adapted, kept.data,
-                                 x.data, threads);
+                                 made.data, x.data, threads);
     } else {
         const Scratch<T> residual(rows.count * width), room(rows.count * width);
+        const Scratch<T> added(rows.count * width);
         const Choice all(l, rows.count);
         const T *of_all = behind_attention(l, hidden, (const T *)attended.data, rows.count,
-                                           rows.of(l), residual.data, room.data, threads);
+                                           rows.of(l), residual.data, added.data, room.data, threads);
         route(l.mixture->router, of_all, rows.count, record, all.chosen(), threads);
         take_rows(kept.data, residual.data, wanted, count, width * sizeof(T));
         take_rows(x.data, of_all, wanted, count, width * sizeof(T));
+        take_rows(made.data, added.data, wanted, count, width * sizeof(T));
         take_rows(choice.experts.data, all.experts.data, wanted, count, choice.top_k * 4);
         take_rows(choice.weights.data, all.weights.data, wanted, count, choice.top_k * 4);
     }
-    add_mlp(l, given, count, adapted, choice.chosen(), kept.data, threads);
+    add_mlp(l, given, count, adapted, choice.chosen(), kept.data, made.data, threads);
     each_row(count, width, threads, [&](int64_t r) {
         T *out = kept_rows ? kept_rows + rows.slots[r] * width : normed + r * width;
         norm_row(out, kept.data + r * width, m.norm);
@@ -546,7 +669,7 @@ void finish(const Model &m, const Rows &rows, void *k_store, void *v_store, cons
 
 // All layers, from `hidden`, which they overwrite, to normed [count, hidden] and logits [count, vocabulary] of
 // the rows `logit_rows`. Without a head, hidden becomes the output of the last layer.
-void run_layers(const Model &m, const Rows &rows, void *const *stores, void *hidden, const Angles &angles,
+void run_layers(const Model &m, const Rows &rows, void *const *stores, void *hidden, const Angles *angles,
                 const Record &all, const int64_t *logit_rows, int64_t count, void *normed, void *logits,
                 void *kept, int threads) {
     const int64_t last = m.head.data ? m.count - 1 : m.count;
@@ -555,16 +678,17 @@ void run_layers(const Model &m, const Rows &rows, void *const *stores, void *hid
         return l.mixture ? all.layer(routed++, l.mixture->router.top_k) : Record{};
     };
     for (int64_t i = 0; i < last; i++)
-        whole(*m.layers[i], rows, stores[2 * i], stores[2 * i + 1], hidden, angles,
+        whole(*m.layers[i], rows, stores[2 * i], stores[2 * i + 1], hidden, angles[m.layers[i]->angles],
               record(*m.layers[i]), hidden, nullptr, threads);
     if (last == m.count) return;
     void *k = stores[2 * last], *v = stores[2 * last + 1];
     const Record own = record(*m.layers[last]);
+    const Angles &turns = angles[m.layers[last]->angles];
     if (m.layers[last]->is_bf16)
-        finish(m, rows, k, v, (const bf16 *)hidden, angles, own, logit_rows, count, (bf16 *)normed,
+        finish(m, rows, k, v, (const bf16 *)hidden, turns, own, logit_rows, count, (bf16 *)normed,
                (bf16 *)logits, (bf16 *)kept, threads);
     else
-        finish(m, rows, k, v, (const float *)hidden, angles, own, logit_rows, count, (float *)normed,
+        finish(m, rows, k, v, (const float *)hidden, turns, own, logit_rows, count, (float *)normed,
                (float *)logits, (float *)kept, threads);
 }
 
@@ -589,8 +713,9 @@ void enter(const Entry &e, const int64_t *ids, const T *entering, int64_t rows, 
 // See vb_chain.
 template <typename T>
 void chain(const Model &m, const Entry &e, Rows rows, void *const *stores, const int64_t *ids,
-           const T *entering, Angles angles, const int64_t *logit_rows, const sampling::SampleRow *samples,
-           const int32_t *lengths, int64_t most, int32_t *drawn, int threads) {
+           const T *entering, std::vector<Angles> angles, const int64_t *logit_rows,
+           const sampling::SampleRow *samples, const int32_t *lengths, int64_t most, int32_t *drawn,
+           int threads) {
     const int64_t width = e.hidden, vocabulary = m.head.cols, blocks = rows.max_blocks;
     int64_t live = rows.sequences;
     std::vector<int64_t> who(live), next_ids(live), positions(live), slots(live), firsts(live);
@@ -602,7 +727,7 @@ void chain(const Model &m, const Entry &e, Rows rows, void *const *stores, const
     for (int64_t step = 0; live; step++) {
         const Scratch<T> hidden(rows.count * width);
         enter(e, ids, entering, rows.count, hidden.data, threads);
-        run_layers(m, rows, stores, hidden.data, angles, Record{}, logit_rows, live, normed.data,
+        run_layers(m, rows, stores, hidden.data, angles.data(), Record{}, logit_rows, live, normed.data,
                    logits.data, nullptr, threads);
         for (int64_t i = 0; i < live; i++) {
             draws[i] = samples[who[i]];
@@ -628,7 +753,7 @@ void chain(const Model &m, const Entry &e, Rows rows, void *const *stores, const
         rows = Rows{slots.data(), starts.data(), next_lens.data(), tables.data(), nullptr, nullptr,
                     nullptr, live, live, blocks, rows.block_size, 0, nullptr, 0};
         ids = next_ids.data(), entering = next.data, logit_rows = firsts.data();
-        angles.rows = positions.data();
+        for (Angles &each : angles) each.rows = positions.data();
     }
 }
 
@@ -639,7 +764,7 @@ void chain(const Model &m, const Entry &e, Rows rows, void *const *stores, const
 extern "C" void vb_layer_before(const Layer *l, const void *hidden, int64_t rows, const void *cos,
                                 const void *sin, int64_t angles, int angles_f32, void *qkv,
                                 int threads) {
-    before(*l, hidden, rows, {}, Angles{cos, sin, angles, angles_f32, nullptr}, qkv, threads);
+    before(*l, hidden, rows, {}, Angles{cos, sin, angles, nullptr, angles_f32}, qkv, threads);
 }
 
 // out[rows, hidden] of the residual hidden[rows, hidden] and of attended[rows, heads * value_dim], which the
@@ -675,29 +800,27 @@ extern "C" void vb_layer(const Layer *l, const Rows *rows, void *k_store, void *
                          const void *hidden, const void *cos, const void *sin, int64_t angles,
                          int angles_f32, int16_t *chosen, const int16_t *forced, int64_t stride,
                          void *out, void *normed, int threads) {
-    whole(*l, *rows, k_store, v_store, hidden, Angles{cos, sin, angles, angles_f32, nullptr},
+    whole(*l, *rows, k_store, v_store, hidden, Angles{cos, sin, angles, nullptr, angles_f32},
           {chosen, forced, stride}, out, normed, threads);
 }
 
 // The whole model, of which hidden[rows, hidden] are the embeddings, which it overwrites: normed
 // [count, hidden] and logits [count, vocabulary] of the rows `logit_rows`. `stores` holds K and V of the
-// first layer, of the second, and so on; `angle_rows` is null, or where in cos and sin a row's angles
-// are. `chosen` and `forced` are [rows, layers with experts, top_k], or null. Of a model without a head, that
-// is some layers of one, hidden becomes the output of the last layer, and `count` must be 0. Unless `kept`
-// [slots, hidden] is null, what the norm makes of all rows goes there.
+// first layer, of the second, and so on; `angles` has those that `Layer.angles` counts. `chosen` and `forced`
+// are [rows, layers with experts, top_k], or null. Of a model without a head, that is some layers of one, hidden
+// becomes the output of the last layer, and `count` must be 0. Unless `kept` [slots, hidden] is null, what the
+// norm makes of all rows goes there.
 extern "C" void vb_model(const Model *m, const Rows *rows, void *const *stores, void *hidden,
-                         const void *cos, const void *sin, int64_t angles, int angles_f32,
-                         const int64_t *angle_rows, int16_t *chosen, const int16_t *forced,
+                         const Angles *angles, int16_t *chosen, const int16_t *forced,
                          const int64_t *logit_rows, int64_t count, void *normed, void *logits,
                          void *kept, int threads) {
-    const Angles found{cos, sin, angles, angles_f32, angle_rows};
     if (threads <= 0) threads = omp_get_max_threads();
     int64_t stride = 0;
     for (int64_t i = 0; i < m->count; i++)
         if (const Mixture *mixture = m->layers[i]->mixture) stride += mixture->router.top_k;
     const Record all{chosen, forced, stride};
     const auto run = [&] {
-        run_layers(*m, *rows, stores, hidden, found, all, logit_rows, count, normed, logits, kept,
+        run_layers(*m, *rows, stores, hidden, angles, all, logit_rows, count, normed, logits, kept,
                    threads);
     };
     if (shares_products(*m, rows->count, count, threads)) with_team(threads, run);
@@ -717,11 +840,10 @@ extern "C" void vb_enter(const Entry *e, const int64_t *ids, const void *enterin
 // follows is left as it is. The rows of the first forward have the last one of each sequence in `logit_rows`.
 // `samples` draw the first tokens. The rest is as in vb_model; without states, adapters and records.
 extern "C" void vb_chain(const Model *m, const Entry *e, const Rows *rows, void *const *stores,
-                         const int64_t *ids, const void *entering, const void *cos, const void *sin,
-                         int64_t angles, int angles_f32, const int64_t *angle_rows,
-                         const int64_t *logit_rows, const sampling::SampleRow *samples,
+                         const int64_t *ids, const void *entering, const Angles *angles,
+                         int64_t num_angles, const int64_t *logit_rows, const sampling::SampleRow *samples,
                          const int32_t *lengths, int64_t most, int32_t *drawn, int threads) {
-    const Angles found{cos, sin, angles, angles_f32, angle_rows};
+    const std::vector<Angles> found(angles, angles + num_angles);
     if (threads <= 0) threads = omp_get_max_threads();
     const auto run = [&] {
         if (e->is_bf16)
@@ -743,3 +865,4 @@ extern "C" int64_t vb_conv_size() { return sizeof(ShortConv); }
 extern "C" int64_t vb_mixture_size() { return sizeof(Mixture); }
 extern "C" int64_t vb_entry_size() { return sizeof(Entry); }
 extern "C" int64_t vb_model_size() { return sizeof(Model); }
+extern "C" int64_t vb_angles_size() { return sizeof(Angles); }

@@ -107,13 +107,15 @@ AnyOptions = AttentionOptions | IndexOptions  # of a call that attends, or that 
 
 
 class NormKind(enum.IntEnum):
-    """The roundings of an RMS norm, x / rms(x) * weight; as in `kernels/elementwise.h`."""
+    """The roundings of a norm, x / rms(x) * weight; as in `kernels/elementwise.h`."""
 
     NONE = 0  # no norm at all
     BARE = 1  # no weight: round(x * inv)
     ROUNDED = 2  # Llama, Qwen: round(weight * round(x * inv))
     WIDE = 3  # Olmo 2, GPT-OSS: round(weight * (x * inv))
     ONE_PLUS = 4  # Gemma: round((x * inv) * (1 + weight))
+    CENTERED = 5  # LayerNorm: of x minus its mean, round(weight * (x * inv) + bias)
+    CENTERED_ONE_PLUS = 6  # Nemotron: the same with round(1 + weight)
 
 
 class Activation(enum.IntEnum):
@@ -121,6 +123,9 @@ class Activation(enum.IntEnum):
 
     SILU = 0
     GELU_TANH = 1
-    SIGMOID = 2  # this and what follows: no MLP has it
+    SIGMOID = 2  # this and the next two: no MLP has it
     EXP = 3
     SOFTPLUS = 4
+    GELU = 5
+    RELU = 6
+    RELU_SQUARED = 7

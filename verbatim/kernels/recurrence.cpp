@@ -2,7 +2,7 @@
 
 #include "recurrence.h"
 
-#include "threads.h"
+#include "elementwise.h"
 
 #include <type_traits>
 #include <vector>
@@ -146,42 +146,51 @@ void run_row(const Recurrence &a, const StateRows &at, int64_t s, int64_t head, 
     for (int c = 0; c < N; c++) store_up_to(a.out + at_row + c * LANES, out[c], count - c * LANES);
 }
 
-// A head of a single column, with lanes over the rows of its state.
-void run_single(const Recurrence &a, const StateRows &at, int64_t s, int64_t head, float *memory) {
-    const int64_t key_head = head / (a.heads / a.key_heads);
-    int64_t write = first_write(at, s);
-    const float *source = a.state + a.state_at(at.sources[s], head);
-    std::copy(source, source + a.depth, memory);
-    for (int64_t t = at.starts[s]; t < at.starts[s + 1]; t++) {
-        const float *k = a.k + (t * a.key_heads + key_head) * a.depth;
-        const float *q = a.q + (t * a.key_heads + key_head) * a.depth;
-        const float *d = a.decay + (t * a.heads + head) * (a.decay_by_row ? a.depth : 1);
-        float value = a.v[t * a.heads + head];
-        if (a.beta) {
-            f32x16 seen = splat(0.0f);
+// Heads `first` to `last` of a single column each, with lanes over the rows of their states, which go to
+// where they are written.
+void run_single(const Recurrence &a, const StateRows &at, int64_t s, int64_t first, int64_t last,
+                float *memory, bool stream) {
+    const int64_t begin = at.starts[s], end = at.starts[s + 1], group = a.heads / a.key_heads;
+    const int64_t from_write = first_write(at, s);
+    for (int64_t head = first; head < last; head++) {
+        const float *from = a.state + a.state_at(at.sources[s], head);
+        const float *rate = a.rate ? a.rate + head * a.depth : nullptr;
+        int64_t write = from_write;
+        for (int64_t t = begin; t < end; t++) {
+            const int64_t key = (t * a.key_heads + head / group) * a.depth;
+            const float *k = a.k + key, *q = a.q + key;
+            const float *d = a.decay + (t * a.heads + head) * (a.decay_by_row ? a.depth : 1);
+            auto decayed = [&](int64_t i, int64_t n) {
+                const f32x16 x = load_up_to(from + i, n);
+                if (rate) return x * exponential(splat(d[0]) * load_up_to(rate + i, n));
+                return x * (a.decay_by_row ? load_up_to(d + i, n) : splat(d[0]));
+            };
+            float value = a.v[t * a.heads + head];
+            if (a.beta) {
+                f32x16 seen = splat(0.0f);
+                for (int64_t i = 0; i < a.depth; i += LANES)
+                    seen = fma(decayed(i, a.depth - i), load_up_to(k + i, a.depth - i), seen);
+                value = (value - sum(seen)) * a.beta[t * a.heads + head];
+            }
+            const bool written = write < at.writes && at.rows[write] == t;
+            float *to = written ? a.state + a.state_at(at.targets[write++], head) : memory;
+            f32x16 out = splat(0.0f);
             for (int64_t i = 0; i < a.depth; i += LANES) {
                 const int64_t n = a.depth - i;
-                const f32x16 decay = a.decay_by_row ? load_up_to(d + i, n) : splat(d[0]);
-                seen = fma(load_up_to(memory + i, n) * decay, load_up_to(k + i, n), seen);
+                const f32x16 x = fma(load_up_to(k + i, n), splat(value), decayed(i, n));
+                if (stream && t + 1 == end && written) store_past_caches(to + i, x);
+                else store_up_to(to + i, x, n);
+                out = fma(x, load_up_to(q + i, n), out);
             }
-            value = (value - sum(seen)) * a.beta[t * a.heads + head];
+            a.out[t * a.heads + head] = sum(out);
+            from = to;
         }
-        f32x16 out = splat(0.0f);
-        for (int64_t i = 0; i < a.depth; i += LANES) {
-            const int64_t n = a.depth - i;
-            const f32x16 decay = a.decay_by_row ? load_up_to(d + i, n) : splat(d[0]);
-            const f32x16 x =
-                fma(load_up_to(k + i, n), splat(value), load_up_to(memory + i, n) * decay);
-            store_up_to(memory + i, x, n);
-            out = fma(x, load_up_to(q + i, n), out);
-        }
-        a.out[t * a.heads + head] = sum(out);
-        if (write < at.writes && at.rows[write] == t)
-            std::copy(memory, memory + a.depth, a.state + a.state_at(at.targets[write++], head));
     }
+    if (stream) finish_stores_past_caches();
 }
 
 constexpr int64_t COLUMNS = 4 * LANES;   // of a piece: 128 rows of it are 32 KB
+constexpr int64_t HEADS = 64;            // of a single column, that a thread takes at once
 constexpr int64_t STREAMED = 1 << 17;  // floats; fewer may still be in the caches at the next step
 
 // Calls f with the number of vectors of `count` columns, a constant of 1 to 8, and with `count`.
@@ -195,13 +204,22 @@ template <int N = 1, typename F> void with_vectors(int64_t count, F f) {
 void vb::run_recurrence(const Recurrence &a, const StateRows &at, int threads) {
     const int64_t pieces = (a.width + COLUMNS - 1) / COLUMNS, size = a.heads * a.depth * a.width;
     if (at.starts[at.sequences] * size < (1 << 15)) threads = 1;
-    const bool stream = at.writes * size >= STREAMED && a.width % LANES == 0 && (uintptr_t)a.state % 64 == 0;
+    const bool whole = (a.width == 1 ? a.depth : a.width) % LANES == 0 && (uintptr_t)a.state % 64 == 0;
+    const bool stream = whole && at.writes * size >= STREAMED;
+    if (a.width == 1) {
+        const int64_t blocks = (a.heads + HEADS - 1) / HEADS;
+        return parallel_for(at.sequences * blocks, threads, [&](int64_t n) {
+            static thread_local std::vector<float> memory;
+            memory.resize(a.depth);
+            const int64_t first = n % blocks * HEADS, last = std::min(first + HEADS, a.heads);
+            run_single(a, at, n / blocks, first, last, memory.data(), stream);
+        });
+    }
     parallel_for(at.sequences * a.heads * pieces, threads, [&](int64_t n) {
         static thread_local std::vector<float> memory;
         memory.resize(a.depth * COLUMNS);
         const int64_t s = n / (a.heads * pieces), head = n / pieces % a.heads;
         const int64_t first = n % pieces * COLUMNS;
-        if (a.width == 1) return run_single(a, at, s, head, memory.data());
         if (at.starts[s + 1] - at.starts[s] == 1 && is_written(at, s)) {  // two pieces at a time
             if (n % pieces % 2 == 0)
                 with_vectors(std::min(2 * COLUMNS, a.width - first), [&](auto vectors, int64_t count) {
@@ -275,9 +293,10 @@ extern "C" void vb_linear_recurrence(float *out, const float *q, const float *k,
                                      const int32_t *starts, const int32_t *sources,
                                      const int32_t *rows, const int32_t *targets, int64_t sequences,
                                      int64_t writes, int64_t heads, int64_t key_heads, int64_t depth,
-                                     int64_t width, int decay_by_row, int threads) {
-    const Recurrence a{out,   q,         k,     v,     decay,          beta,
-                       state, heads, key_heads, depth, width, decay_by_row != 0};
+                                     int64_t width, int decay_by_row, const float *rate,
+                                     int threads) {
+    const Recurrence a{out,   q,     k,         v,     decay, beta,
+                       state, heads, key_heads, depth, width, decay_by_row != 0, rate};
     run_recurrence(a, {starts, sources, rows, targets, sequences, writes}, threads);
 }
 

@@ -20,7 +20,8 @@ struct Recurrence {
     const float *q, *k, *v, *decay, *beta;  // beta: null without the delta rule
     float *state;                           // [slots, heads, depth, width]
     int64_t heads, key_heads, depth, width;
-    bool decay_by_row;  // decay is [rows, heads, depth]
+    bool decay_by_row;            // decay is [rows, heads, depth]
+    const float *rate = nullptr;  // [heads, depth], for a width of 1: the decay is exp(decay * rate)
 
     int64_t state_at(int64_t slot, int64_t head) const { return (slot * heads + head) * depth * width; }
 };

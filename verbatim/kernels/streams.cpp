@@ -49,16 +49,19 @@ static void balance(float *x, int64_t n, int64_t iterations, float eps) {
 template <typename T>
 void collapse(const float *mixes, const float *scale, const float *base, const T *streams,
               float *after, float *between, T *out, int64_t rows, int64_t n, int64_t width,
-              int64_t iterations, float eps, int threads) {
+              int64_t iterations, float eps, float after_scale, float after_eps, int threads) {
     each_row(rows, n * width, threads, [&](int64_t r) {
-        const int64_t count = (2 + n) * n;
+        const int64_t count = between ? (2 + n) * n : 2 * n;
         float values[(2 + MOST) * MOST], factors[16];
         for (int64_t i = 0; i < count; i++)
             values[i] = mixes[r * count + i] * scale[i < n ? 0 : i < 2 * n ? 1 : 2] + base[i];
         store(factors, sigmoid(load_first(values, (int)n)) + eps);
-        store_first(after + r * n, 2.0f * sigmoid(load_first(values + n, (int)n)), (int)n);
-        balance(values + 2 * n, n, iterations, eps);
-        std::memcpy(between + r * n * n, values + 2 * n, n * n * sizeof(float));
+        const f32x16 behind = sigmoid(load_first(values + n, (int)n));
+        store_first(after + r * n, after_scale * behind + after_eps, (int)n);
+        if (between) {
+            balance(values + 2 * n, n, iterations, eps);
+            std::memcpy(between + r * n * n, values + 2 * n, n * n * sizeof(float));
+        }
         const T *row = streams + r * n * width;
         each_lane(out + r * width, width, [&](auto at) {
             f32x16 parts[MOST];
@@ -76,7 +79,14 @@ void expand(const T *streams, const T *made, const float *after, const float *be
         const T *row = streams + r * n * width;
         for (int64_t i = 0; i < n; i++) {
             const float *column = between + r * n * n + i;
-            each_lane(out + (r * n + i) * width, width, [&](auto at) {
+            T *to = out + (r * n + i) * width;
+            if (!between) {
+                each_lane(to, width, [&](auto at) {
+                    return after[r * n + i] * at(made + r * width) + at(row + i * width);
+                });
+                continue;
+            }
+            each_lane(to, width, [&](auto at) {
                 f32x16 mixed = factor(column[0]) * at(row);
                 for (int64_t j = 1; j < n; j++)
                     mixed = mixed + factor(column[j * n]) * at(row + j * width);
@@ -91,13 +101,14 @@ void expand(const T *streams, const T *made, const float *after, const float *be
 
 // Computes from mixes * scale + base, [(2 + n) n] for each row: the factors of its streams [n, width], whose
 // weighted sum is out [width]; after [n], those of the layer's output; and between [n, n], which mix the
-// streams.
+// streams. Streams that are not mixed have 2 n products, and `between` is null.
 #define EXPORT_COLLAPSE(name, T)                                                                   \
     extern "C" void name(const float *mixes, const float *scale, const float *base,                \
                          const T *streams, float *after, float *between, T *out, int64_t rows,     \
-                         int64_t n, int64_t width, int64_t iterations, float eps, int threads) {   \
+                         int64_t n, int64_t width, int64_t iterations, float eps,                  \
+                         float after_scale, float after_eps, int threads) {                        \
         collapse(mixes, scale, base, streams, after, between, out, rows, n, width, iterations,     \
-                 eps, threads);                                                                    \
+                 eps, after_scale, after_eps, threads);                                            \
     }
 EXPORT_COLLAPSE(vb_collapse_streams_f32, float)
 EXPORT_COLLAPSE(vb_collapse_streams_bf16, bf16)

@@ -10,15 +10,13 @@ for bit.)
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from verbatim import kernels
 from verbatim.batch import AttentionBatch
-from verbatim.kernels.functions import addresses, has_kernels, kernel, run
+from verbatim.kernels.functions import SUFFIX, addresses, has_kernels, run
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.quantized import Packing, pack, unpack
 from verbatim.kv.recurrence import tree_sum
@@ -35,34 +33,28 @@ def write_kv(
     v_store: Tensor,
     slots: Tensor,
     packing: Packing | None = None,
-    *,
-    backend: str = "auto",
 ) -> None:
     """Write the rows `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]` to the stores.
 
     Slot `[T]` int64 is block * block_size + offset. Other dtypes are converted to the stores', and rows are
-    quantized with `packing`, on the CPU by the kernels of `backend` (`functions.library_of`).
+    quantized with `packing`.
     """
+    compiled = has_kernels(k_store.device)
     if packing is not None:
-        is_supported = k.dtype == v.dtype and k.dtype in KERNEL_DTYPES and k_store.is_cpu
-        function = kernel("vb_pack_kv", backend=backend) if is_supported else None
-        if function is not None and k.stride(2) == v.stride(2) == 1:
+        is_supported = k.dtype == v.dtype and k.dtype in SUFFIX
+        if compiled and is_supported and k.stride(2) == v.stride(2) == 1:
             assert k_store.is_contiguous() and v_store.is_contiguous() and slots.is_contiguous()
             assert slots.dtype == torch.int64 and len(slots) == len(k) == len(v)
             assert k_store.shape[3] == packing.row_bytes(k.shape[2])
             assert v_store.shape[3] == packing.row_bytes(v.shape[2])
-            function(
-                *addresses(k, v, k_store, v_store, slots),
-                *(len(slots), *k_store.shape[1:3], k.shape[2], v.shape[2]),
-                (ctypes.c_int64 * 4)(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-                k.dtype == torch.bfloat16,
-                packing.bits,
-            )
+            sizes = len(slots), *k_store.shape[1:3], k.shape[2], v.shape[2]
+            strides = (ctypes.c_int64 * 4)(*k.stride()[:2], *v.stride()[:2])
+            is_bf16, at = k.dtype == torch.bfloat16, addresses(k, v, k_store, v_store, slots)
+            run("vb_pack_kv", None, *at, *sizes, strides, is_bf16, packing.bits)
             return
         k, v = pack(k, packing), pack(v, packing)
     if k.dtype != k_store.dtype or v.dtype != v_store.dtype:
         k, v = k.to(k_store.dtype), v.to(v_store.dtype)
-    compiled = has_kernels(k_store.device)
     if not compiled and kernels.triton_serves(k_store.device):
         from verbatim.kernels.triton import rope
 
@@ -76,10 +68,10 @@ def write_kv(
         return
     assert k_store.is_contiguous() and v_store.is_contiguous() and slots.is_contiguous()
     assert slots.dtype == torch.int64 and len(slots) == len(k) == len(v)
-    strides = (x.stride(i) * x.element_size() for x in (k, v) for i in (0, 1))
+    steps = (x.stride(i) * x.element_size() for x in (k, v) for i in (0, 1))
     widths = (x.shape[3] * x.element_size() for x in (k_store, v_store))
     at, sizes = addresses(k, v, k_store, v_store, slots), (len(slots), *k_store.shape[1:3])
-    run("vb_write_kv", None, *at, *sizes, *widths, *strides)
+    run("vb_write_kv", None, *at, *sizes, *widths, *steps)
 
 
 @kernels.without_overrides
@@ -90,7 +82,6 @@ def paged_attention(
     batch: AttentionBatch,
     options: AttentionOptions,
     *,
-    backend: str = "auto",
     batch_invariant: bool = True,
     packing: Packing | None = None,
     value_size: int = 0,
@@ -101,8 +92,6 @@ def paged_attention(
         q: `[T, H, Dk]`, float32 or bfloat16; query head h reads KV head h // (H // Hkv).
         k_store, v_store: `[blocks, Hkv, block_size, Dk]` and `[..., Dv]`, contiguous, one dtype.
         batch: fields of `Batch`.
-        backend: "torch"; "kernel" or an instruction set, as for `functions.library_of`; or "auto" for the
-            fastest that supports the tensors.
         batch_invariant: False allows faster kernels on a GPU that are not batch-invariant.
         packing: the stores hold uint8 rows of this format, `[blocks, Hkv, block_size, row_bytes]`. Elements
             are dequantized to the dtype of the queries: for bf16, `unpack`'s float32 is rounded once more, by
@@ -113,13 +102,10 @@ def paged_attention(
     Returns:
         `[T, H, Dv]` in the dtype of `q`.
     """
-    function = kernel("vb_attention", backend=backend)
     stored = q.dtype if packing is not None else k_store.dtype
-    is_supported = q.dtype in KERNEL_DTYPES and stored in KERNEL_DTYPES and q.is_cpu
-    if function is not None and is_supported:
-        packed = None if packing is None else (packing.bits, value_size)
-        return _by_kernel(function, q, k_store, v_store, batch, options, packed)
-    if backend == "auto" and packing is None and kernels.triton_serves(q.device):
+    if has_kernels(q.device) and q.dtype in SUFFIX and stored in SUFFIX:
+        return _by_kernel(q, k_store, v_store, batch, options, packing, value_size)
+    if packing is None and kernels.triton_serves(q.device):
         from verbatim.kernels.triton import attention
 
         if attention.served(q, k_store, v_store):
@@ -131,11 +117,6 @@ def paged_attention(
                 options,
                 batch_invariant=batch_invariant,
             )
-    if backend not in ("auto", "torch"):
-        raise ValueError(
-            f"no attention kernel for {q.dtype} queries and {stored} keys on {q.device} "
-            f"(instruction set: {kernels.instruction_set()})"
-        )
     if packing is not None:
         used, renamed = torch.unique(batch.block_tables, return_inverse=True)
         batch = batch._replace(block_tables=renamed.to(torch.int32))
@@ -144,29 +125,25 @@ def paged_attention(
     return reference_attention(q, k_store, v_store, batch, options)
 
 
-KERNEL_DTYPES = (torch.float32, torch.bfloat16)
-
-
 def _by_kernel(
-    function: Callable[..., Any],
     q: Tensor,
     k_store: Tensor,
     v_store: Tensor,
     batch: AttentionBatch,
     options: AttentionOptions,
-    packed: tuple[int, int] | None,
+    packing: Packing | None,
+    value_size: int,
 ) -> Tensor:
-    """Compute `paged_attention` by a compiled kernel; `packed` is (bits, Dv) of quantized rows."""
+    """Compute `paged_attention` by a compiled kernel."""
     num_tokens, heads, key_size = q.shape
-    _, kv_heads, block_size, value_size = v_store.shape
-    kv_format = int(k_store.dtype == torch.bfloat16)
-    if packed is not None:
-        kv_format, value_size = packed
+    _, kv_heads, block_size, width = v_store.shape
+    kv_format = int(k_store.dtype == torch.bfloat16) if packing is None else packing.bits
+    value_size = width if packing is None else value_size
     query_starts, context_lens, block_tables = batch
     num_sequences, max_blocks = block_tables.shape
     sinks, alibi = options.sinks, options.alibi
     assert k_store.shape[1:3] == (kv_heads, block_size) and heads % kv_heads == 0
-    assert packed is not None or k_store.shape[3] == key_size
+    assert packing is not None or k_store.shape[3] == key_size
     assert k_store.dtype == v_store.dtype
     assert query_starts.dtype == context_lens.dtype == block_tables.dtype == torch.int32
     assert len(query_starts) == num_sequences + 1 and len(context_lens) == num_sequences
@@ -177,8 +154,11 @@ def _by_kernel(
     if q.stride(2) != 1:
         q = q.contiguous()
     out = q.new_empty((num_tokens, heads, value_size))
-    function(
-        *addresses(q, out, k_store, v_store, query_starts, context_lens, block_tables),
+    at = addresses(q, out, k_store, v_store, query_starts, context_lens, block_tables)
+    run(
+        "vb_attention",
+        None,
+        *at,
         *(num_sequences, max_blocks, *q.stride()[:2], heads, kv_heads, key_size, value_size),
         *(block_size, options.window, options.chunk, q.dtype == torch.bfloat16, kv_format),
         *(options.scale, options.softcap, *addresses(sinks, alibi)),

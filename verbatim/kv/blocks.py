@@ -127,14 +127,10 @@ class BlockPool:
         if key is not None:
             del self._by_key[key]
 
-    def drop_cached(self) -> None:
-        """Free all cached blocks; used ones stay indexed."""
-        for block in list(self._cached):
-            self._discard(block)
-
     def forget(self) -> None:
         """Clear the index: cached blocks become free, used ones are not found again."""
-        self.drop_cached()
+        for block in list(self._cached):
+            self._discard(block)
         self._by_key.clear()
         self._keys.clear()
 

@@ -1,4 +1,4 @@
-"""`BlockStore`: tensors kept by block or by slot; and blocks as rows of bytes, to be kept elsewhere."""
+"""Tensors kept by block or by slot; and blocks as rows of bytes, to be kept elsewhere."""
 
 from __future__ import annotations
 
@@ -64,10 +64,43 @@ class BlockStore:
         for tensor in self.tensors:
             tensor[target] = tensor[source]
 
-    def poison(self, blocks: list[int]) -> None:
-        """Fill `blocks` with NaN, so that tests detect reads of what was not written."""
-        for tensor in self.tensors:  # of bytes, all ones make every bf16 scale a NaN
-            tensor[blocks] = torch.nan if tensor.is_floating_point() else 0xFF
+
+class HiddenStore(BlockStore):
+    """One hidden state per position, `[block, position in it, H]`, in the same blocks as K and V.
+
+    Attributes:
+        block_size: positions in a block.
+    """
+
+    token_axis = 1
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.block_size = block_size
+        shape = num_blocks, block_size, hidden_size
+        super().__init__(lambda: [torch.empty(shape, dtype=dtype, device=device)])
+
+    @property
+    def rows(self) -> Tensor:
+        """`[blocks * block_size, H]`, by slot (`Batch.slots`)."""
+        return self.tensors[0].flatten(0, 1)
+
+    def write(self, slots: Tensor, hidden: Tensor) -> None:
+        """Write `hidden` `[T, H]` at `slots` `[T]`."""
+        rows = self.rows
+        slots = slots.to(rows.device)
+        rows.index_copy_(0, slots, hidden.to(rows))  # plain indexing would wake all threads
+
+    def read(self, slots: Tensor) -> Tensor:
+        """Return a copy of the states at `slots` `[T]`: `[T, H]`."""
+        rows = self.rows
+        return rows.index_select(0, slots.to(rows.device))
 
 
 def read_rows(

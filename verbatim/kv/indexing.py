@@ -42,40 +42,59 @@ def choose_keys(
         `[T, G, k]` int32, positions in ascending order, followed by -1 if there are fewer.
     """
     width, groups = options.width, options.groups(q.shape[1])
-    chosen = torch.full((len(q), groups, width), -1, dtype=torch.int32, device=q.device)
+    # Rows that have no more than `width` keys see all of them.
+    every = torch.arange(0 if options.records else width, dtype=torch.int32, device=q.device)
+    positions = _positions(batch, len(q))[:, None, None]
+    chosen = torch.where(every <= positions, every, -1)
+    chosen = torch.nn.functional.pad(chosen, (0, width - len(every)), value=-1)
+    chosen = chosen.repeat(1, groups, 1)
     starts, lens = batch.query_starts.tolist(), batch.context_lens.tolist()
     most_rows = _MAX_ELEMENTS // (q.shape[1] * _TILE * q.shape[2])
-    for s, length in enumerate(lens):
-        rows_at_once = max(1, min(most_rows, _MAX_SCORES // (groups * length)))
-        begin, end = starts[s], starts[s + 1]
-        # Rows that have no more than `width` keys see all of them.
-        few = max(0, min(end - begin, width - (length - (end - begin))))
-        few = 0 if options.records else few
-        positions = torch.arange(length - (end - begin), length, device=q.device)[:, None, None]
-        every = torch.arange(width, dtype=torch.int32, device=q.device)
-        chosen[begin : begin + few] = torch.where(every <= positions[:few], every, -1)
-        if few == end - begin:
+    rows_at_once = max(1, min(most_rows, _MAX_SCORES // (groups * max(lens))))
+    inside = torch.arange(options.block, device=q.device)
+    keys, held = q, -1  # those of sequence `held`
+    for first in range(0, len(q), rows_at_once):
+        last = min(first + rows_at_once, len(q))
+        spans = [
+            (s, begin, end)
+            for s, length in enumerate(lens)
+            if (begin := max(first, starts[s])) < (end := min(last, starts[s + 1]))
+            and length - (starts[s + 1] - end) > len(every)
+        ]
+        if not spans:
             continue
-        keys = keys_of(batch.block_tables[s].long())[:length]
-        for first in range(begin + few, end, rows_at_once):
-            last = min(first + rows_at_once, end)
-            at = positions[first - begin : last - begin]
-            weights = None if options.weights is None else options.weights[first:last]
-            scores = index_scores(q[first:last].float(), weights, keys)
-            later = torch.arange(length, device=q.device) > at
-            blocks = _best_blocks(scores.masked_fill(later, -torch.inf), at, options)
-            inside = torch.arange(options.block, device=q.device)
-            if options.records:
-                ends = blocks * options.block + options.block - 1
-                own = chosen[first:last, :, : ends.shape[-1]]
-                own[:] = torch.where(ends <= at, ends, -1)
-                continue
-            keys_of_blocks = (blocks[..., None] * options.block + inside).flatten(-2)
-            if options.pooled:
-                unfinished = (at + 1) // options.block * options.block + inside[:-1]
-                keys_of_blocks = torch.cat([keys_of_blocks, unfinished], -1)
-            chosen[first:last] = torch.where(keys_of_blocks <= at, keys_of_blocks, -1)
+        longest = max(lens[s] for s, *_ in spans)
+        size = last - first, groups, longest
+        scores = torch.full(size, -torch.inf, dtype=torch.float32, device=q.device)
+        for s, begin, end in spans:
+            if s != held:
+                keys, held = keys_of(batch.block_tables[s].long())[: lens[s]], s
+            weights = None if options.weights is None else options.weights[begin:end]
+            rows = scores[begin - first : end - first, :, : lens[s]]
+            rows.copy_(index_scores(q[begin:end].float(), weights, keys))
+        at = positions[first:last]
+        later = torch.arange(longest, device=q.device) > at
+        blocks = _best_blocks(scores.masked_fill_(later, -torch.inf), at, options)
+        if options.records:
+            ends = blocks * options.block + options.block - 1
+            own = chosen[first:last, :, : ends.shape[-1]]
+            own[:] = torch.where(ends <= at, ends, -1)
+            continue
+        keys_of_blocks = (blocks[..., None] * options.block + inside).flatten(-2)
+        if options.pooled:
+            unfinished = (at + 1) // options.block * options.block + inside[:-1]
+            unfinished = unfinished.expand(-1, groups, -1)
+            keys_of_blocks = torch.cat([keys_of_blocks, unfinished], -1)
+        found = torch.where(keys_of_blocks <= at, keys_of_blocks, -1).int()
+        chosen[first:last] = torch.where(at < len(every), chosen[first:last], found)
     return chosen
+
+
+def _positions(batch: AttentionBatch, num_rows: int) -> Tensor:
+    """Return the position of each row in its sequence, `[T]`."""
+    lengths = batch.query_starts.diff().long()
+    last = (batch.context_lens - batch.query_starts[1:]).long().repeat_interleave(lengths)
+    return last + torch.arange(num_rows, device=last.device)
 
 
 def _best_blocks(scores: Tensor, at: Tensor, options: IndexOptions) -> Tensor:
@@ -95,15 +114,12 @@ def _best_blocks(scores: Tensor, at: Tensor, options: IndexOptions) -> Tensor:
     return best.sort(dim=-1).values
 
 
-def index_scores(
-    q: Tensor, weights: Tensor | None, keys: Tensor, *, reference: bool = False
-) -> Tensor:
+def index_scores(q: Tensor, weights: Tensor | None, keys: Tensor) -> Tensor:
     """Score `keys` `[L, D]` for rows `q` `[R, H, D]`, with `weights` `[R, H]` if any: `[R, G, L]` float32.
 
-    Args:
-        reference: compute it in torch, and not by a kernel; the bits are the same.
+    The bits are the same with and without kernels.
     """
-    if has_kernels(q.device) and not reference:
+    if has_kernels(q.device):
         q, keys = q.contiguous(), keys.contiguous()
         weights = None if weights is None else weights.contiguous()
         groups = q.shape[1] if weights is None else 1
@@ -143,19 +159,22 @@ def attend_to_chosen(
     groups, top_k = chosen.shape[1:]
     if int(batch.context_lens.max()) <= top_k:
         return attention(q, k_store, v_store, batch, replace(options, chosen=None))
-    if groups > 1:
-        sinks = [None] * groups if options.sinks is None else options.sinks.chunk(groups)
-        stores = k_store.chunk(groups, 1), v_store.chunk(groups, 1)
-        outs = [
-            attend_to_chosen(
-                attention, own_q, own_k, own_v, batch, replace(options, chosen=some, sinks=sink)
-            )
-            for own_q, own_k, own_v, some, sink in zip(
-                q.chunk(groups, 1), *stores, chosen.chunk(groups, 1), sinks, strict=True
-            )
-        ]
-        return torch.cat(outs, 1)
-    return _attend_to_copies(attention, q, [(k_store, v_store, chosen[:, 0])], batch, options)
+    sinks = [None] * groups if options.sinks is None else options.sinks.chunk(groups)
+    heads = torch.arange(k_store.shape[1], device=q.device).chunk(groups)
+    outs = [
+        _attend_to_copies(
+            attention,
+            own,
+            [(k_store, v_store, some)],
+            batch,
+            replace(options, sinks=sink),
+            kv_heads,
+        )
+        for own, some, sink, kv_heads in zip(
+            q.chunk(groups, 1), chosen.unbind(1), sinks, heads, strict=True
+        )
+    ]
+    return torch.cat(outs, 1)
 
 
 def attend_to_records(
@@ -174,12 +193,10 @@ def attend_to_records(
     """
     records, window = options.records, options.window
     assert records is not None and window
-    lengths = batch.query_starts.diff().long()
-    last = (batch.context_lens - batch.query_starts[1:]).long().repeat_interleave(lengths)
-    positions = last + torch.arange(len(q), device=q.device)
-    recent = positions[:, None] + torch.arange(1 - window, 1, device=q.device)
+    recent = _positions(batch, len(q))[:, None] + torch.arange(1 - window, 1, device=q.device)
     parts = [(k_store, k_store, recent), (v_store, v_store, records)]
-    return _attend_to_copies(attention, q, parts, batch, replace(options, window=0))
+    head = torch.zeros(1, dtype=torch.int64, device=q.device)
+    return _attend_to_copies(attention, q, parts, batch, replace(options, window=0), head)
 
 
 def _attend_to_copies(
@@ -188,19 +205,21 @@ def _attend_to_copies(
     parts: list[tuple[Tensor, Tensor, Tensor]],
     batch: AttentionBatch,
     options: AttentionOptions,
+    heads: Tensor,
 ) -> Tensor:
     """Run `attention` on copies of rows of several stores, with one softmax for each query row.
 
     Args:
         parts: for each store of K and V the positions that rows attend to, `[T, k]`; negative ones are
             ignored.
+        heads: the KV heads of the queries.
     """
     options = replace(options, chosen=None, records=None)
     lengths = batch.query_starts.diff().long()
     sequences = torch.arange(len(lengths), device=q.device).repeat_interleave(lengths)[:, None]
     block_size = parts[0][0].shape[2]
     row_bytes = sum(
-        positions.shape[1] * (k_store[0, :, 0].nbytes + v_store[0, :, 0].nbytes)
+        positions.shape[1] * (k_store[0, heads, 0].nbytes + v_store[0, heads, 0].nbytes)
         for k_store, v_store, positions in parts
     )
     rows_at_once = max(1, 4 * _MAX_ELEMENTS // row_bytes)
@@ -211,9 +230,10 @@ def _attend_to_copies(
         for k_store, v_store, positions in parts:
             valid = positions[some].clamp(min=0).long()
             blocks = batch.block_tables[sequences[some], valid // block_size].long()
-            offsets = valid % block_size
-            k = k_store[blocks, :, offsets]  # [rows, k, 1, D]
-            copies.append((k, k if v_store is k_store else v_store[blocks, :, offsets]))
+            index = (blocks[..., None] * k_store.shape[1] + heads) * block_size
+            index += valid[..., None] % block_size
+            k = _rows_of(k_store, index)
+            copies.append((k, k if v_store is k_store else _rows_of(v_store, index)))
         k, v = (
             (x[0] if len(x) == 1 else torch.cat(x, 1)).flatten(0, 1).unsqueeze(2)
             for x in zip(*copies, strict=True)
@@ -227,3 +247,9 @@ def _attend_to_copies(
         lens = (~missing).sum(1, dtype=torch.int32)
         outs.append(attention(q[some], k, v, AttentionBatch(count, lens, tables), options))
     return torch.cat(outs)
+
+
+def _rows_of(store: Tensor, index: Tensor) -> Tensor:
+    """Return copies of rows `[..., D]` of a store, by their numbers among those of all blocks and heads."""
+    rows: Tensor = store.flatten(0, 2).index_select(0, index.flatten())
+    return rows.view(*index.shape, store.shape[-1])

@@ -143,13 +143,9 @@ class PrefixFolder:
         """Read one file; return whether it exists and is undamaged."""
         path, view = self._file(kind, key), into.numpy().data
         try:
-            with path.open("rb", buffering=0) as file:
-                is_whole = os.fstat(file.fileno()).st_size == _DIGEST_BYTES + len(view)
-                digest = file.read(_DIGEST_BYTES) if is_whole else b""
-                done = 0
-                while is_whole and done < len(view):
-                    count = file.readinto(view[done:])
-                    done, is_whole = done + count, count > 0
+            with path.open("rb") as file:
+                digest = file.read(_DIGEST_BYTES)
+                is_whole = file.readinto(view) == len(view) and not file.read(1)
             if is_whole and digest == _digest(path.name, view):
                 return True
             path.unlink()  # else it would never be written again

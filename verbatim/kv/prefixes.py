@@ -8,6 +8,15 @@ from verbatim.kv.prefix_folder import PrefixFolder
 from verbatim.kv.states import StateSlots
 
 
+def block_keys(sequence: Sequence, size: int) -> list[bytes]:
+    """Return the keys of all full blocks of a sequence, of `size` tokens each."""
+    request, keys = sequence.request, sequence.keys
+    for i in range(len(keys), sequence.num_tokens // size):
+        parent = keys[-1] if keys else root_key(request.params.cache_salt, request.adapter)
+        keys.append(chain_key(parent, sequence.token_ids(i * size, (i + 1) * size)))
+    return keys
+
+
 class Prefixes:
     """Shares the blocks of common prefixes between sequences.
 
@@ -89,7 +98,7 @@ class Prefixes:
     def promise(self, sequence: Sequence) -> None:
         """Register the blocks of a starting prefill as in flight."""
         if self._is_shareable(sequence):
-            uncomputed = self._keys(sequence)[len(sequence.blocks) :]
+            uncomputed = block_keys(sequence, self.block_size)[len(sequence.blocks) :]
             if self.states.enabled:  # other sequences can continue only where a state is cached
                 uncomputed = self._reusable_keys(sequence)[len(sequence.blocks) :][-1:]
             for key in uncomputed:
@@ -101,7 +110,7 @@ class Prefixes:
         first = sequence.num_indexed
         if full == first or not self._is_shareable(sequence):
             return
-        keys = self._keys(sequence)
+        keys = block_keys(sequence, self.block_size)
         for i in range(first, full):
             block = self.pool.remember(sequence.blocks[i], keys[i])
             if block != sequence.blocks[i]:  # another sequence's, which may lack draft cache
@@ -150,11 +159,6 @@ class Prefixes:
             else:
                 self._note(sequence, "states", [key], blocks)
 
-    def drop_cached(self) -> None:
-        """Drop unused cache entries."""
-        self.pool.drop_cached()
-        self.states.pool.drop_cached()
-
     def forget(self) -> None:
         """Clear the cache; running sequences keep what they use."""
         self.pool.forget()
@@ -176,16 +180,7 @@ class Prefixes:
 
     def _reusable_keys(self, sequence: Sequence) -> list[bytes]:
         """Return the keys of the blocks that may be reused instead of computed."""
-        limit, unread = sequence.num_tokens - 1, sequence.next_prompt_row
+        limit, unread = sequence.num_needed - 1, sequence.next_prompt_row
         if unread is not None:
             limit = min(limit, unread)
-        return self._keys(sequence)[: limit // self.block_size]
-
-    def _keys(self, sequence: Sequence) -> list[bytes]:
-        """Return the keys of all full blocks of the sequence."""
-        size, keys = self.block_size, sequence.keys
-        for i in range(len(keys), sequence.num_tokens // size):
-            request = sequence.request
-            parent = keys[-1] if keys else root_key(request.params.cache_salt, request.adapter)
-            keys.append(chain_key(parent, sequence.token_ids(i * size, (i + 1) * size)))
-        return keys
+        return block_keys(sequence, self.block_size)[: limit // self.block_size]

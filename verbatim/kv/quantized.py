@@ -25,7 +25,7 @@ from torch import Tensor
 from verbatim.errors import NotSupported
 
 _HEAD_BYTES = 4  # (scale, low) of a group, two bf16
-_HIGH_BITS = -0x10000  # the bits of a float32 that a bf16 keeps
+HIGH_BITS = -0x10000  # the bits of a float32 that a bf16 keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +86,9 @@ def pack(x: Tensor, packing: Packing) -> Tensor:
     codes, heads = [], []
     for group in x.float().split(packing.group, -1):
         low, high = group.amin(-1, keepdim=True), group.amax(-1, keepdim=True)
-        low = _round_down(low + 0.0)  # -0 becomes 0
+        low = round_down(low + 0.0)  # -0 becomes 0
         step = (high - low) / levels
-        scale = _round_up(step)
+        scale = round_up(step)
         steps = torch.where(scale > 0, (group - low) / scale, 0.0)
         finite = step.isfinite()
         code = torch.where(finite, steps.round().clamp(0, levels), 0.0).to(torch.uint8)
@@ -122,12 +122,13 @@ def unpack(rows: Tensor, width: int, packing: Packing) -> Tensor:
     return torch.cat(groups, -1)
 
 
-def _round_up(x: Tensor) -> Tensor:
-    """Round to the next bf16 away from zero, in float32."""
-    return (x.view(torch.int32) + 0xFFFF & _HIGH_BITS).view(torch.float32)
+def round_up(x: Tensor, bits: int = 16) -> Tensor:
+    """Round away from zero so that the lowest `bits` bits are zero: 16 give a bf16, in float32."""
+    mask = (1 << bits) - 1
+    return (x.view(torch.int32) + mask & ~mask).view(torch.float32)
 
 
-def _round_down(x: Tensor) -> Tensor:
+def round_down(x: Tensor) -> Tensor:
     """Round down to a bf16, in float32."""
-    truncated = (x.view(torch.int32) & _HIGH_BITS).view(torch.float32)
-    return torch.where(x < 0, _round_up(x), truncated)
+    truncated = (x.view(torch.int32) & HIGH_BITS).view(torch.float32)
+    return torch.where(x < 0, round_up(x), truncated)

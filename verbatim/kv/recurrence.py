@@ -24,8 +24,6 @@ def causal_conv(
     bias: Tensor | None,
     state: Tensor,
     at: StateRows,
-    *,
-    reference: bool = False,
 ) -> Tensor:
     """Convolve each channel with the last `K` rows of its sequence.
 
@@ -35,13 +33,12 @@ def causal_conv(
         bias: `[C]`.
         state: `[slots, K - 1, C]` in the dtype of `x`, the last inputs, oldest first; written at
             `at.targets`.
-        reference: compute it in torch, and not by a kernel.
 
     Returns:
         `[T, C]` float32.
     """
-    compiled = not reference and x.dtype in SUFFIX and has_kernels(x.device)
-    if not compiled and not reference and kernels.triton_serves(x.device):
+    compiled = x.dtype in SUFFIX and has_kernels(x.device)
+    if not compiled and kernels.triton_serves(x.device):
         from verbatim.kernels.triton import recurrence
 
         if recurrence.served(x):
@@ -77,7 +74,7 @@ def linear_recurrence(
     state: Tensor,
     at: StateRows,
     *,
-    reference: bool = False,
+    rate: Tensor | None = None,
 ) -> Tensor:
     """Update a matrix state by each row, and read it: linear attention, gated delta rule, state spaces.
 
@@ -94,13 +91,15 @@ def linear_recurrence(
         decay: `[T, H]` or, one for each row of S, `[T, H, K]`; float32, in 0 to 1.
         beta: `[T, H]` float32: the delta rule; None: without.
         state: `[slots, H, K, V]` float32, written at `at.targets`.
-        reference: compute it in torch, and not by a kernel.
+        rate: `[H, K]` float32, where V is 1: rows of S decay by exp(decay * rate), with `decay` `[T, H]`.
 
     Returns:
         `[T, H, V]` float32.
     """
-    compiled = not reference and has_kernels(v.device)
-    if not compiled and not reference and kernels.triton_serves(v.device):
+    compiled = has_kernels(v.device)
+    if rate is not None and not compiled:
+        decay, rate = torch.exp(decay[..., None] * rate), None
+    if not compiled and kernels.triton_serves(v.device):
         from verbatim.kernels.triton import recurrence
 
         return recurrence.linear_recurrence(q, k, v, decay, beta, state, at)
@@ -108,9 +107,11 @@ def linear_recurrence(
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
         q, k, v, decay = (x.contiguous() for x in (q, k, v, decay))
         beta = None if beta is None else beta.contiguous()
+        rate = None if rate is None else rate.contiguous()
+        assert rate is None or (v.shape[2] == 1 and decay.dim() == 2)
         operands = addresses(out, q, k, v, decay, beta, state, *at)
         sizes = len(at.sources), len(at.rows), v.shape[1], *k.shape[1:], v.shape[2]
-        run("vb_linear_recurrence", None, *operands, *sizes, decay.dim() == 3)
+        run("vb_linear_recurrence", None, *operands, *sizes, decay.dim() == 3, *addresses(rate))
         return out
     group = v.shape[1] // k.shape[1]
     q, k = (x.repeat_interleave(group, dim=1)[..., None] for x in (q, k))  # [T, H, K, 1]
@@ -171,8 +172,6 @@ def weighted_mean(
     decay: Tensor,
     state: Tensor,
     at: StateRows,
-    *,
-    reference: bool = False,
 ) -> Tensor:
     """Compute the mean of a sequence's values, weighted by the exponentials of its keys (RWKV).
 
@@ -185,12 +184,11 @@ def weighted_mean(
         first: `[C]` float32, added to the exponent of a row's own value in its own mean.
         decay: `[C]` or `[T, C]` float32, at least 0.
         state: `[slots, 3, C]` float32, written at `at.targets`.
-        reference: compute it in torch, and not by a kernel.
 
     Returns:
         `[T, C]` float32.
     """
-    if reference or not has_kernels(key.device):
+    if not has_kernels(key.device):
         rows = key, value, decay.expand_as(key)
         return scan(partial(_mean_step, first), rows, state, at)
     out = torch.empty_like(key, memory_format=torch.contiguous_format)

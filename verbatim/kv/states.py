@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from verbatim.batch import ZERO_STATE, Batch
-from verbatim.core import Sequence, SessionCache
+from verbatim.core import Sequence
 from verbatim.kv.blocks import BlockPool
 from verbatim.kv.flat import BlockStore
 
@@ -78,15 +78,18 @@ class StateStore(BlockStore):
             tensors[-1][ZERO_STATE] = 0
         return tensors
 
-    def poison(self, blocks: list[int]) -> None:
-        super().poison([slot for slot in blocks if slot != ZERO_STATE])
-
 
 def open_states(
     shapes: list[StateShape], num_slots: int, device: torch.device | None = None
 ) -> StateStore | None:
     """Return the store of a model's states, on the CPU by default; None if it has none."""
     return StateStore(shapes, num_slots, device or torch.device("cpu")) if shapes else None
+
+
+class HasStates(Protocol):
+    """An owner of states: `states` maps a number of tokens to the slot after them."""
+
+    states: dict[int, int]
 
 
 class StateSlots:
@@ -109,13 +112,13 @@ class StateSlots:
         """Return how many of `wanted` slots can be taken; all of them if the model has no states."""
         return min(wanted, self.pool.num_free) if self.enabled else wanted
 
-    def reserve(self, sequence: Sequence | SessionCache, positions: Iterable[int]) -> None:
+    def reserve(self, sequence: HasStates, positions: Iterable[int]) -> None:
         """Take a slot for the state after each of these numbers of tokens; a slot must be free for each."""
         if self.enabled:
             new = [p for p in positions if p not in sequence.states]
             sequence.states.update(zip(new, self.pool.take(len(new)), strict=True))
 
-    def keep(self, sequence: Sequence | SessionCache, position: int) -> None:
+    def keep(self, sequence: HasStates, position: int) -> None:
         """Free a sequence's slots, except the one of the state after `position` tokens."""
         if len(sequence.states) > (position in sequence.states):
             self.pool.give_back([slot for p, slot in sequence.states.items() if p != position])

@@ -51,6 +51,7 @@ class KVStore(BlockStore):
         dtype: of K and V. A `Packing` quantizes them: the tensors are then uint8, of `row_bytes` per row.
 
     Attributes:
+        shapes: of each layer.
         layers: (K, V) of each layer; empty after `release`.
         dtype_name: "float32", "bfloat16", "int8" or "int4".
         device: device of the tensors.
@@ -77,24 +78,28 @@ class KVStore(BlockStore):
         self.packing = packing = dtype if isinstance(dtype, Packing) else None
         self.dtype_name = packing.name if packing else str(dtype).removeprefix("torch.")
         self.device = device
-        self._value_sizes = [s.value_dim for s in layers]
-
-        stored = torch.uint8 if isinstance(dtype, Packing) else dtype
-
-        def blocks(heads: int, width: int) -> Tensor:
-            size = num_blocks, heads, block_size, row_nbytes(dtype, width) // stored.itemsize
-            return torch.empty(size, dtype=stored, device=device)
-
-        def all_blocks() -> list[tuple[Tensor, Tensor]]:
-            # Inference tensors could only be written in inference mode.
-            with torch.inference_mode(False):
-                return [
-                    (blocks(s.kv_heads, s.key_dim), blocks(s.kv_heads, s.value_dim)) for s in layers
-                ]
-
-        self._all_blocks = all_blocks
-        self.layers: list[tuple[Tensor, Tensor]] = all_blocks()
+        self.shapes = layers
+        self.layers: list[tuple[Tensor, Tensor]] = self._allocated()
         self._addresses: Any = None  # computed on first use
+
+    def _allocated(self) -> list[tuple[Tensor, Tensor]]:
+        """Return new memory for K and V of each layer."""
+        return [self._blocks(shape, self.num_blocks) for shape in self.shapes]
+
+    def _blocks(self, shape: LayerShape, count: int) -> tuple[Tensor, Tensor]:
+        """Return new memory for K and V of `count` blocks of a layer."""
+        stored = torch.uint8 if isinstance(self.dtype, Packing) else self.dtype
+        row_sizes = (
+            row_nbytes(self.dtype, d) // stored.itemsize for d in (shape.key_dim, shape.value_dim)
+        )
+        with torch.inference_mode(False):  # else they could only be written in inference mode
+            k, v = (
+                torch.empty(
+                    count, shape.kv_heads, self.block_size, size, dtype=stored, device=self.device
+                )
+                for size in row_sizes
+            )
+        return k, v
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -127,13 +132,13 @@ class KVStore(BlockStore):
         """
         k, v = self.layers[layer]
         if isinstance(options, IndexOptions):
-            keys_of = partial(self._keys, k, q.shape[2])
-            return choose_keys(q, keys_of, batch, options)
+            width = q.shape[2]
+            return choose_keys(q, lambda some: self.rows(k, width, some)[0], batch, options)
         attention = partial(
             paged_attention,
             batch_invariant=self.batch_invariant,
             packing=self.packing,
-            value_size=self._value_sizes[layer],
+            value_size=self.shapes[layer].value_dim,
         )
         if options.chosen is not None:
             attention = partial(attend_to_chosen, attention)
@@ -141,10 +146,10 @@ class KVStore(BlockStore):
             attention = partial(attend_to_records, attention)
         return attention(q, k, v, batch, options)
 
-    def _keys(self, k: Tensor, width: int, blocks: Tensor) -> Tensor:
-        """Return the keys of some blocks of a layer with one head, `[n * block_size, width]` float32."""
-        keys = k[blocks, 0].flatten(0, 1)
-        return keys.float() if self.packing is None else unpack(keys, width, self.packing)
+    def rows(self, tensor: Tensor, width: int, blocks: Tensor) -> Tensor:
+        """Return some blocks of K or V of a layer as `[Hkv, n * block_size, width]` float32."""
+        some = tensor[blocks].transpose(0, 1).flatten(1, 2)
+        return some.float() if self.packing is None else unpack(some, width, self.packing)
 
     @contextmanager
     def stores_for(self, batches: list[Batch]) -> Iterator[list[KVStore]]:
@@ -163,7 +168,7 @@ class KVStore(BlockStore):
         if self.states is not None:
             self.states.allocate()
         if not self.layers:
-            self.layers.extend(self._all_blocks())
+            self.layers.extend(self._allocated())
 
 
 def bytes_per_token(layers: list[LayerShape], dtype: KVDtype) -> int:

@@ -22,7 +22,7 @@ from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.model import compressed, positions, products, recurrent_layers, streams
 from verbatim.model.context import attend, replace_function
 from verbatim.model.experts import flat_experts
-from verbatim.model.invariant import sigmoid
+from verbatim.model.invariant import gelu, sigmoid
 from verbatim.model.masks import LATER, NotedMask
 from verbatim.model.recurrent_ops import FUNCTIONS, causal_conv1d
 from verbatim.model.router import AS_IS, SIGMOID, RouterForm, choose, forced_experts
@@ -369,8 +369,9 @@ def _qwen4(
 
 
 def _in_dtype(x: Tensor, layer: nn.Module) -> Tensor:
-    weight = layer._parameters.get("weight")  # none if it is quantized
-    return x if weight is None else x.to(weight.dtype)
+    weight: Any = layer._parameters.get("weight")
+    held = getattr(layer, "packing", None) if weight is None else weight  # if it is quantized
+    return x if held is None else x.to(held.dtype)
 
 
 def _llama4_rotary(module: Any, x: Tensor, position_ids: Tensor) -> Tensor:
@@ -423,6 +424,7 @@ _ATTENTION: dict[str, Forward] = {
 _FORWARDS: dict[str, Forward] = {
     **recurrent_layers.FORWARDS,
     **streams.FORWARDS,
+    "BloomGelu": lambda module, x: gelu(x, "tanh"),
     "DeepseekV4GroupedLinear": compressed.grouped_linear,
     "FalconLinear": _falcon_linear,
     "JetMoeParallelExperts": _jetmoe_experts,
@@ -491,7 +493,7 @@ def _attend_causally(module: nn.Module, forward: Forward, *args: Any, **kwargs: 
 
 
 def patch_functions(module: nn.Module) -> None:
-    """Replace the functions that a model's classes call for recurrent operations, or to count positions.
+    """Replace functions that a model's classes call for recurrent operations, positions or residual streams.
 
     They call the originals outside of the engine's forwards. Does nothing the second time.
     """
@@ -501,3 +503,6 @@ def patch_functions(module: nn.Module) -> None:
     for cls in {type(layer) for layer in module.modules()}:
         if positions.counts_by_padding(cls):
             replace_function(cls, positions.BY_PADDING, positions.after_padding)
+        if cls.__module__.startswith("transformers."):
+            for name, ours in streams.METHODS.get(cls.__name__, {}).items():
+                replace_function(cls, name, ours)

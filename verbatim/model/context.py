@@ -135,13 +135,16 @@ def route(experts: nn.Module, index: Tensor) -> None:
 def chunk_of_layer(module: Any) -> int:
     """Return the size of the chunks within which a layer attends; 0: everywhere. Layers do not pass it."""
     config: Any = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    if "chunked_attention" not in kinds:
+        return 0
     layer = getattr(module, "layer_idx", None)
-    kinds = getattr(config, "layer_types", None)
-    if not kinds or layer is None or layer >= len(kinds) or kinds[layer] != "chunked_attention":
+    if layer is None or layer >= len(kinds) or kinds[layer] != "chunked_attention":
         return 0
     return int(config.attention_chunk_size)
 
 
+@kernels.without_overrides
 def flat_attention(
     module: nn.Module,
     query: Tensor,

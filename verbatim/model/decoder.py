@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from verbatim.batch import Adapter, Batch, SampleRow
 from verbatim.errors import EngineClosed, ModelChanged, NotSupported, first_line
-from verbatim.kv.hidden import HiddenStore
+from verbatim.kv.flat import HiddenStore
 from verbatim.kv.store import KVStore
 from verbatim.model.context import IMPLEMENTATION, ForwardContext, activate, flat_attention
 from verbatim.model.experts import flat_experts, how_run
@@ -25,12 +25,7 @@ from verbatim.model.fused import FusedLayers
 from verbatim.model.hidden import head_of, hidden_rows, recorded
 from verbatim.model.invariant import InvariantMode
 from verbatim.model.lora import Adapters
-from verbatim.model.patching import (
-    exclusive,
-    patched,
-    plain_numbers,
-    replaced_forwards,
-)
+from verbatim.model.patching import exclusive, patched, plain_numbers, replaced_forwards
 from verbatim.model.routing import Records, Routing
 from verbatim.model.spec import ModelSpec, inner_model
 from verbatim.model.tree import Tree, hooked_everywhere
@@ -39,6 +34,8 @@ from verbatim.model.whole import ModelPart
 from verbatim.protocols import Forward
 
 _TRIAL_TOKENS = 8  # tokens of a trial forward
+
+_INSPECTED = ("transformers.", "torch.", "verbatim.")  # packages whose models the tests cover
 
 
 class Order(Protocol):
@@ -142,10 +139,23 @@ class Decoder:
 
     def _prepare(self, module: nn.Module) -> None:
         self._tree = Tree(module)
-        self._forwards = replaced_forwards(module, batch_invariant=self._batch_invariant)
+        callers = self.spec.override_in
+        self._forwards = replaced_forwards(
+            module, batch_invariant=self._batch_invariant, override_in=callers
+        )
         self._unfused = list(self._forwards)
         self._layers = FusedLayers(
             module, self.spec, self._forwards, self._part, enabled=self._fuse
+        )
+        # Forwards of the module's own are not overridden. Micro-batches take turns in the middle of a
+        # forward, and share the thread's override. Code that is not transformers' own may have branches that
+        # the inspection's tokens do not take.
+        covered = {id(fields) for fields, _ in self._unfused}
+        calling = [m for m in module.modules() if type(m) in callers]
+        self._override_all = bool(calling) and (
+            self._order is not None
+            or any(not type(m).__module__.startswith(_INSPECTED) for m in module.modules())
+            or any(id(m.__dict__) not in covered for m in calling)
         )
         self._forwards += self._layers.forwards
         self.fused = self._layers.report
@@ -221,7 +231,7 @@ class Decoder:
 
     def how_experts_run(self) -> dict[str, int]:
         """Return the number of layers by the way their experts run, in words; empty without experts."""
-        fused = self._layers.fused_experts()
+        fused = {id(layer.experts) for layer in self._layers.layers}
         found: collections.Counter[str] = collections.Counter()
         for module in self.held.modules():
             way = how_run(module, self.spec.dtype)
@@ -298,23 +308,29 @@ class Decoder:
             return output
 
     def chain(
-        self, batch: Batch, store: KVStore, rows: list[SampleRow], lengths: list[int]
+        self,
+        batch: Batch,
+        store: KVStore,
+        rows: list[SampleRow],
+        lengths: list[int],
+        *,
+        hooks: bool = False,
     ) -> list[list[int]] | None:
-        """Draw tokens one after the other, as of `WholeModel.chain`, without hooks.
+        """Draw tokens one after the other, as of `WholeModel.chain`; None where that is not possible.
 
-        Raises:
-            ModelChanged: as `refresh`.
+        Args:
+            hooks: as of `run`; where there are any, they are not skipped.
         """
         with exclusive:
-            self.refresh()
-            watched = self._is_watched
-            trusted = self._layers.unchanged(hooks=False, watched=watched)
+            if self._is_watched or (hooks and hooked_everywhere()):
+                return None  # angles may have been edited, and hooks see every forward
+            trusted = self._layers.unchanged(hooks=False, watched=False)
             whole = self._layers.whole_now() if trusted and self._order is None else None
             if whole is None:
                 return None
             with plain_numbers():
                 context = FlatContext(self.spec.slots, batch, store)
-                return whole.chain(context, rows, lengths, watched=watched)
+                return whole.chain(context, rows, lengths)
 
     def steps_can_be_recorded(self) -> bool:
         """Return whether every forward runs the same operations, without hooks."""
@@ -396,7 +412,7 @@ class Decoder:
                 return found if wants_hidden else Forward(found.logits)
         with (
             patched(self._tree, forwards_of_layers, hooks=hooks),
-            _mode(self._tree, spec, self._batch_invariant),
+            self._mode(),
             recorded(head_of(inner_model(module)) if wants_hidden else None, contexts) as seen,
             recorded(
                 None if body is None else inner_model(module).get_decoder(), contexts, outputs=True
@@ -420,16 +436,15 @@ class Decoder:
                     body.write(context.rows, last.flatten(0, -2))
         return Forward(_joined(logits), _joined(hidden) if hidden else None)
 
+    def _mode(self) -> AbstractContextManager[object]:
+        """Return the torch-function override that all of this forward needs; usually none."""
+        # Functions called by hooks were not inspected, so they need the override.
+        override = self._batch_invariant and (self._override_all or self._tree.has_hooks())
+        return InvariantMode() if override else nullcontext()
+
 
 def _joined(rows: list[Tensor]) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(rows)
-
-
-def _mode(tree: Tree, spec: ModelSpec, batch_invariant: bool) -> AbstractContextManager[object]:
-    """Return the torch-function override that this forward needs; usually none."""
-    # Functions called by hooks were not inspected, so they need the override.
-    override = batch_invariant and (bool(spec.needs_override) or tree.has_hooks())
-    return InvariantMode() if override else nullcontext()
 
 
 def _routing(spec: ModelSpec, batch: Batch, device: torch.device) -> Routing | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from verbatim.batch import Batch, SampleRow
+from verbatim.batch import Batch
 from verbatim.checks import optional_integer
 from verbatim.errors import InvalidRequest, UnsupportedModel
 from verbatim.kv.store import KVStore
@@ -65,28 +65,16 @@ class EarlyExitLayers(DraftLayers):
     def info(self) -> dict[str, int]:
         return {"early_exit_layers": self.num_layers}
 
-    def run(self, k: int, batch: Batch, store: KVStore) -> Tensor:
-        """Run all of them, on the whole model's `store`.
-
-        The owner's hooks are disabled: a hook may count the model's forwards, or
-        depend on their number.
+    def enter(self, k: int, batch: Batch, store: KVStore) -> tuple[Decoder, KVStore]:
+        """Return the decoder of the first layers, after edits of the module, and the whole model's `store`.
 
         Raises:
             ModelChanged: as the whole model's; other edits of a live module are followed.
         """
-        return self._current().run(batch, store, hooks=False).logits
-
-    def chain(
-        self, k: int, batch: Batch, store: KVStore, rows: list[SampleRow], lengths: list[int]
-    ) -> list[list[int]] | None:
-        return self._current().chain(batch, store, rows, lengths)
-
-    def _current(self) -> Decoder:
-        """Return the decoder of the first layers, after edits of the module."""
         self._whole.refresh()
         if self._whole.spec is not self._spec:
             self._cut()
-        return self._short
+        return self._short, store
 
     def close(self) -> None:
         self._short.close()

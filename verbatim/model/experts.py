@@ -2,8 +2,8 @@
 
 `flat_experts` is registered in transformers' `ExpertsInterface`. It is batch-invariant: each expert's rows
 go through batch-invariant products, and the top-k outputs of a token are added in the order of its slots,
-in float32. One kernel call runs all experts of a layer; `backend="torch"` is its slow reference, expert by
-expert. The experts of each token are passed to the active forward context (`routing.py`).
+in float32. One kernel call runs all experts of a layer; `ExpertsParts.one`, expert by expert, is its slow
+reference. The experts of each token are passed to the active forward context (`routing.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import itertools
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -21,13 +22,14 @@ from torch import Tensor, nn
 
 from verbatim import kernels
 from verbatim.kernels.functions import SUFFIX, addresses, run, struct_of
+from verbatim.kernels.options import Activation
 from verbatim.model import elementwise
 from verbatim.model.context import route
-from verbatim.model.elementwise import activation_of
-from verbatim.model.fingerprint import Fingerprint, Place
+from verbatim.model.elementwise import NormStruct, activation_of
+from verbatim.model.fingerprint import Fingerprint, Place, tensors_of
 from verbatim.model.norms import Norm, find_norm
 from verbatim.model.products import Matrix, Packed, linear
-from verbatim.model.structs import NormStruct, NotFusable, matrix_at, norm_of
+from verbatim.model.structs import NotFusable, matrix_at, norm_of
 from verbatim.model.weight_packing import WeightPacking
 
 # As `Glu` of kernels/experts.h.
@@ -90,7 +92,7 @@ class Stack(NamedTuple):
         tensor: Any = self.weight[0][self.weight[1]]
         biases = self.bias[0].get(self.bias[1])
         columns = self.packing is None and self.transposed
-        if columns and tensor.ndim == 3 and tensor.mT.is_contiguous():  # held by rows (`lines.py`)
+        if columns and tensor.ndim == 3 and tensor.mT.is_contiguous():  # held by rows (`load.py`)
             tensor, columns = tensor.data.mT, False
         first = matrix_at(tensor, biases, dtype, self.cols, self.depth, self.packing)
         if self.packing is not None:
@@ -145,13 +147,11 @@ class ExpertsParts:
         self.glu, self.alpha, self.limit = UNGATED, 0.0, 0.0
         if gated:
             self.glu, self.alpha, self.limit = _glu_of(experts)
-        act: Any = _act_of(experts)
-        self.activation = None if act is None else activation_of(act)
         self.tensors: list[Place] = [
             p for s in (*self.inputs, self.down) for p in (s.weight, s.bias)
         ]
-        if self.norm is not None and self.norm.weight_name is not None:
-            self.tensors.append((self.norm.module._parameters, self.norm.weight_name))
+        if self.norm is not None:
+            self.tensors += tensors_of([self.norm.module])
         self._struct = ExpertsStruct()
         self._fingerprint = Fingerprint(self.tensors)
         self._dtype: torch.dtype | None = None  # of the activations that the struct is for
@@ -166,6 +166,12 @@ class ExpertsParts:
         """Width of a row."""
         return self.inputs[0].depth
 
+    @cached_property
+    def activation(self) -> Activation | None:
+        """The activation, if the kernels have it; they compute it, so they must be enabled."""
+        act: Any = _act_of(self.module)
+        return None if act is None else activation_of(act)
+
     def struct(self, dtype: torch.dtype) -> ExpertsStruct:
         """Return the struct for the kernels, for activations of `dtype`, at a fixed address.
 
@@ -177,7 +183,7 @@ class ExpertsParts:
         self._dtype = None
         struct = self._struct
         if self.glu not in _CLAMPED and self.activation is None:
-            raise NotFusable("the activation of its experts is no SiLU and no tanh GELU")
+            raise NotFusable("the activation of its experts is no SiLU, GELU or ReLU")
         for i, stack in enumerate(self.inputs):
             struct.inputs[i] = stack.struct(dtype)
         struct.down = self.down.struct(dtype)
@@ -325,8 +331,6 @@ def flat_experts(
     hidden: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
-    *,
-    backend: str = "auto",
 ) -> Tensor:
     """Run the chosen experts.
 
@@ -335,7 +339,6 @@ def flat_experts(
         hidden: `[T, H]`.
         top_k_index: `[T, k]` int64, the experts of each token; one beyond the last is the identity.
         top_k_weights: `[T, k]`.
-        backend: "auto", or "torch" for the slow reference.
 
     Returns:
         `[T, H]` in `hidden`'s dtype.
@@ -344,7 +347,7 @@ def flat_experts(
     num_tokens, top_k = top_k_index.shape
     parts = parts_of(experts)
     share: ExpertShare | None = getattr(experts, "expert_share", None)
-    struct = parts.served(hidden) if share is None and backend == "auto" else None
+    struct = parts.served(hidden) if share is None else None
     if struct is not None:
         hidden, weights = hidden.contiguous(), top_k_weights.float().contiguous()
         index, out = top_k_index.to(torch.int32).contiguous(), torch.empty_like(hidden)
@@ -358,7 +361,7 @@ def flat_experts(
     count = num_experts(experts)
     counts = torch.bincount(top_k_index.reshape(-1), minlength=count).tolist()[:count]
     if share is None:
-        out = run_experts(experts, rows, counts, backend=backend)
+        out = run_experts(experts, rows, counts)
     else:
         out = share.run(experts, rows, counts)
     slots = rows.new_empty(rows.shape)
@@ -371,15 +374,13 @@ def flat_experts(
     return total.to(hidden.dtype)
 
 
-def run_experts(
-    experts: Any, rows: Tensor, counts: list[int] | Tensor, *, backend: str = "auto"
-) -> Tensor:
+def run_experts(experts: Any, rows: Tensor, counts: list[int] | Tensor) -> Tensor:
     """Run the local experts on rows `[n, H]`, sorted by expert, `counts[e]` of each."""
     parts, counts = parts_of(experts), torch.as_tensor(counts, dtype=torch.int64)
     starts = torch.zeros(len(counts) + 1, dtype=torch.int64)
     torch.cumsum(counts, 0, out=starts[1:])
     out = rows.new_empty(int(starts[-1]), rows.shape[1])
-    struct = parts.served(rows) if backend == "auto" else None
+    struct = parts.served(rows)
     if struct is not None and struct.count == len(counts):
         rows = rows.contiguous()
         at = ctypes.addressof(struct)

@@ -18,6 +18,8 @@ _IGNORED = frozenset(
     "training _attn_implementation_internal _experts_implementation_internal _is_hf_initialized "
     "_is_full_backward_hook".split()
 )
+_modules, _parameters = attrgetter("_modules"), attrgetter("_parameters")
+_version = attrgetter("_version")
 _LAYOUT = Tensor.data_ptr, Tensor.numel, Tensor.stride, attrgetter("dtype")
 
 
@@ -29,7 +31,7 @@ class Fingerprint:
 
     Args:
         tensors: references of the tensors that kernels read where they are; their values may change.
-        numbers: references of numbers and strings.
+        numbers: references of numbers, strings and lists of them.
         classes: of the modules whose forwards are replaced.
     """
 
@@ -37,7 +39,7 @@ class Fingerprint:
         self, tensors: Iterable[Place], numbers: Iterable[Place] = (), classes: Iterable[type] = ()
     ) -> None:
         self._tensors, self._numbers = _distinct(tensors), _distinct(numbers)
-        self._values = self._values_now()
+        self._values = [[*x] if type(x) is list else x for x in self._values_now()]
         self._classes: list[Any] = [*dict.fromkeys(classes)]
         self._forwards = [cls.forward for cls in self._classes]
         self._layouts: list[list[Any]] | None = None
@@ -124,3 +126,18 @@ def tensors_of(modules: Iterable[nn.Module]) -> list[Place]:
     """Return references of the parameters and buffers of modules, without those of their children."""
     held = [fields for m in modules for fields in (m._parameters, m._buffers)]
     return [(fields, name) for fields in held for name in fields]
+
+
+def writes_to(module: nn.Module) -> object:
+    """Return the identity and the version counter of each parameter, to detect changes."""
+    # Level by level, without Python for a single module, as this runs at every step.
+    layers, found = [module], list[nn.Parameter | None]()
+    while layers:
+        found += chain.from_iterable(map(dict.values, map(_parameters, layers)))
+        children = chain.from_iterable(map(dict.values, map(_modules, layers)))
+        layers = [child for child in children if child is not None]
+    parameters = [p for p in found if p is not None]
+    try:
+        return [*map(id, parameters)], [*map(_version, parameters)]
+    except RuntimeError:  # inference tensors have no counter
+        return [(id(p), 0 if p.is_inference() else p._version) for p in parameters]

@@ -1,13 +1,15 @@
 """Fused layers: the decoder layers of a model that are run by a call or two of the kernels each.
 
-A layer is taken for one of the common shape by the names of its parts, generously. Whether it really is
-one is tried: with random rows, what it hands to its attention and what it returns must be, bit for bit,
-what its own forward makes of them. A layer that fails stays plain, and `report` tells why.
+A layer is taken for one of the common shape by what its modules make of one another's outputs, generously.
+Whether it really is one is tried: with random rows, what it hands to its attention and what it returns must
+be, bit for bit, what its own forward makes of them. Of layers that are built alike one is tried. Those that
+fail stay plain, and `report` tells why.
 """
 
 from __future__ import annotations
 
 import collections
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,17 +17,17 @@ from torch import Tensor, nn
 
 from verbatim import kernels
 from verbatim.batch import Batch
-from verbatim.errors import first_line
 from verbatim.model.fingerprint import Fingerprint
 from verbatim.model.flat import BLOCK_SIZE, noise_store, span_batch, trial_logits
 from verbatim.model.gpu_layer import fuse_on_gpu
+from verbatim.model.invariant import overridden
 from verbatim.model.layer import FusedLayer
-from verbatim.model.layer_parts import MLP_NAMES, take_apart
 from verbatim.model.layer_trial import SPANS, AroundLayers, LayerCall, LayerProbe, fuse
+from verbatim.model.limits import max_length_of
 from verbatim.model.mixers import recurs
 from verbatim.model.patching import Forwards
 from verbatim.model.spec import ModelSpec, inner_model
-from verbatim.model.structs import NotFusable
+from verbatim.model.structs import NotFusable, why_not
 from verbatim.model.whole import ModelPart, WholeModel
 
 
@@ -43,8 +45,9 @@ class FusedLayers:
         layers: those of the CPU kernels, in the order in which they are called.
         forwards: as for `patched`, to be put in after the plain ones, which they fall back to.
         whole: the model in one call for all layers; None: it runs layer by layer.
-        report: how many layers are fused, how many are not, and for what reasons (the number of each);
-            and "whole": "yes" where they run in one call, else why not; None if not enabled.
+        report: how many layers are fused, how many are not, and for what reasons (the number of each); of
+            these, "parts": how many attentions and MLPs are fused; and "whole": "yes" where all layers run in
+            one call, else why not. None if not enabled.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class FusedLayers:
         self.whole: WholeModel | None = None
         self._whole_fits = False  # after the last check
         self._why_not_whole = "not all of its layers are fused"
+        self._num_parts = 0
         self._plain: collections.Counter[str] = collections.Counter()
         self._snapshot: Fingerprint | None = None
         if not enabled:
@@ -72,42 +76,55 @@ class FusedLayers:
             return
         probes: list[LayerProbe] = []
         calls: list[LayerCall] = []
-        for layer, attention in _layers_of(module, spec):
+        alike: dict[Any, LayerProbe] = {}
+        plain = {id(fields): forward for fields, forward in forwards}
+        layers = _layers_of(module, spec)
+        parts = [] if on_gpu else _parts_of(layers)
+        for number, (layer, attention) in enumerate([*parts, *layers]):
             try:
                 if layer is None:
-                    raise NotFusable("its attention is not in a layer with an MLP")
-                parts = take_apart(layer, attention)
-                probes.append(LayerProbe(parts, spec, fuse_on_gpu if on_gpu else fuse, calls))
+                    raise NotFusable("its attention is in no layer")
+                own = plain.get(id(layer.__dict__)) or partial(type(layer).forward, layer)
+                way, is_part = fuse_on_gpu if on_gpu else fuse, number < len(parts)
+                probes.append(LayerProbe(layer, attention, spec, way, calls, alike, own, is_part))
             except NotFusable as reason:
-                self._plain[str(reason)] += 1
+                self._plain[str(reason)] += number >= len(parts)
         if not probes:
             return
-        places: Forwards = [(probe.parts.layer.__dict__, probe) for probe in probes]
+        places: Forwards = [(probe.layer.__dict__, probe) for probe in probes]
+        failure = ""
         try:
             batch, logits = _run(module, spec, [*forwards, *places])
         except Exception as error:  # any error of a foreign model
-            failure = f"the trial failed: {type(error).__name__}: {first_line(error)}"
-            for probe in probes:
-                self._plain[probe.reason or failure] += 1
-            return
+            failure = f"the trial failed: {why_not(error)}"
+        inside = set[nn.Module]()  # of fused layers
         for probe in dict.fromkeys([*(call.probe for call in calls), *probes]):
-            if probe.forward is None:
-                self._plain[probe.reason or "it was not called in the trial"] += 1
+            if probe.layer in inside:
                 continue
-            self.forwards.append((probe.parts.layer.__dict__, probe.forward))
-            if probe.fused is not None:
-                self.layers.append(probe.fused)
-        if not self.layers or self._plain:
+            try:
+                built = probe.fused(failure)
+            except Exception as error:
+                self._plain[why_not(error)] += not probe.is_part
+                continue
+            if isinstance(built, FusedLayer):
+                self.layers.append(built)
+                forward = built.forward(probe.plain)
+            else:
+                forward = built
+            inside.update(probe.layer.modules())
+            if probe.is_part:
+                self._num_parts += 1
+                forward = overridden(forward, child=True)  # it leaves the override of its layer
+            self.forwards.append((probe.layer.__dict__, forward))
+        if not self.layers or self._plain.total():
             return
         try:
             whole = WholeModel(module, spec, self.layers, part)
             with torch.no_grad():
                 whole.check(calls, batch, logits)
             self.whole, self._why_not_whole = whole, ""
-        except NotFusable as reason:
-            self._why_not_whole = str(reason)
-        except Exception as error:  # any error of a foreign model
-            self._why_not_whole = f"{type(error).__name__}: {first_line(error)}"
+        except Exception as error:
+            self._why_not_whole = why_not(error)
 
     def unchanged(self, *, hooks: bool, watched: bool = True) -> bool:
         """Return whether all layers are as they were inspected, before a forward.
@@ -140,10 +157,6 @@ class FusedLayers:
         if self.whole is not None:
             self.whole.forget()
 
-    def fused_experts(self) -> set[int]:
-        """Return the ids of the experts modules that fused layers run."""
-        return {id(layer.experts) for layer in self.layers if layer.experts is not None}
-
     def whole_now(self) -> WholeModel | None:
         """Return the model as one call, if it is `unchanged`."""
         return self.whole if self._whole_fits else None
@@ -153,26 +166,46 @@ class FusedLayers:
         if not self._enabled:
             return None
         return {
-            "layers": len(self.forwards),
+            "layers": len(self.forwards) - self._num_parts,
             "plain": sum(self._plain.values()),
-            "reasons": dict(self._plain),
+            "parts": self._num_parts,
+            "reasons": dict(+self._plain),
             "whole": "no: " + self._why_not_whole if self.whole is None else "yes",
         }
 
 
 def _layers_of(module: nn.Module, spec: ModelSpec) -> list[tuple[nn.Module | None, nn.Module]]:
-    """Return each attention or recurrent module, and the layer that it is a direct part of."""
+    """Return each attention or recurrent module, and its layer.
+
+    That is the innermost entry of a list that has it, or the module that it is a part of, if no list has it.
+    """
     attending = {owner for owner, _ in spec.slots}
     attending |= {id(mixer) for mixer in module.modules() if spec.states and recurs(mixer)}
-    parents: dict[int, tuple[nn.Module | None, nn.Module]] = {}
+    found = {id(part): (None, part) for part in module.modules() if id(part) in attending}
+    for _, outer in [*found.values()]:  # an indexer is in the module that attends
+        for part in [*outer.modules()][1:]:
+            found.pop(id(part), None)
+    layers: dict[int, tuple[nn.Module | None, nn.Module]] = dict(found)
     for parent in module.modules():
-        if id(parent) in attending:
-            parents.setdefault(id(parent), (None, parent))
-        for child in parent._modules.values():
-            if child is not None and id(child) in attending:
-                has_mlp = any(isinstance(parent._modules.get(n), nn.Module) for n in MLP_NAMES)
-                parents[id(child)] = (parent if has_mlp else None, child)
-    return list(parents.values())
+        layers |= {id(part): (parent, part) for part in parent.children() if id(part) in found}
+    for entries in module.modules():
+        if isinstance(entries, nn.ModuleList):
+            for layer in entries:
+                parts = {id(part): part for part in layer.modules() if id(part) in found}
+                layers |= {of: (layer, part) for of, part in parts.items() if part is not layer}
+    return list(layers.values())
+
+
+def _parts_of(
+    layers: list[tuple[nn.Module | None, nn.Module]],
+) -> list[tuple[nn.Module, nn.Module | None]]:
+    """Return what may be an attention, with the module that attends, or an MLP: each module with children."""
+    attending = {id(attention) for _, attention in layers}
+    inside = {part: None for layer, _ in layers if layer is not None for part in layer.modules()}
+    for layer, _ in layers:
+        inside.pop(layer, None)  # type: ignore[arg-type]
+    found = {p: [m for m in p.modules() if id(m) in attending] for p in inside if p._modules}
+    return [(part, next(iter(own), None)) for part, own in found.items() if len(own) < 2]
 
 
 def _run(module: nn.Module, spec: ModelSpec, forwards: Forwards) -> tuple[Batch, Tensor]:
@@ -182,15 +215,17 @@ def _run(module: nn.Module, spec: ModelSpec, forwards: Forwards) -> tuple[Batch,
         Them, and the logits `[R, V]` of some.
     """
     config: Any = getattr(inner_model(module), "config", None)
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = None if config is None else max_length_of(config)[0]
     rows = sum(stop - start for start, stop in SPANS.values())
-    last = max(rows, limit if isinstance(limit, int) else 4096) - 1
+    last = max(rows, limit or 4096) - 1
     device = next(module.parameters()).device
     ids = torch.arange(rows) * 7 % max(1, spec.vocab_size - 3) + 1
     positions = torch.tensor([0, 1, last // 3, 2 * last // 3, last])
     batch = span_batch(SPANS, ids)
     slots = batch.slots(BLOCK_SIZE).to(device)
-    batch.positions, batch.logit_rows = positions, torch.tensor([0, rows - 1])
+    batch.logit_rows = torch.tensor([0, rows - 1])
+    if not any(shape.records for shape in spec.layers):  # which are looked up by positions
+        batch.positions = positions
     store = noise_store(spec.layers, [], spec.dtype, device)
     context = AroundLayers(spec.slots, batch.to(device), store, rows=slots)
     return context.batch, trial_logits(module, spec, forwards, context)

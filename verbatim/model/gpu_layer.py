@@ -14,14 +14,13 @@ from typing import Any
 
 from torch import Tensor
 
-from verbatim.kernels.options import AttentionOptions
+from verbatim.kernels.options import AttentionOptions, NormKind
 from verbatim.model.context import active_context
-from verbatim.model.differential import differential_check, noise
+from verbatim.model.differential import differential_check
 from verbatim.model.fingerprint import Fingerprint, numbers_of
-from verbatim.model.layer_parts import LayerParts
-from verbatim.model.layer_trial import outcome
+from verbatim.model.layer_parts import LayerParts, Residual
+from verbatim.model.layer_trial import Build, LayerProbe
 from verbatim.model.norms import Norm
-from verbatim.model.spec import ModelSpec
 from verbatim.model.structs import NotFusable
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -37,6 +36,7 @@ def forward_of(parts: LayerParts, options: AttentionOptions, turns: bool) -> Cal
     from verbatim.kernels.triton.norm import rms_norm
 
     layer, attention, mlp = parts.layer, parts.attention, parts.mlp
+    assert mlp is not None
     plain = type(layer).forward
     skipped = [attention, *(norm.module for norm in parts.norms.values())]
     fields = [m.__dict__ for m in skipped]
@@ -86,16 +86,17 @@ def forward_of(parts: LayerParts, options: AttentionOptions, turns: bool) -> Cal
     return forward
 
 
-def fuse_on_gpu(
-    parts: LayerParts, spec: ModelSpec, hidden_states: Tensor, kwargs: dict[str, Any]
-) -> tuple[Callable[..., Any], None]:
-    """Return a forward with fewer launches that has the bits of a layer's own.
+def fuse_on_gpu(probe: LayerProbe) -> Build:
+    """Return how layers like the tried one run with fewer launches, with the bits of their own forward.
 
     Raises:
         NotFusable: there is none.
     """
-    layer = parts.layer
-    known = [*parts.inputs, parts.output, parts.mlp, *(n.module for n in parts.norms.values())]
+    parts = probe.parts
+    layer, norms = parts.layer, [*parts.norms.values()]
+    if parts.mlp is None:
+        raise NotFusable("it has no module of an MLP")
+    known = [*parts.inputs, parts.output, parts.mlp, *(norm.module for norm in norms)]
     counted = {id(p) for module in known for p in module.parameters()}
     if parts.mixer is not None:
         raise NotFusable("it is recurrent")
@@ -103,19 +104,22 @@ def fuse_on_gpu(
         raise NotFusable("it has a weight beside those of its norms and linear layers")
     if parts.residual_scale != 1.0:
         raise NotFusable("it scales what it adds")
-    x = noise(tuple(hidden_states.shape), hidden_states.dtype).to(hidden_states.device)
-    plain = partial(type(layer).forward, layer)
-    expected, attended = outcome(plain, parts, spec, kwargs, x)
-    if not attended:
+    if (
+        any(n.kind >= NormKind.CENTERED or n.bias is not None for n in norms)
+        or parts.residual is not Residual.SEQUENTIAL
+    ):
+        raise NotFusable("it has LayerNorms, or its attention and its MLP are side by side")
+    if probe.returns is not None:
+        raise NotFusable("it returns more than hidden states")
+    if not probe.attended:
         raise NotFusable("it does not attend")
-    options = attended[0][3]
+    options = probe.attended[0][3]
     if options.alibi is not None or options.sinks is not None:
         raise NotFusable("its attention has a bias or sinks of its own")
     for turns in (True, False):
-        if turns and not isinstance(kwargs.get("position_embeddings"), tuple):
+        if turns and not isinstance(probe.kwargs.get("position_embeddings"), tuple):
             continue
-        forward = forward_of(parts, options, turns)
-        ours = outcome(forward, parts, spec, kwargs, x)[0]
-        if not differential_check(lambda made: made, lambda _: expected, [ours]):
-            return forward, None
+        ours = probe.run(forward_of(parts, options, turns))
+        if not differential_check(lambda made: made, lambda _: probe.expected, [ours]):
+            return partial(forward_of, options=options, turns=turns)
     raise NotFusable("what it makes is not what fewer launches make")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError
+from verbatim.kv.quantized import HIGH_BITS, round_down, round_up
 from verbatim.model.blocks import pack_blocks, unpack_blocks
 from verbatim.model.weight_packing import (
     BLOCKS,
@@ -22,7 +23,6 @@ from verbatim.model.weight_packing import (
 
 LARGEST = 2.0**126  # largest weight, so that a group's range is finite
 PIECE = 1 << 20  # elements packed at once
-_HIGH_BITS = -0x10000  # the bits of a float32 that a bf16 keeps
 
 
 def unfit(name: str) -> ModelError:
@@ -52,12 +52,12 @@ def _encode(x: Tensor, packing: WeightPacking, name: str) -> tuple[Tensor, Tenso
         raise unfit(name)
     zero: Tensor | float = 0.0
     if encoding is Encoding.AFFINE:
-        zero = low = _round_down(low + 0.0)  # -0 becomes 0
-        scale = _round_up((high - low) / levels + 0.0)
+        zero = low = round_down(low + 0.0)  # -0 becomes 0
+        scale = round_up((high - low) / levels + 0.0)
         code = ((x - low) / scale).round()
     elif encoding is Encoding.ZERO_POINT:
         low, high = low.clamp(max=0), high.clamp(min=0)
-        scale = _round_up((high - low) / levels, 8)
+        scale = round_up((high - low) / levels, 8)
         zero = torch.where(scale > 0, -low / scale, 0).round()
         code = (x / scale).round() + zero
     elif encoding is Encoding.SIGNED:
@@ -67,7 +67,7 @@ def _encode(x: Tensor, packing: WeightPacking, name: str) -> tuple[Tensor, Tenso
         scale = (peak / (levels // 2)).half().float()
         code = (x / scale).round() + (levels + 1) // 2
     elif encoding is Encoding.CENTERED:
-        scale = _round_up((high - low) / levels)
+        scale = round_up((high - low) / levels)
         zero = (low + 8 * scale).bfloat16().float()
         code = ((x - zero) / scale).round() + 8
     elif encoding is Encoding.FP8:
@@ -110,7 +110,7 @@ def _decode(code: Tensor, heads: Tensor, packing: WeightPacking) -> Tensor:
     code, heads = _in_groups(code, packing), heads[..., None]
     number = code.float()
     if encoding in (Encoding.AFFINE, Encoding.CENTERED):
-        scale, zero = (part.view(torch.float32) for part in (heads << 16, heads & _HIGH_BITS))
+        scale, zero = (part.view(torch.float32) for part in (heads << 16, heads & HIGH_BITS))
         value: Tensor = scale * (number - 8 * (encoding is Encoding.CENTERED)) + zero
         return value.flatten(1)[:, : packing.depth]
     if encoding is Encoding.ZERO_POINT:
@@ -128,18 +128,6 @@ def _decode(code: Tensor, heads: Tensor, packing: WeightPacking) -> Tensor:
     integers = encoding in (Encoding.ZERO_POINT, Encoding.SIGNED, Encoding.HALF)
     value = scale * number + 0.0 if integers else scale * number
     return value.flatten(1)[:, : packing.depth]
-
-
-def _round_up(x: Tensor, bits: int = 16) -> Tensor:
-    """Round away from zero so that the lowest `bits` bits are zero: 16 give a bf16, in float32."""
-    mask = (1 << bits) - 1
-    return (x.view(torch.int32) + mask & ~mask).view(torch.float32)
-
-
-def _round_down(x: Tensor) -> Tensor:
-    """Round down to a bf16, in float32."""
-    truncated = (x.view(torch.int32) & _HIGH_BITS).view(torch.float32)
-    return torch.where(x < 0, _round_up(x), truncated)
 
 
 def _upper_half(x: Tensor) -> Tensor:

@@ -6,19 +6,25 @@ matrix products. The functions here consist of operations without this problem (
 `log1p`, `tanh`, `erf`, and those that IEEE rounds correctly); products are in `products.py`.
 
 Known modules get one of these as their forward during a forward of the engine. Direct calls are replaced by
-`InvariantMode`, which costs about 110 us per layer and is only used for models that need it.
+`InvariantMode`, which costs microseconds per function, so it is only active in modules that make such calls.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _pop_mode_temporarily,
+)
 
 from verbatim import kernels
 from verbatim.errors import UnsupportedModel
@@ -51,8 +57,9 @@ def silu(x: Tensor, inplace: bool = False) -> Tensor:
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """Gaussian error linear unit, exact by erf or with the tanh approximation (Hendrycks and Gimpel 2016)."""
-    if approximate == "tanh" and elementwise.served(x):
-        return elementwise.activate(x, Activation.GELU_TANH)
+    if elementwise.served(x):
+        tanh = approximate == "tanh"
+        return elementwise.activate(x, Activation.GELU_TANH if tanh else Activation.GELU)
     wide = x.float()
     if approximate == "tanh":
         inner = _SQRT_2_OVER_PI * (wide + 0.044715 * (wide * wide * wide))
@@ -130,9 +137,6 @@ def _addmm(bias: Tensor, x: Tensor, w: Tensor, *, beta: float = 1, alpha: float 
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    if b.dim() > 3 and b.shape[-2] <= 8:  # as residual streams are mixed: many tiny products
-        wide = [a[..., j, None].float() * b[..., j, None, :].float() for j in range(b.shape[-2])]
-        return functools.reduce(torch.add, wide).to(b.dtype)
     if b.dim() > 3:  # [..., M, K] and [..., K, N]
         batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         a, b = (x.expand(*batch, *x.shape[-2:]).flatten(0, -3) for x in (a, b))
@@ -141,6 +145,11 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
     if a.dim() == 2 and b.dim() == 3:  # a weight [M, K] and columns [B, K, N]
         return products.linear(b.transpose(1, 2), a).transpose(1, 2)
     return products.matmul(a, b)
+
+
+def _complex_product(a: Tensor, b: Tensor, **out: Any) -> Tensor:
+    real = a.real * b.real - a.imag * b.imag
+    return torch.complex(real, a.real * b.imag + a.imag * b.real, **out)
 
 
 def _refused(name: str) -> Callable[..., Any]:
@@ -184,6 +193,7 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
 # For half precision only: in float32 torch rounds correctly everywhere.
 _HALF_ONLY: dict[Any, Callable[..., Any]] = dict.fromkeys(functions("rsqrt"), rsqrt)
 _POWERS = frozenset({torch.pow, Tensor.pow, Tensor.__pow__})
+_PRODUCTS = functions("mul multiply __mul__ __rmul__")
 
 
 def replacement(func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
@@ -201,6 +211,10 @@ def replacement(func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     if func in _HALF_ONLY:
         half = isinstance(first, Tensor) and first.dtype in (torch.bfloat16, torch.float16)
         return _HALF_ONLY[func] if half else None
+    if func in _PRODUCTS and len(args) > 1:
+        if all(isinstance(x, Tensor) and x.is_complex() for x in args):
+            return _complex_product  # torch rounds once less in the last few
+        return None
     found = REPLACEMENTS.get(func)
     if found is _matmul and isinstance(first, Tensor):
         # A product over a dimension of 1 (rotary embeddings) has one rounding per element.
@@ -217,6 +231,26 @@ class InvariantMode(TorchFunctionMode):
     ) -> Any:
         found = replacement(func, args)
         return (found or func)(*args, **(kwargs or {}))
+
+
+class LocalMode(InvariantMode):
+    """`InvariantMode` for a module's own code; its children leave it."""
+
+
+def overridden(forward: Callable[..., Any], *, child: bool = False) -> Callable[..., Any]:
+    """Return a forward that runs under `LocalMode`, or as a child of a module that does."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        mode = _get_current_function_mode()
+        change: AbstractContextManager[object] = nullcontext()
+        if child and isinstance(mode, LocalMode):
+            change = _pop_mode_temporarily()
+        elif not child and not isinstance(mode, InvariantMode):
+            change = LocalMode()
+        with change:
+            return forward(*args, **kwargs)
+
+    return call
 
 
 class GateTensor(Tensor):
@@ -254,39 +288,54 @@ def gate_forward(linear: Any) -> Callable[..., Tensor]:
 
 
 class Recorder(InvariantMode):
-    """Records the functions to replace, to determine whether a model needs `InvariantMode`."""
+    """Records the functions to replace, to determine which modules need `InvariantMode`.
 
-    def __init__(self) -> None:
+    Attributes:
+        swapped: the names of the functions.
+        callers: classes of the modules in whose forward they are called, by their own code or by a module
+            that is no part of the model, as transformers' table of activations has them.
+
+    Args:
+        module: whose forward is recorded.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.swapped: set[str] = set()
+        self.callers: set[type[nn.Module]] = set()
+        self._parts = {id(part) for part in module.modules()}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if replacement(func, args) is not None and not isinstance(args[0], GateTensor):
             self.swapped.add(getattr(func, "__name__", repr(func)))
+            self.callers.add(self._calling_class())
         return super().__torch_function__(func, types, args, kwargs)
 
+    def _calling_class(self) -> type[nn.Module]:
+        """Return the class of the innermost module that runs, also if it was called without its hooks."""
+        frame = sys._getframe()
+        while True:
+            assert frame.f_back is not None
+            frame = frame.f_back
+            module: Any = frame.f_locals.get("self")
+            runs = frame.f_code.co_name == "forward" or frame.f_code is _CALL
+            if runs and id(module) in self._parts:
+                return type(module)
 
-def _linear_forward(module: nn.Linear) -> Callable[..., Tensor]:
+
+_CALL = nn.Module._call_impl.__code__
+
+
+def _linear_forward(module: nn.Module, *, columns: bool = False) -> Callable[..., Tensor]:
+    """Return a forward for a linear; `columns`: its weight is `[in, out]`, as transformers' Conv1D has it."""
     parameters, linear = module._parameters, products.linear
 
     def forward(x: Tensor) -> Tensor:
         weight = parameters["weight"]
         assert weight is not None
-        return linear(x, weight, parameters["bias"])
-
-    return forward
-
-
-def _conv1d_forward(module: nn.Module) -> Callable[..., Tensor]:
-    """Return a forward for transformers' Conv1D, a linear with a weight `[in, out]`."""
-    parameters = module._parameters
-
-    def forward(x: Tensor) -> Tensor:
-        weight, bias = parameters["weight"], parameters["bias"]
-        assert weight is not None
-        return products.linear(x, weight.t(), bias)
+        return linear(x, weight.t() if columns else weight, parameters["bias"])
 
     return forward
 
@@ -305,7 +354,7 @@ def _activations() -> dict[type[nn.Module], Callable[..., Any]]:
 
     makers: dict[type[nn.Module], Callable[..., Any]] = {
         nn.Linear: _linear_forward,
-        Conv1D: _conv1d_forward,
+        Conv1D: functools.partial(_linear_forward, columns=True),
         nn.SiLU: plain(silu),
         nn.Sigmoid: plain(sigmoid),
         nn.Mish: plain(mish),
@@ -319,6 +368,8 @@ def _activations() -> dict[type[nn.Module], Callable[..., Any]]:
         ("GELUActivation", gelu),
         ("GELUTanh", tanh_gelu),
         ("PytorchGELUTanh", tanh_gelu),
+        ("NewGELUActivation", tanh_gelu),
+        ("FastGELUActivation", tanh_gelu),
         ("MishActivation", mish),
         ("SqrtSoftplusActivation", lambda x: torch.sqrt(softplus(x))),
         ("QuickGELUActivation", lambda x: x * sigmoid(1.702 * x)),

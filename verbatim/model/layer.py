@@ -10,7 +10,7 @@ modules are run with one by one. So the bits are the same, and an update in plac
 from __future__ import annotations
 
 import ctypes
-import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from operator import itemgetter
@@ -19,18 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verbatim.kernels.functions import kernel
+from verbatim.kernels.functions import addresses, kernel
 from verbatim.kernels.options import AttentionOptions
+from verbatim.model.angles import cos_and_sin
 from verbatim.model.context import active_context
 from verbatim.model.fingerprint import Fingerprint, numbers_of, tensors_of
-from verbatim.model.layer_parts import LayerParts, Rotation, Shape
+from verbatim.model.layer_parts import LayerParts, Residual, Rotation, Shape
 from verbatim.model.mixture import MixtureStruct
-from verbatim.model.norms import Norm
-from verbatim.model.packed import PackedLinear, is_linear
+from verbatim.model.packed import is_linear
+from verbatim.model.products import Matrix
 from verbatim.model.structs import (
     ROLES,
     LayerStruct,
     NotFusable,
+    Slice,
     address_of,
     matrix_of,
     norm_of,
@@ -41,34 +43,49 @@ _hooks, _pre_hooks = itemgetter("_forward_hooks"), itemgetter("_forward_pre_hook
 
 
 class FusedLayer:
-    """The forward of one layer.
+    """The forward of one layer, or of its attention or its MLP alone.
+
+    Attributes:
+        struct: the layer for the kernels; `index` is its place among those that adapters have matrices for.
+        turns: it takes rotary cos and sin.
+        chooses: it attends to keys that an indexer has chosen.
+        is_whole: the kernels run all of it, without other layers.
 
     Args:
         parts: of it.
         shape: what its own forward was seen to hand to attention.
-        arguments: names of the keyword arguments it was called with.
+        arguments: names of the arguments it was called with, beside hidden states.
+        returns: what it returns behind hidden states.
+        dtype: of hidden states.
 
     Raises:
         NotFusable: its weights are of a kind that the kernels don't read where they are.
     """
 
-    def __init__(self, parts: LayerParts, shape: Shape, arguments: frozenset[str]) -> None:
+    def __init__(
+        self,
+        parts: LayerParts,
+        shape: Shape,
+        arguments: frozenset[str],
+        returns: Returns,
+        dtype: torch.dtype,
+    ) -> None:
         self.parts, self._shape, self._arguments = parts, shape, arguments
-        self.dtype = _dtype_of(parts.output)
+        self._returns, self.dtype = returns, dtype
+        self.turns = shape.rotation is not Rotation.UNTURNED
+        self.chooses = parts.indexer is not None or shape.chosen_in is not None
+        self.is_whole = parts.has_mlp and shape.shared is None and not self.chooses
         modules = parts.modules()
         self._fields = [m.__dict__ for m in modules]
-        every = [*dict.fromkeys([parts.layer, parts.mlp, *modules])]
+        every = [*dict.fromkeys(m for m in (parts.layer, parts.mlp, *modules) if m is not None)]
         owners = [m for m in every if not is_linear(m)]  # whose numbers make a difference
-        self.fingerprint = Fingerprint(tensors_of(modules), numbers_of(owners), map(type, every))
-        self._struct, self._mixture = LayerStruct(), MixtureStruct()
+        tensors = tensors_of([parts.layer, *modules])
+        self.fingerprint = Fingerprint(tensors, numbers_of(owners), map(type, every))
+        self.struct, self._mixture = LayerStruct(), MixtureStruct()
         self._mixer: Any = None if parts.mixer is None else parts.mixer.kind()
+        self._sizes: tuple[int, int] | None = None  # of rows that the first `_prepare` found
         self._prepare()
         self.fingerprint.record_layouts()
-
-    @property
-    def turns(self) -> bool:
-        """Return whether it takes rotary cos and sin."""
-        return self._shape.rotation is not Rotation.UNTURNED
 
     @property
     def experts(self) -> Any:
@@ -81,22 +98,13 @@ class FusedLayer:
         """The linear layers whose matrices adapters may add to, by place (`Place` of kernels/layer.cpp)."""
         parts = self.parts
         found = dict(enumerate(parts.inputs))
-        found |= {6: parts.output} | {7 + i: module for i, module in enumerate(parts.gates)}
-        return found if parts.down is None else found | {9: parts.down}
+        found |= {7 + i: module for i, module in enumerate(parts.gates)}
+        others = {6: parts.output, 9: parts.down}
+        return found | {place: module for place, module in others.items() if module is not None}
 
-    @property
-    def index(self) -> int:
-        """Its place among the layers that adapters have matrices for."""
-        return int(self._struct.index)
-
-    @index.setter
-    def index(self, value: int) -> None:
-        self._struct.index = value
-
-    @property
-    def address(self) -> int:
-        """The address of its `Layer` of kernels/layer.cpp, which does not move."""
-        return ctypes.addressof(self._struct)
+    def angles_in(self, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines among its arguments."""
+        return cos_and_sin(arguments["position_embeddings"], sin_first=self._shape.sin_first)
 
     def fits(self) -> bool:
         """Return whether the kernels can run it as it is now, without hooks."""
@@ -106,7 +114,7 @@ class FusedLayer:
 
     def _prepare(self) -> None:
         """Fill in the struct."""
-        parts, shape, struct, dtype = self.parts, self._shape, self._struct, self.dtype
+        parts, shape, struct, dtype = self.parts, self._shape, self.struct, self.dtype
         struct.heads, struct.kv_heads = shape.heads, shape.kv_heads
         struct.head_dim, struct.value_dim = shape.head_dim, shape.value_dim
         struct.rotation, struct.activation = shape.rotation, parts.activation
@@ -118,34 +126,86 @@ class FusedLayer:
         for array, modules in ((struct.inputs, parts.inputs), (struct.gates, parts.gates)):
             for i, module in enumerate(modules):
                 array[i] = matrix_of(module, dtype)
-        struct.output = matrix_of(parts.output, dtype)
-        struct.hidden = struct.output.cols
+        fits = True
+        if parts.output is not None:
+            struct.output = matrix_of(parts.output, dtype)
+            is_attention = parts.residual is Residual.PART and parts.inputs
+            struct.hidden = struct.inputs[0].depth if is_attention else struct.output.cols
+        elif parts.mixture is not None:
+            struct.hidden = parts.mixture.experts.hidden
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        widths = [queries * (1 + shape.gated), keys, shape.kv_heads * shape.value_dim]
+        widths = [queries, keys, shape.kv_heads * shape.value_dim]
+        gates = [shape.gates] * bool(shape.gates)
+        struct.chunks = 0
+        if len(parts.inputs) == 4:
+            widths += gates
+        elif gates and not parts.latent:
+            widths[0] += shape.gates
+            struct.chunks, first = shape.heads, widths[0]
+            struct.q, struct.gate = (
+                Slice(i * shape.head_dim, 2 * shape.head_dim) for i in range(2)
+            )
+            struct.k = Slice(first, shape.head_dim)
+            struct.v = Slice(first + keys, shape.value_dim)
+        elif shape.grouped:
+            struct.chunks = shape.kv_heads
+            sizes = [width // shape.kv_heads for width in widths]
+            struct.q, struct.k, struct.v = (Slice(sum(sizes[:i]), sum(sizes)) for i in range(3))
         if len(parts.inputs) == 1:
             widths = [sum(widths)]
+        elif len(parts.inputs) == 2 and not (parts.latent or parts.mixer):
+            # Values are made of what keys are.
+            struct.chunks, struct.q = 1, Slice(0, queries)
+            struct.k = struct.v = Slice(queries, shape.head_dim)
+            fits, widths = widths[1] == widths[2], widths[:2]
+        of_norms: dict[str, tuple[int, int | None]] = {
+            "of_queries": (queries, shape.head_dim),
+            "of_keys": (keys, shape.head_dim),
+            "of_values": (shape.kv_heads * shape.value_dim, shape.value_dim),
+        }
+        latent = [matrix_of(module, dtype) for module in parts.latent]
+        if latent:
+            rank, turned = latent[-1].depth, struct.inputs[1].cols - latent[-1].depth
+            widths = [queries, rank + turned, *gates]
+            of_norms = {"of_keys": (rank, None), "of_values": (turned, None)}
+            if len(latent) == 2:
+                widths[0] = latent[0].depth
+                of_norms["of_queries"] = latent[0].depth, None
+            struct.latent[:] = [Matrix(), *latent][-2:]
+            struct.latent_scale[:] = [1.0, *parts.latent_scales][-2:]
         if parts.mixer is not None:
             widths = parts.mixer.widths
-        fits = [m.cols for m in struct.inputs][: len(widths)] == widths
-        fits &= all(struct.inputs[i].depth == struct.hidden for i in range(len(widths)))
-        fits &= struct.output.depth == shape.heads * shape.value_dim
+        if parts.inputs:
+            fits &= [m.cols for m in struct.inputs][: len(widths)] == widths
+            fits &= all(struct.inputs[i].depth == struct.hidden for i in range(len(widths)))
+            fits &= struct.output.depth == shape.heads * shape.value_dim
+        if latent:
+            made = [queries, shape.heads * (shape.head_dim - turned + shape.value_dim)]
+            fits &= [m.cols for m in latent] == made[-len(latent) :]
+            fits &= shape.kv_heads == shape.heads and 0 <= turned <= shape.head_dim
+        struct.residual = parts.residual
+        fits &= parts.has_mlp or parts.residual not in (Residual.JOINED, Residual.POST)
         if parts.down is not None:
             struct.down = matrix_of(parts.down, dtype)
-            wanted = [(2 * struct.down.depth) // len(parts.gates)] * len(parts.gates)
-            fits &= [m.cols for m in struct.gates][: len(wanted)] == wanted
-            fits &= all(struct.gates[i].depth == struct.hidden for i in range(len(wanted)))
+            gates = struct.gates[: len(parts.gates)]
+            fits &= sum(m.cols for m in gates) in (struct.down.depth, 2 * struct.down.depth)
+            fits &= all(m.depth == struct.hidden for m in gates)
             fits &= struct.down.cols == struct.hidden
         for role in ROLES:
-            norm = parts.norms.get(role)
-            width = {"of_queries": queries, "of_keys": keys}.get(role)
-            found = norm_of(norm, dtype, width or struct.hidden, shape.head_dim if width else None)
-            setattr(struct, role, found)
-        struct.sinks = struct.mixture = None
-        struct.gated = shape.gated
+            own = of_norms.get(role, (struct.hidden, None))
+            setattr(struct, role, norm_of(parts.norms.get(role), dtype, *own))
+        struct.sinks = struct.mixture = struct.factor = None
+        if parts.factor is not None:
+            struct.factor = address_of(parts.layer._buffers[parts.factor], dtype)
+        struct.alibi = None if options.alibi is None else options.alibi.data_ptr()
+        struct.gate_width, struct.turned_first = shape.gates, shape.turned_first
+        struct.clip, struct.q_scale = shape.clip, shape.q_scale
         if shape.sinks:
-            sinks = parts.attention._parameters["sinks"]
-            fits &= sinks is not None and sinks.shape == (shape.heads,)
-            struct.sinks = address_of(sinks, dtype)
+            sinks = parts.attention._parameters.get("sinks")
+            if sinks is None or sinks.shape != (shape.heads,):
+                raise NotFusable("its attention has a bias of its own")
+            struct.sinks_f32 = sinks.dtype is torch.float32
+            struct.sinks = address_of(sinks, sinks.dtype if struct.sinks_f32 else dtype)
         if parts.mixture is not None:
             fits &= parts.mixture.experts.hidden == struct.hidden
             parts.mixture.fill(self._mixture, dtype)
@@ -153,141 +213,145 @@ class FusedLayer:
         if parts.mixer is not None and self._mixer is not None:
             self._mixer.fill(parts.mixer, dtype)
             setattr(struct, self._mixer.field, ctypes.addressof(self._mixer))
-        if not fits:
+        row_sizes = struct.hidden, struct.output.cols
+        self._sizes = self._sizes or row_sizes  # what the kernels write to has these
+        if not fits or row_sizes != self._sizes:
             raise NotFusable("its matrices do not fit together")
 
-    def forward(self, plain: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    def _keys(self, x: Tensor, given: dict[str, Any]) -> Tensor | None:
+        """Return the keys that an indexer chooses for rows `[1, T, H]`; None without one.
+
+        Args:
+            given: the arguments, which may have those of another layer's.
+        """
+        parts = self.parts
+        if parts.indexer is None:
+            return None if self._shape.chosen_in is None else given[self._shape.chosen_in]
+        norm = {role: norm.module for role, norm in parts.norms.items()}.get
+        x = (norm("before_attention") or nn.Identity())(x)
+        seen = [x]
+        if parts.latent:
+            latent = (norm("of_queries") or nn.Identity())(parts.inputs[0](x))
+            scale = parts.latent_scales[0]
+            seen.append(latent if scale == 1.0 else latent * scale)
+        keys: Tensor = parts.indexer(*seen, given["position_embeddings"])
+        return keys
+
+    def forward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Return the replacement of the layer's forward while the engine runs.
 
         Args:
             plain: what serves where the kernels don't: the layer's own forward.
         """
-        parts, shape, struct = self.parts, self._shape, self._struct
-        layer, attention, options = parts.layer, parts.attention, shape.options
-        mlp = None if parts.has_mlp else parts.mlp
-        experts = self.experts
-        plain = plain or functools.partial(_own_forward, layer)
+        parts, shape, dtype, experts = self.parts, self._shape, self.dtype, self.experts
+        attention, num_states, returns = parts.attention, parts.num_states, self._returns
         before, after, whole = (kernel(f"vb_{n}") for n in ("layer_before", "layer_after", "layer"))
         assert before is not None and after is not None and whole is not None
-        fits, dtype, arguments = self.fits, self.dtype, self._arguments
-        address = ctypes.addressof(struct)
-        heads, kv_heads, head_dim, value_dim = (
-            shape.heads,
-            shape.kv_heads,
-            shape.head_dim,
-            shape.value_dim,
-        )
-        widths = [heads * head_dim, kv_heads * head_dim, kv_heads * value_dim]
-        widths += [heads * head_dim] * shape.gated
-        width, num_states = sum(widths), parts.num_states
-        turns, hidden_size = shape.rotation is not Rotation.UNTURNED, struct.hidden
-        empty, empty_like = torch.empty, torch.empty_like
-        with_sinks = attention if shape.sinks else None
-        after_mlp = parts.norms.get("after_mlp")
-        finish = None if mlp is None else _finish(after_mlp, parts.residual_scale)
+        fits, arguments, address = self.fits, self._arguments, ctypes.addressof(self.struct)
+        shared, sizes = shape.shared, [(shape.heads, shape.head_dim)]
+        if shape.kv_heads:
+            sizes += [(shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.value_dim)]
+        widths = [count * width for count, width in sizes]
+        widths.append(shape.gates)
+        width_of_all, width_of_out = sum(widths), self.struct.output.cols or self.struct.hidden
+        turns, hidden_size, angles_in = self.turns, self.struct.hidden, self.angles_in
+        mlp = None if parts.has_mlp else parts.mlp
+        after_mlp, scale = parts.norms.get("after_mlp"), parts.residual_scale
+        names, chooses = argument_names(parts.layer), self.chooses
 
-        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
             context: Any = active_context()
+            given = dict(zip(names, args, strict=False)) | kwargs
+            x = given.pop(names[0], None)
             if (
                 context is None
-                or args
-                or kwargs.keys() != arguments
-                or hidden_states.dtype is not dtype
+                or len(args) > len(names)
+                or given.keys() != arguments
+                or getattr(x, "dtype", None) is not dtype
+                or x.shape[-1:] != (hidden_size,)
                 or not (context.trusted or fits())
             ):
-                return plain(hidden_states, *args, **kwargs)
-            x = hidden_states if hidden_states.is_contiguous() else hidden_states.contiguous()
-            rows = x.numel() // hidden_size
-            direct = context.direct
+                return plain(*args, **kwargs)
+            x = x.contiguous()
+            rows, direct = x.numel() // hidden_size, context.direct
+            if chooses or shared is not None:
+                direct = None
             if direct is not None and (direct.dtype is not dtype or direct.count != rows):
                 direct = None
             if direct is None and (num_states or context.adapted):
-                return plain(hidden_states, **kwargs)
-            cos_at = sin_at = None
-            angles = wide = 0
+                return plain(*args, **kwargs)
+            angles: tuple[Any, ...] = (None, None, 0, False)
             if turns:
-                cos, sin = kwargs["position_embeddings"]
-                angles, wide = cos.shape[-1], cos.dtype is torch.float32
-                if not (cos.is_contiguous() and sin.is_contiguous()):
-                    cos, sin = cos.contiguous(), sin.contiguous()
-                if cos.numel() != rows * angles or not (wide or cos.dtype is dtype):
-                    return plain(hidden_states, **kwargs)
-                cos_at, sin_at = cos.data_ptr(), sin.data_ptr()
-            x_at, out = x.data_ptr(), empty_like(x)
-            normed = normed_at = None
-            if finish is not None:
-                normed = empty_like(x)
-                normed_at = normed.data_ptr()
-            routing = None if experts is None else context.routing
+                cos, sin = angles_in(given)
+                width, wide = cos.shape[-1], cos.dtype is torch.float32
+                if len(cos) != rows or not (wide or cos.dtype is dtype):
+                    return plain(*args, **kwargs)
+                angles = cos.data_ptr(), sin.data_ptr(), width, wide
+            out = x.new_empty(*x.shape[:-1], width_of_out)
+            normed = None if mlp is None else torch.empty_like(x)
+            x_at, *made = addresses(x, out, normed)
             record: tuple[Any, ...] = (None, None, 0)
-            if routing is not None:
-                assert rows == len(routing.chosen)
-                record = routing.addresses(experts)
+            keys: Tensor | None = None
+            if experts is not None and context.routing is not None:
+                assert rows == len(context.routing.chosen)
+                record = context.routing.addresses(experts)
             if direct is not None:
+                stores: tuple[Any, ...] = (None, None)
                 if num_states:
-                    first = context.next_states(num_states)
-                    k_at, v_at = direct.states(first, num_states)
-                else:
-                    k_at, v_at = direct.stores(context.layer_of(attention))
-                whole(
-                    address,
-                    direct.address,
-                    k_at,
-                    v_at,
-                    x_at,
-                    cos_at,
-                    sin_at,
-                    angles,
-                    wide,
-                    *record,
-                    out.data_ptr(),
-                    normed_at,
-                )
+                    stores = direct.states(context.next_states(num_states), num_states)
+                elif parts.inputs:
+                    stores = direct.stores(context.layer_of(attention))
+                whole(address, direct.address, *stores, x_at, *angles, *record, *made)
+            elif not parts.inputs:
+                after(address, x_at, None, None, rows, *record, *made)
             else:
-                qkv = empty((rows, width), dtype=dtype)
-                qkv_at = qkv.data_ptr()
-                before(address, x_at, rows, cos_at, sin_at, angles, wide, qkv_at)
-                q, k, v, *_ = qkv.split(widths, dim=1)
-                own = options if with_sinks is None else add_sinks(options, with_sinks)
-                attended = context.attend(
-                    attention,
-                    q.unflatten(1, (heads, head_dim)),
-                    k.unflatten(1, (kv_heads, head_dim)),
-                    v.unflatten(1, (kv_heads, value_dim)),
-                    own,
-                ).contiguous()
-                made = attended.data_ptr(), qkv_at
-                after(address, x_at, *made, rows, *record, out.data_ptr(), normed_at)
-            if finish is None:
-                return out
-            assert mlp is not None
-            of_mlp = mlp(normed)
-            return finish(out, of_mlp[0] if isinstance(of_mlp, tuple) else of_mlp)
+                qkv = torch.empty((rows, width_of_all), dtype=dtype)
+                before(address, x_at, rows, *angles, qkv.data_ptr())
+                heads = zip(qkv.split(widths, dim=1), sizes, strict=False)
+                options = add_sinks(shape.options, attention) if shape.sinks else shape.options
+                keys = self._keys(x, given) if chooses else None
+                if keys is not None:
+                    options = replace(options, chosen=keys.reshape(rows, -1, keys.shape[-1]))
+                q, *kv = (part.unflatten(1, size) for part, size in heads)
+                if shared is not None and kv:
+                    given[shared[0]][shared[1]] = tuple(x.transpose(0, 1)[None] for x in kv)
+                elif shared is not None:
+                    kv = [x[0].transpose(0, 1) for x in given[shared[0]][shared[1]]]
+                attended = context.attend(attention, q, *kv, options).contiguous()
+                after(address, x_at, *addresses(attended, qkv), rows, *record, *made)
+            if mlp is not None:
+                of_mlp = mlp(normed)
+                of_mlp = of_mlp[0] if isinstance(of_mlp, tuple) else of_mlp
+                of_mlp = of_mlp if after_mlp is None else after_mlp.module(of_mlp)
+                out = out + (of_mlp if scale == 1.0 else of_mlp * scale)
+                if parts.factor is not None:
+                    out *= parts.layer._buffers[parts.factor]
+            return as_returned(out, returns, keys)
 
         return forward
 
 
-def _own_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return type(layer).forward(layer, *args, **kwargs)
+# What a layer returns behind hidden states: for each entry of the tuple, whether it is the keys that an
+# indexer chose, else None. Without a tuple it is None.
+Returns = tuple[bool, ...] | None
+
+
+def as_returned(
+    hidden: Tensor, returns: Returns, keys: Tensor | None = None
+) -> Tensor | tuple[Tensor | None, ...]:
+    """Return hidden states as a layer does that returns these."""
+    return hidden if returns is None else (hidden, *(keys if has else None for has in returns))
+
+
+def argument_names(layer: nn.Module) -> list[str]:
+    """Return the names of the arguments that a layer's own forward takes by position; one at least."""
+    try:
+        given = [*inspect.signature(type(layer).forward).parameters.values()][1:]
+    except (TypeError, ValueError):  # a function that is not Python's
+        given = []
+    return [p.name for p in given if p.kind is p.POSITIONAL_OR_KEYWORD] or [""]
 
 
 def add_sinks(options: AttentionOptions, attention: Any) -> AttentionOptions:
     """Return `options` with the current sinks of `attention`."""
     return replace(options, sinks=attention.sinks.detach().float())
-
-
-def _finish(norm: Norm | None, scale: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function that adds the output of an MLP outside of the kernels to the residual."""
-
-    def finish(residual: Tensor, made: Tensor) -> Tensor:
-        if norm is not None:
-            made = norm.module(made)
-        return residual + (made if scale == 1.0 else made * scale)
-
-    return finish
-
-
-def _dtype_of(linear: Any) -> torch.dtype:
-    if type(linear) is PackedLinear:
-        return linear.packing.dtype
-    return linear.weight.dtype  # type: ignore[no-any-return]

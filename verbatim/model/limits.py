@@ -8,6 +8,7 @@ from typing import Any
 # Config fields of the largest position plus one.
 _LENGTH_FIELDS = (
     "max_position_embeddings",
+    "max_target_positions",
     "n_positions",
     "max_seq_len",
     "max_sequence_length",

@@ -49,7 +49,7 @@ class LoadedModel:
     generation_config: Any  # transformers' GenerationConfig
     name: str
     live: bool = False  # the caller's module; its weights may change between calls
-    checkpoint: Checkpoint | None = None  # None for a live one
+    checkpoint: Any = None  # a `Checkpoint`, or what frees and reads weights in its place
     lazy_weights: Mapping[nn.Parameter, Any] | None = None  # if not loaded
     folder: Path | None = None  # of its files
     files: Sequence[

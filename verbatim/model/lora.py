@@ -135,7 +135,7 @@ class Adapters:
         self._plain = {id(attributes): forward for attributes, forward in plain}
         self._layers = layers
         for index, layer in enumerate(layers):
-            layer.index = index
+            layer.struct.index = index
         for number, held in self._held.items():
             for name, matrices in held.matrices.items():
                 self._check(held.name, name, matrices.a.shape[1], None)
@@ -200,7 +200,7 @@ class Adapters:
             for place, module in layer.matrices.items():
                 name = names.get(id(module), "")
                 if name in matrices:
-                    structs[_PLACES * layer.index + place] = matrices[name].struct
+                    structs[_PLACES * layer.struct.index + place] = matrices[name].struct
                     fused.add(name)
             inside |= {names[id(m)] for m in layer.parts.modules() if id(m) in names}
         others = matrices.keys() - fused
@@ -331,14 +331,9 @@ def _linears_of(module: nn.Module) -> dict[str, nn.Module]:
     head = inner.get_output_embeddings()
     found: dict[str, nn.Module] = {}
     for name, layer in inner.named_modules():
-        inside = any(other in found for other in _parents(name))
+        inside = name.rpartition(".")[0] in found  # of `Columns`
         if layer is head or inside or ".experts." in f".{name}." or "forward" in layer.__dict__:
             continue
         if shape_of(layer) is not None:
             found[name] = layer
     return found
-
-
-def _parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:i]) for i in range(1, len(parts))]

@@ -27,18 +27,8 @@ _FARTHEST = 1 << 22
 
 # Operations that do not change a mask's rule.
 _HARMLESS = frozenset(
-    {
-        Tensor.__getitem__,
-        Tensor.to,
-        Tensor.type,
-        Tensor.float,
-        Tensor.contiguous,
-        Tensor.clone,
-        Tensor.detach,
-        Tensor.expand,
-        Tensor.unsqueeze,
-        Tensor.squeeze,
-    }
+    getattr(Tensor, name)
+    for name in "__getitem__ to type float contiguous clone detach expand unsqueeze squeeze".split()
 )
 
 

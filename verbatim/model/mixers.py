@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from verbatim.kernels.functions import struct_of
+from verbatim.model.elementwise import NormStruct
 from verbatim.model.norms import Gate, Norm, find_norm, group_width
-from verbatim.model.structs import NormStruct, NotFusable, address_of, norm_of
+from verbatim.model.structs import NotFusable, Slice, address_of, norm_of
 
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -68,10 +69,6 @@ class MixerStruct(ctypes.Structure):
         raise NotImplementedError
 
 
-class _Slice(ctypes.Structure):
-    _fields_ = [("at", _LONG), ("stride", _LONG)]
-
-
 _ROLES = ("q", "k", "v", "gate", "beta", "decay")
 # The linears of the input, each with what its product has.
 _DELTA_INPUTS: tuple[dict[str, str], ...] = (
@@ -98,7 +95,7 @@ class DeltaRule(MixerStruct):
 
     field = "delta"
     _fields_ = [
-        *((role, _Slice) for role in _ROLES),
+        *((role, Slice) for role in _ROLES),
         *((name, _POINTER) for name in ("weight", "a_log", "dt_bias")),
         ("norm", NormStruct),
         ("taps", _LONG),
@@ -113,7 +110,7 @@ class DeltaRule(MixerStruct):
             together = sum(of[role] for role in roles)
             for role in roles:
                 by_head = name in _BY_KEY_HEAD
-                setattr(self, role, _Slice(at, together if by_head else of[role]))
+                setattr(self, role, Slice(at, together if by_head else of[role]))
                 at += of[role] * (1 if by_head else key_heads)
             if name in _BY_KEY_HEAD:
                 at += together * (key_heads - 1)

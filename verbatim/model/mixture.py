@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from verbatim.kernels.functions import struct_of
-from verbatim.model.elementwise import activation_of
 from verbatim.model.experts import ExpertsParts, ExpertsStruct, parts_of
 from verbatim.model.products import Matrix
 from verbatim.model.router import CORRECTIONS, RouterParts, RouterStruct, fill_form, router_parts
@@ -120,24 +119,15 @@ def mixtures_of(block: nn.Module) -> Iterator[MixtureParts]:
         held_experts = parts_of(experts[0])
     except NotFusable:
         return
-    gates, down = _shared_parts(shared[0], held_experts) if shared else ([], None)
-    if shared and down is None:
-        return
+    gates, down = list[nn.Module](), None
+    if shared:
+        within = shared[0]._modules
+        names = ["gate_up_proj"] if "gate_up_proj" in within else ["gate_proj", "up_proj"]
+        gates = [part for name in names if (part := within.get(name)) is not None]
+        down = within.get("down_proj")
+        if len(gates) != len(names) or down is None:
+            return
     scale = block.__dict__.get("routed_scaling_factor")
     scales = {1.0, float(scale)} if isinstance(scale, int | float) else {1.0}
     for factor in sorted(scales):
         yield MixtureParts(router, held_experts, gates, down, gate, factor)
-
-
-def _shared_parts(
-    mlp: nn.Module, experts: ExpertsParts
-) -> tuple[list[nn.Module], nn.Module | None]:
-    """Return gates and down of a shared expert with the activation of the others, or ([], None)."""
-    parts = mlp._modules
-    gates = [m for n in ("gate_proj", "up_proj") if (m := parts.get(n)) is not None]
-    gates = gates if len(gates) == 2 else [m for m in [parts.get("gate_up_proj")] if m is not None]
-    acts = [m for m in parts.values() if m is not None and activation_of(m) is not None]
-    down = parts.get("down_proj")
-    if not gates or down is None or len(parts) != len(gates) + 2 or len(acts) != 1:
-        return [], None
-    return (gates, down) if activation_of(acts[0]) == experts.activation else ([], None)

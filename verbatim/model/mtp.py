@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from verbatim.batch import Batch, SampleRow
 from verbatim.errors import NotSupported, UnsupportedModel
-from verbatim.kv.hidden import HiddenStore
+from verbatim.kv.flat import HiddenStore
 from verbatim.kv.quantized import KVDtype
 from verbatim.kv.store import KVStore, bytes_per_token
 from verbatim.model.angles import rotary
 from verbatim.model.context import active_context
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
+from verbatim.model.packed import weight_info
 from verbatim.model.spec import OwnModel
-from verbatim.model.weights import weight_info
 from verbatim.model.whole import Entry
 
 
@@ -170,26 +170,23 @@ class MtpLayers(DraftLayers):
         makes of each slot goes to layer `k + 1`, which must find it there. What the last layer makes of
         a row with logits goes to its own next slot, where it stands in for the layer before it.
         """
-        inputs, is_last = self._enter(k, batch), k + 1 == self.count
-        batch.wants_hidden = is_last
+        decoder, kept = self.enter(k, batch, store)
+        is_last = batch.wants_hidden = k + 1 == self.count
         above = None if is_last else self._inputs[k + 1]
         # Hooks on embedding and head are the model's: a draft is not seen by what counts its forwards.
-        out = self._decoders[k].run(batch, self._kept[k], body=above, hooks=False)
+        out = decoder.run(batch, kept, body=above, hooks=self.hooks)
         if out.hidden is not None and len(out.hidden):
-            behind = replace(batch, positions=batch.positions + 1).slots(inputs.block_size)
-            inputs.write(behind[batch.logit_rows], out.hidden)
+            behind = replace(batch, positions=batch.positions + 1).slots(kept.block_size)
+            self._inputs[k].write(behind[batch.logit_rows], out.hidden)
         return out.logits
 
     def chain(
         self, k: int, batch: Batch, store: KVStore, rows: list[SampleRow], lengths: list[int]
     ) -> list[list[int]] | None:
-        if k + 1 < self.count:
-            return None
-        self._enter(k, batch)
-        return self._decoders[k].chain(batch, self._kept[k], rows, lengths)
+        return None if k + 1 < self.count else super().chain(k, batch, store, rows, lengths)
 
-    def _enter(self, k: int, batch: Batch) -> HiddenStore:
-        """Let the inputs of layer `k` enter with `batch`, and return their store."""
+    def enter(self, k: int, batch: Batch, store: KVStore) -> tuple[Decoder, KVStore]:
+        """Let the hidden states that layer `k` begins with enter with `batch`."""
         inputs = self._inputs[k]
         batch.entering = inputs.read(batch.slots(inputs.block_size))
-        return inputs
+        return self._decoders[k], self._kept[k]

@@ -114,7 +114,7 @@ def load_mtp(inner: Any, folder: Path, beside: Path | None = None) -> Any:
 
     twin, number = _described(inner, folder, beside)
     folder = beside or folder
-    with exclusive, building, _files(twin, folder) as files, quiet(progress=False):
+    with exclusive, building, _files(twin, folder) as files, quiet():
         try:
             mtp: Any = MtpModel.from_pretrained(_findable(twin, files)).eval()
             mtp.tie_with_main_model(inner)

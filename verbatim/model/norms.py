@@ -1,4 +1,4 @@
-"""RMS norms by the compiled kernels, some of them followed by a gate.
+"""RMS norms and LayerNorms by the compiled kernels, some of them followed by a gate.
 
 transformers has a class of its own for nearly every model, of a few families that differ in where they
 round. Which one a class belongs to is tried and not read: its own forward on random rows against each
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,19 +38,19 @@ class Gate(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """An RMS norm of a known family.
+    """A norm of a known family.
 
     Attributes:
         gate: where it multiplies with the SiLU of a gate, which it is given beside its input.
         weight_name: of its parameter; None without one.
-        eps_name: of an attribute.
+        eps_name: of an attribute; None: OLMo's has none, and is 1e-5.
     """
 
     module: nn.Module
     kind: NormKind
     gate: Gate
     weight_name: str | None
-    eps_name: str
+    eps_name: str | None
 
     @property
     def weight(self) -> Tensor | None:
@@ -58,14 +58,18 @@ class Norm:
         return None if self.weight_name is None else self.module._parameters[self.weight_name]
 
     @property
+    def bias(self) -> Tensor | None:
+        """Its bias at the moment."""
+        return self.module._parameters.get("bias")
+
+    @property
     def eps(self) -> float:
         """The number that is added to the mean square."""
-        eps: float = self.module.__dict__[self.eps_name]
-        return eps
+        return 1e-5 if self.eps_name is None else float(self.module.__dict__[self.eps_name])
 
 
 def find_norm(module: nn.Module, gate: Gate | None = Gate.NONE) -> Norm | None:
-    """Return an RMS norm of a known family; None for other modules.
+    """Return a norm of a known family; None for other modules.
 
     Args:
         gate: where it multiplies with a gate; None: anywhere.
@@ -73,29 +77,30 @@ def find_norm(module: nn.Module, gate: Gate | None = Gate.NONE) -> Norm | None:
     fields = module.__dict__
     if "Norm" not in type(module).__name__ or "forward" in fields or module._modules:
         return None
-    if type(module) is nn.LayerNorm or not _has_kernels(module):
+    if not _has_kernels(module):
         return None
     eps = next((n for n in _EPS_NAMES if type(fields.get(n)) in (float, int)), None)
-    names = [name for name, p in module._parameters.items() if p is not None]
-    if eps is None or module._buffers or not set(names) <= set(_WEIGHT_NAMES) or len(names) > 1:
+    held = {name: p for name, p in module._parameters.items() if p is not None}
+    weight = next((name for name in _WEIGHT_NAMES if name in held), None)
+    if module._buffers or held.keys() - {weight, "bias"}:
         return None
-    weight = names[0] if names else None
-    if weight is not None and module._parameters[weight].ndim != 1:  # type: ignore[union-attr]
+    if any(p.ndim != 1 for p in held.values()) or ("bias" in held and weight is None):
         return None
-    # What else a class may look at: a flag that turns its weight off, a number of groups.
-    width = None if weight is None else len(module._parameters[weight])  # type: ignore[arg-type]
+    # What else a class may look at: a flag that turns its weight off, a number of groups, a factor.
+    width = None if weight is None else len(held[weight])
     flags = tuple(
         sorted(
             (n, v)
             for n, v in fields.items()
-            if n != "training" and type(v) in (bool, str, int) and v != width
+            if n not in ("training", eps) and type(v) in (bool, str, int, float) and v != width
         )
     )
-    case = _Case(type(module), type(module).forward, weight, eps, flags)
+    # A caller may put another forward into the class.
+    case = type(module), type(module).forward, weight, "bias" in held, eps, flags
     if case not in _families:
         # A mode that watches torch functions must not see the trial.
         with torch._C.DisableTorchFunction(), torch.no_grad(), torch.inference_mode(False):
-            _families[case] = _tried(case, module)
+            _families[case] = _tried(module, weight, "bias" in held, eps)
     family = _families[case]
     if family is None or gate not in (None, family[1]):
         return None
@@ -125,21 +130,22 @@ def norm_forward(module: nn.Module) -> Callable[..., Any] | None:
     original, kind, gate = type(module).forward, norm.kind, norm.gate
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        weight = norm.weight
+        weight, bias = norm.weight, norm.bias
         if kind is NormKind.WIDE and weight is not None and weight.dtype is torch.float32:
             if x.dtype is not torch.float32 and not args and not kwargs:  # it is kept in float32
                 return forward(x.float()).to(x.dtype)
-        fits = type(module).forward is original and (
-            weight is None
-            or (weight.dtype is x.dtype and weight.is_contiguous() and x.shape[-1:] == weight.shape)
+        fits = type(module).forward is original and all(
+            p is None or (p.dtype is x.dtype and p.is_contiguous() and x.shape[-1:] == p.shape)
+            for p in (weight, bias)
         )
         if fits and not kwargs and len(args) == (gate is not Gate.NONE):
             if elementwise.served(x):
                 if gate is Gate.NONE:
-                    return elementwise.rms_norm(x, weight, norm.eps, kind)
+                    return elementwise.norm(x, weight, norm.eps, kind, bias)
                 factor = elementwise.activate(args[0].float(), Activation.SILU)
-                return _gated(elementwise.rms_norm, norm, x, weight, factor)
-            if gate is Gate.NONE and kernels.triton_serves(x.device):
+                return _gated(elementwise.norm, norm, x, weight, factor)
+            on_gpu = kind < NormKind.CENTERED and bias is None and kernels.triton_serves(x.device)
+            if gate is Gate.NONE and on_gpu:
                 from verbatim.kernels.triton import norm as triton_norm
 
                 if triton_norm.served(x, weight):
@@ -150,95 +156,99 @@ def norm_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def _gated(
-    rms_norm: Callable[..., Tensor], norm: Norm, x: Tensor, weight: Tensor | None, factor: Tensor
+    function: Callable[..., Tensor], norm: Norm, x: Tensor, weight: Tensor | None, factor: Tensor
 ) -> Tensor:
     """Compute a norm with the SiLU of its gate, by a function like `formula`."""
     if norm.gate is Gate.AFTER:
-        return (rms_norm(x, weight, norm.eps, norm.kind) * factor).to(x.dtype)
+        return (function(x, weight, norm.eps, norm.kind) * factor).to(x.dtype)
     assert weight is not None
     grouped = (x.float() * factor).unflatten(-1, (-1, group_width(norm.module)))
-    return weight * rms_norm(grouped, None, norm.eps, NormKind.BARE).flatten(-2).to(x.dtype)
-
-
-class _Case(NamedTuple):
-    """The properties that determine a norm's family."""
-
-    cls: type[nn.Module]
-    forward: Any  # of the class: a caller may put another one there
-    weight: str | None
-    eps: str
-    flags: tuple[tuple[str, Any], ...]
+    return weight * function(grouped, None, norm.eps, NormKind.BARE).flatten(-2).to(x.dtype)
 
 
 _Family = tuple[NormKind, Gate]
-_families: dict[_Case, _Family | None] = {}
+_families: dict[tuple[Any, ...], _Family | None] = {}
 
 
-def _tried(case: _Case, module: nn.Module) -> _Family | None:
+def _tried(
+    module: nn.Module, weight_name: str | None, has_bias: bool, eps_name: str | None
+) -> _Family | None:
     """Compare a twin of `module` that has a random weight with the families, on random rows."""
-    parameter = None if case.weight is None else module._parameters[case.weight]
-    width = _WIDTH if parameter is None else parameter.shape[0]
+    shape: Any = module.__dict__.get("normalized_shape", (_WIDTH,))
+    held = None if weight_name is None else module._parameters[weight_name]
+    width = shape[-1] if held is None else len(held)
     rows = max(8, 4096 // max(1, width))
-    twin = object.__new__(case.cls)
+    twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
-    gated = "gate" in signature(case.forward).parameters
+    forward: Callable[..., Tensor] = type(module).forward
+    gated = "gate" in signature(forward).parameters
 
-    def operands(dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return the rows, the weight and the gate."""
+    def operands(dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+        """Return the rows, the weight, the bias and the gate."""
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(rows, width, generator=generator)
         x *= torch.logspace(-3, 1, rows)[:, None]  # the small ones show where eps stands
-        weight = torch.randn(width, generator=generator).to(dtype) if case.weight else None
-        return x.to(dtype), weight, torch.randn(rows, width, generator=generator).to(dtype)
+        weight = torch.randn(width, generator=generator).to(dtype) if weight_name else None
+        gate = torch.randn(rows, width, generator=generator).to(dtype)
+        bias = torch.randn(width, generator=generator).to(dtype) if has_bias else None
+        return x.to(dtype), weight, bias, gate
 
     def theirs(dtype: torch.dtype) -> list[Tensor]:
-        x, weight, gate = operands(dtype)
-        parameters = {} if weight is None else {case.weight: nn.Parameter(weight, False)}
-        twin.__dict__["_parameters"] = parameters
-        return [case.forward(twin, x, gate) if gated else case.forward(twin, x)]
+        x, weight, bias, gate = operands(dtype)
+        parameters = {weight_name or "weight": weight, "bias": bias}
+        twin.__dict__["_parameters"] = {
+            name: None if p is None else nn.Parameter(p, False) for name, p in parameters.items()
+        }
+        return [forward(twin, x, gate) if gated else forward(twin, x)]
 
     def ours(family: _Family, dtype: torch.dtype) -> list[Tensor]:
-        x, weight, gate = operands(dtype)
-        norm = Norm(module, *family, case.weight, case.eps)
+        x, weight, bias, gate = operands(dtype)
+        norm = Norm(module, *family, weight_name, eps_name)
         if not gated:
-            return [formula(x, weight, norm.eps, norm.kind)]
+            return [formula(x, weight, norm.eps, norm.kind, bias)]
         return [_gated(formula, norm, x, weight, nn.functional.silu(gate.float()))]
 
-    kinds = [NormKind.BARE] if case.weight is None else list(NormKind)[2:]
+    kinds = [NormKind.BARE, NormKind.CENTERED] if weight_name is None else list(NormKind)[2:]
     families = [(kind, Gate.AFTER if gated else Gate.NONE) for kind in kinds]
-    if gated and case.weight is not None:  # the other ones are not met
+    if gated and weight_name is not None:  # the other ones are not met
         families.append((NormKind.ROUNDED, Gate.BEFORE))
+
+    def fits(family: _Family) -> bool:
+        close = partial(_close, near=1e-7 if family[0] < NormKind.CENTERED else 1e-5)
+        return not differential_check(partial(ours, family), theirs, _TRIED, close)
+
     try:
-        found = [
-            family
-            for family in families
-            if not differential_check(partial(ours, family), theirs, _TRIED, _close)
-        ]
+        found = [family for family in families if fits(family)]
     except Exception:  # it is whatever bears such a name
         return None
     # In float32 two families round alike; in bfloat16 they don't.
     return found[0] if len(found) == 1 else None
 
 
-def _close(ours: Tensor, theirs: Any) -> bool:
+def _close(ours: Tensor, theirs: Any, near: float) -> bool:
+    """Return whether two norms are equal but for some roundings, and for `near` around zero."""
     if not isinstance(theirs, Tensor) or theirs.dtype != ours.dtype or theirs.shape != ours.shape:
         return False
     if ours.dtype is torch.float32:
-        return torch.allclose(theirs, ours, rtol=1e-5, atol=1e-7)
+        return torch.allclose(theirs, ours, rtol=1e-5, atol=near)
     # An implementation may add in another order, which turns a rounding now and then. Another
     # family turns every tenth.
-    close = torch.allclose(theirs.float(), ours.float(), rtol=2.0**-7, atol=1e-7)
+    close = torch.allclose(theirs.float(), ours.float(), rtol=2.0**-7, atol=near)
     return close and float((theirs != ours).float().mean()) < 0.01
 
 
-def formula(x: Tensor, weight: Tensor | None, eps: float, kind: NormKind) -> Tensor:
+def formula(
+    x: Tensor, weight: Tensor | None, eps: float, kind: NormKind, bias: Tensor | None = None
+) -> Tensor:
     """Compute a family's norm over the last dimension of `x`, in torch."""
     wide = x.float()
+    if kind >= NormKind.CENTERED:
+        wide = wide - wide.mean(-1, keepdim=True)
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    if kind is NormKind.BARE:
-        return normed.to(x.dtype)
-    assert weight is not None
-    if kind is NormKind.ROUNDED:
-        return weight * normed.to(x.dtype)
-    factor = weight.float() if kind is NormKind.WIDE else 1.0 + weight.float()
-    return (normed * factor).to(x.dtype)
+    if weight is not None:
+        if kind is NormKind.ROUNDED:
+            normed = normed.to(x.dtype).float()
+        if kind is NormKind.CENTERED_ONE_PLUS:
+            weight = 1.0 + weight
+        normed = normed * (weight.float() + (1.0 if kind is NormKind.ONE_PLUS else 0.0))
+    return (normed if bias is None else normed + bias.float()).to(x.dtype)

@@ -30,7 +30,7 @@ def outline(module: nn.Module) -> InspectionContext:
     hollow = _Hollow()  # type: ignore[no-untyped-call]
     with (
         exclusive,
-        kernels.disabled(),
+        kernels.using("none"),
         _without_weights(module),
         hollow,
         suppress(UnsupportedModel),

@@ -15,7 +15,8 @@ Such a layer has `packings`: the names of its quantized parameters, and the layo
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -135,12 +136,21 @@ def _named(kind: type, bases: tuple[type, ...], fields: dict[str, Any]) -> type:
     return type(kind.__name__, bases, {**fields, "__module__": kind.__module__})
 
 
-def replace_children(replaced: Mapping[nn.Module, nn.Module], *modules: nn.Module) -> None:
-    """Put other modules in place of some, wherever they are in `modules`."""
-    for layer in [layer for module in modules for layer in module.modules()]:
-        for name, child in layer._modules.items():
+def hold_all(
+    uses: Iterable[tuple[nn.Module, str, Tensor, WeightPacking]], *modules: nn.Module
+) -> dict[nn.Module, nn.Module]:
+    """Run `hold_packed` on each use of a weight; return the layers that others replace in `modules`."""
+    replaced: dict[nn.Module, nn.Module] = {}
+    for layer, name, packed, packing in uses:
+        here = replaced.get(layer, layer)
+        holder = hold_packed(here, name, packed, packing)
+        if holder is not here:
+            replaced[layer] = holder
+    for parent in [layer for module in modules for layer in module.modules()]:
+        for name, child in parent._modules.items():
             if child is not None and child in replaced:
-                layer._modules[name] = replaced[child]
+                parent._modules[name] = replaced[child]
+    return replaced
 
 
 def packed_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor, WeightPacking]]:
@@ -180,3 +190,13 @@ def weight_bytes(module: nn.Module) -> int:
 
 def _weights(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *(packed for _, packed, _ in packed_buffers(module))]
+
+
+def weight_info(module: nn.Module) -> dict[str, int]:
+    """Return the number and bytes of a module's parameters: tied ones once, quantized ones as stored."""
+    parameters, packed = list(module.parameters()), list(packed_buffers(module))
+    return {
+        "parameters": sum(p.numel() for p in parameters)
+        + sum(math.prod(packing.shape) for _, _, packing in packed),
+        "weight_bytes": sum(p.nbytes for p in parameters) + sum(len(data) for _, data, _ in packed),
+    }

@@ -23,7 +23,7 @@ from torch import nn
 
 from verbatim.model.adapters import adapter_for
 from verbatim.model.context import IMPLEMENTATION, in_forwards
-from verbatim.model.invariant import forward_for, gate_forward, is_gate
+from verbatim.model.invariant import forward_for, gate_forward, is_gate, overridden
 from verbatim.model.tree import Tree
 
 Forwards = list[tuple[dict[str, Any], Callable[..., Any]]]
@@ -56,11 +56,16 @@ def _free_in_child() -> None:
 os.register_at_fork(after_in_child=_free_in_child)
 
 
-def replaced_forwards(module: nn.Module, *, batch_invariant: bool = True) -> Forwards:
+def replaced_forwards(
+    module: nn.Module,
+    *,
+    batch_invariant: bool = True,
+    override_in: frozenset[type[nn.Module]] = frozenset(),
+) -> Forwards:
     """Return the instance dictionary of each known layer, and the forward to patch in.
 
     With `batch_invariant` False only what a flat batch asks for: routers, experts, and norms, where the
-    kernel is the faster one.
+    kernel is the faster one; otherwise the own code of the classes `override_in` runs under `InvariantMode`.
 
     The new forward steps aside where no pass of ours is active, for a hook that calls a layer of
     another module which happens to be shared.
@@ -72,14 +77,29 @@ def replaced_forwards(module: nn.Module, *, batch_invariant: bool = True) -> For
         for name, child in parent._modules.items()
         if batch_invariant and is_gate(parent, name)
     }
+    callers = override_in if batch_invariant else frozenset()
+    parents = (parent for parent in module.modules() if type(parent) in callers)
+    children = {id(child) for parent in parents for child in _called_by(parent)}
     for layer in module.modules():
         forward = replacement_of(layer, batch_invariant=batch_invariant)
         if id(layer) in gates and forward is not None:
             forward = gate_forward(layer)
+        own = partial(type(layer).forward, layer)
+        if type(layer) in callers or id(layer) in children:
+            if "forward" not in layer.__dict__:
+                forward = overridden(forward or own, child=type(layer) not in callers)
         if forward is not None:
-            own = partial(type(layer).forward, layer)
             found.append((layer.__dict__, in_forwards(forward, own)))
     return found
+
+
+def _called_by(parent: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children of a module, and those of its lists, which are not called themselves."""
+    for child in parent.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _called_by(child)
+        else:
+            yield child
 
 
 def replacement_of(layer: nn.Module, *, batch_invariant: bool = True) -> Callable[..., Any] | None:
@@ -141,34 +161,25 @@ def patched(
 @contextmanager
 def plain_numbers() -> Iterator[None]:
     """Run the block without gradients, inference tensors and autocast, whatever the caller has enabled."""
-    modes: list[Any] = [torch.no_grad()]
-    # The others are entered only where needed, as they take longer than a small layer.
-    if torch.is_inference_mode_enabled():
-        modes.insert(0, torch.inference_mode(False))
-    modes += [
-        torch.autocast(device, enabled=False)
-        for device in ("cpu", "cuda")
-        if torch.is_autocast_enabled(device)
-    ]
-    if len(modes) == 1:
-        with modes[0]:
-            yield
-        return
     with ExitStack() as stack:
-        for mode in modes:
-            stack.enter_context(mode)
+        # Modes are entered only where needed, as they take longer than a small layer.
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
         yield
 
 
 @contextmanager
-def quiet(*, progress: bool) -> Iterator[None]:
-    """Silence transformers' report of unused keys, and its progress bar unless `progress`."""
+def quiet() -> Iterator[None]:
+    """Silence transformers' report of unused keys, and its progress bar."""
     from transformers.utils import logging
 
     level, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
-    if not progress:
-        logging.disable_progress_bar()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
@@ -202,17 +213,3 @@ def _silence(tree: Tree, silenced: Silenced) -> None:
             if hooks:
                 silenced.append((layer, field, hooks))
                 setattr(layer, field, type(hooks)())
-
-
-@contextmanager
-def threads(count: int | None) -> Iterator[None]:
-    """Run the block with `count` threads in torch's pool; None changes nothing."""
-    before = torch.get_num_threads()
-    if count is None or count == before:
-        yield
-        return
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -14,7 +14,8 @@ They round differently, so the backend is part of the numerics key. No gradients
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,25 +71,23 @@ def linear(
     weight: Tensor | Packed,
     bias: Tensor | None = None,
     *,
-    backend: str = "auto",
     float32: bool = False,
 ) -> Tensor:
     """Compute `x @ weight.T + bias`, each row by itself.
 
     x is [..., K], weight [N, K] with any strides (rows or columns contiguous are used in place,
     anything else is copied), or quantized, with the bits of the unpacked matrix; bias is [N]. The result
-    is [..., N] in x's dtype, or in float32 where `float32` asks for it (logits). `backend` is "auto",
-    "kernel", "torch" or one of `kernels.available()`. The kernels take float32 and bfloat16 on the CPU;
-    other dtypes, mixed ones and other devices go to torch under any backend. Shapes that do not fit raise
-    ValueError.
+    is [..., N] in x's dtype, or in float32 where `float32` asks for it (logits). The kernels take float32
+    and bfloat16 on the CPU; other dtypes, mixed ones and other devices go to torch. Shapes that do not fit
+    raise ValueError.
     """
     depth, shape = x.shape[-1], weight.shape
     if len(shape) != 2 or shape[1] != depth or (bias is not None and bias.shape != shape[:1]):
         shapes = ", ".join(str(tuple(t.shape)) for t in (x, weight, bias) if t is not None)
         raise ValueError(f"linear: shapes {shapes} do not fit [..., K], [N, K], [N]")
-    function = kernel("vb_multiply", x.dtype, backend=backend) if x.is_cpu else None
+    function = kernel("vb_multiply", x.dtype) if x.is_cpu else None
     if function is None or not _reads(weight, bias, x.dtype):
-        return _other_linear(x, weight, bias, backend, float32)
+        return _other_linear(x, weight, bias, float32)
     rows, count, stride = x, x.numel() // depth if depth else 0, depth
     if not x.is_contiguous() or not depth:
         rows = x.reshape(x.shape[:-1].numel(), depth)
@@ -143,19 +142,45 @@ def pointers_of(weight: Tensor | Packed, bias: Tensor | None) -> tuple[Matrix, t
     return matrix, (weight, bias)
 
 
-def matmul(x: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
+def matmul(x: Tensor, weight: Tensor) -> Tensor:
     """Compute `x @ weight` for x [..., K] and weight [K, N], or batched for [B, M, K] and [B, K, N]."""
     if weight.dim() == 2:
-        return linear(x, weight.t(), backend=backend)
+        return linear(x, weight.t())
     if x.dim() != 3 or weight.dim() != 3 or x.shape[0] != weight.shape[0]:
         raise ValueError(
             f"matmul: shapes {tuple(x.shape)} and {tuple(weight.shape)} do not fit "
             "[..., K] and [K, N], nor [B, M, K] and [B, K, N]"
         )
     out = x.new_empty(x.shape[0], x.shape[1], weight.shape[2])
-    for result, rows, matrix in zip(out, x, weight, strict=True):
-        result.copy_(linear(rows, matrix.t(), backend=backend))
+    function = kernel("vb_multiply", x.dtype) if x.is_cpu else None
+    if function is None or not _reads(weight, None, x.dtype) or not (out.numel() and x.numel()):
+        for result, rows, matrix in zip(out, x, weight, strict=True):
+            result.copy_(linear(rows, matrix.t()))
+        return out
+    x, weight = x.contiguous(), weight.mT
+    if pointers_of(weight[0], None)[0].data != weight.data_ptr():  # read from a copy
+        weight = weight.contiguous()
+    matrix, _held = pointers_of(weight[0], None)
+    (_, count, depth), cols = x.shape, weight.shape[1]
+    for rows, result in zip(x, out, strict=True):
+        at = result.data_ptr(), rows.data_ptr(), count, depth
+        function(*at, ctypes.addressof(matrix), 1, cols, False)
+        matrix.data += weight.stride(0) * weight.element_size()
     return out
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Run the block with `count` threads in torch's pool; None changes nothing."""
+    before = torch.get_num_threads()
+    if count is None or count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,26 +198,17 @@ class RowTiles:
 
     def apply(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Compute `product` of x [M, K], tile by tile: [M, N]."""
-        if not self.one_thread or torch.get_num_threads() == 1:
-            return self._tiles(product, x)
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            return self._tiles(product, x)
-        finally:
-            torch.set_num_threads(before)
-
-    def _tiles(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         num_rows = x.shape[0]
         missing = -num_rows % self.heights[-1]
         if missing:
             x = torch.cat([x, x.new_zeros(missing, x.shape[1])])
         out, start = [], 0
-        for height in self.heights:
-            while x.shape[0] - start >= height:
-                # Cloned, so that every tile also starts at the same alignment.
-                out.append(product(x[start : start + height].clone()))
-                start += height
+        with threads(1 if self.one_thread else None):
+            for height in self.heights:
+                while x.shape[0] - start >= height:
+                    # Cloned, so that every tile also starts at the same alignment.
+                    out.append(product(x[start : start + height].clone()))
+                    start += height
         return torch.cat(out)[:num_rows]
 
 
@@ -209,17 +225,15 @@ _Key = tuple[tuple[int, int], torch.dtype, torch.device, bool, bool, int]
 _found: dict[_Key, RowTiles] = {}
 
 
-def _other_linear(
-    x: Tensor, weight: Tensor | Packed, bias: Tensor | None, backend: str, float32: bool
-) -> Tensor:
+def _other_linear(x: Tensor, weight: Tensor | Packed, bias: Tensor | None, float32: bool) -> Tensor:
     """Compute `linear` where the compiled CPU kernel does not take the weight as it is."""
     if isinstance(weight, Packed):
         if weight.packing.interleaved:
             return integer_linear(x, weight.data, weight.packing, bias, float32)
         matrix = unpack(weight.data, weight.packing)
         matrix = matrix.t() if weight.packing.columns else matrix
-        return linear(x, matrix, bias, backend=backend, float32=float32)
-    if backend == "auto" and x.device == weight.device and kernels.triton_serves(x.device):
+        return linear(x, matrix, bias, float32=float32)
+    if x.device == weight.device and kernels.triton_serves(x.device):
         from verbatim.kernels.triton import linear as triton_linear
 
         if triton_linear.served(x, weight, bias):

@@ -30,21 +30,18 @@ from verbatim.model.groups import unfit
 from verbatim.model.weight_packing import INTERLEAVED, Encoding, WeightPacking, join, split
 
 
-def pack(
-    weight: Tensor, packing: WeightPacking, name: str = "a weight", *, backend: str = "auto"
-) -> Tensor:
-    """Quantize `weight` to `[packing.nbytes]` uint8.
+def pack(weight: Tensor, packing: WeightPacking, name: str = "a weight") -> Tensor:
+    """Quantize `weight` to `[packing.nbytes]` uint8, bit-identically with and without kernels.
 
     Args:
         name: name of the weight, for errors.
-        backend: as in `unpack`; encodings of checkpoints are packed by torch. All are bit-identical.
 
     Raises:
         ModelError: a NaN, an infinity, or a number too large.
     """
     out = torch.empty(packing.nbytes, dtype=torch.uint8)
     for rows, part, one in _matrices(weight, out, packing):
-        _pack(rows, one, name, backend, part)
+        _pack(rows, one, name, part)
     return out
 
 
@@ -55,18 +52,18 @@ def pack_and_measure(
     plain = replace(packing, interleaved=False)
     out = torch.empty(plain.nbytes, dtype=torch.uint8)
     squares = _total(
-        _pack(rows, one, name, "auto", part) or squared_error(rows, part, one)
+        _pack(rows, one, name, part) or squared_error(rows, part, one)
         for rows, part, one in _matrices(weight, out, plain)
     )
     return interleave(out, plain)[0] if packing.interleaved else out, squares
 
 
 def _pack(
-    rows: Tensor, packing: WeightPacking, name: str, backend: str, out: Tensor
+    rows: Tensor, packing: WeightPacking, name: str, out: Tensor
 ) -> tuple[float, float] | None:
     """Quantize a matrix `[N, K]`; return the sums of `squared_error` if the kernel did it."""
-    by_torch = packing.encoding is not Encoding.AFFINE
-    function = None if by_torch else kernel("vb_pack_rows", backend=backend)
+    by_torch = packing.encoding is not Encoding.AFFINE  # those of checkpoints
+    function = None if by_torch else kernel("vb_pack_rows")
     with torch.no_grad():
         if function is None or not rows.is_cpu or rows.dtype not in SUFFIX:
             groups.pack_rows(rows, packing, name, out)
@@ -96,15 +93,11 @@ def _total(squares: Iterable[tuple[float, float]]) -> tuple[float, float]:
     return sum(wrong), sum(every)
 
 
-def unpack(
-    packed: Tensor, packing: WeightPacking, *, out: Tensor | None = None, backend: str = "auto"
-) -> Tensor:
-    """Dequantize `[packing.nbytes]` uint8 to the parameter.
+def unpack(packed: Tensor, packing: WeightPacking, *, out: Tensor | None = None) -> Tensor:
+    """Dequantize `[packing.nbytes]` uint8 to the parameter, bit-identically with and without kernels.
 
     Args:
         out: contiguous tensor to fill and return; None allocates one.
-        backend: "kernel", "torch", "auto" for the kernel if it supports the tensors, or one of
-            `kernels.available()`. All are bit-identical.
     """
     assert packed.dtype == torch.uint8
     packed = packed.contiguous()
@@ -113,7 +106,7 @@ def unpack(
     if out is None:
         out = torch.empty(packing.shape, dtype=packing.dtype)
     assert out.is_contiguous() and out.dtype == packing.dtype
-    function = kernel("vb_unpack_rows", backend=backend) if packing.dtype in SUFFIX else None
+    function = kernel("vb_unpack_rows") if packing.dtype in SUFFIX else None
     for rows, part, one in _matrices(out, packed, packing):
         target = rows if rows.is_contiguous() else torch.empty(rows.shape, dtype=rows.dtype)
         if function is None:
@@ -147,21 +140,18 @@ def plain_rows(packed: Tensor, packing: WeightPacking, rows: Tensor | None = Non
     return join(*split(words.contiguous().view(torch.uint8), packing), plain)
 
 
-def interleave(
-    packed: Tensor, packing: WeightPacking, *, backend: str = "auto"
-) -> tuple[Tensor, WeightPacking]:
+def interleave(packed: Tensor, packing: WeightPacking) -> tuple[Tensor, WeightPacking]:
     """Convert quantized matrices to the layout for integer products.
 
     Args:
         packed: the output of `pack` for `[N, K]`, `[K, N]`, or a stack of either.
-        backend: as in `unpack`. All give the same bytes.
 
     Returns:
         The bytes and their layout.
     """
     laid, one, kind = replace(packing, interleaved=True), packing.one, packing.quantization
     out = torch.empty(laid.nbytes, dtype=torch.uint8, device=packed.device)
-    function = kernel("vb_interleave", backend=backend) if packed.is_cpu else None
+    function = kernel("vb_interleave") if packed.is_cpu else None
     matrices = plain_rows(packed, packing).split(one.width)
     for rows, target in zip(matrices, out.view(-1, laid.one.nbytes), strict=True):
         if function is not None:

@@ -16,10 +16,11 @@ from verbatim.kv.recurrence import scan, tree_sum, weighted_mean
 from verbatim.kv.states import StateShape
 from verbatim.model import compressed
 from verbatim.model.invariant import exp, logsigmoid, sigmoid, softplus
-from verbatim.model.products import matmul
+from verbatim.model.products import linear, matmul
 from verbatim.model.recurrent_ops import (
     FUNCTIONS,
     causal_conv1d,
+    mamba_scan,
     previous,
     recurrence,
     update_state,
@@ -52,10 +53,9 @@ def _griffin(
 def _rg_lru(layer: Any, x: Tensor, position_ids: Tensor) -> Tensor:
     """Real-gated linear recurrent unit (De et al. 2024, arXiv:2402.19427), a head for each channel."""
     flat = x.flatten(0, 1)
-    heads = flat.unflatten(-1, (layer.num_attention_heads, -1)).transpose(0, 1)  # [H, T, C / H]
 
     def gate(weight: Tensor, bias: Tensor) -> Tensor:
-        return sigmoid((matmul(heads, weight) + bias[:, None]).transpose(0, 1).flatten(1))
+        return sigmoid(_by_head(flat, weight.mT) + bias.flatten())
 
     scale = -8.0 * softplus(layer.recurrent_param.float())
     rate = scale * gate(layer.recurrent_gate_weight, layer.recurrent_gate_bias).float()
@@ -86,24 +86,44 @@ def _zaya_convolutions(layer: Any, rows: Tensor) -> Tensor:
     first, second = layer.conv_qk_depthwise, layer.conv_qk_grouped
     # The bias is added behind the states: transformers pads with zeros in front of the first convolution,
     # so that the second one finds the bias there.
-    rows = causal_conv1d(rows.transpose(1, 2), first.weight[:, 0]).transpose(1, 2)
-    taps = second.weight.unflatten(0, (second.groups, -1)).permute(3, 0, 2, 1)  # [K, G, D, D]
-    out: Tensor = second.bias
-    for back, tap in enumerate(reversed(taps.unbind())):
-        rows = previous(rows) if back else rows
-        heads = (rows + first.bias).flatten(0, 1).unflatten(-1, (second.groups, -1))
-        out = matmul(heads.transpose(0, 1), tap).transpose(0, 1).flatten(1) + out
-    return out.view(rows.shape)
+    taps = [causal_conv1d(rows.transpose(1, 2), first.weight[:, 0]).transpose(1, 2)]
+    for _ in range(1, second.kernel_size[0]):
+        taps.append(previous(taps[-1]))
+    inputs = torch.stack(taps[::-1], dim=-1) + first.bias[:, None]
+    weight = second.weight.flatten(1).unflatten(0, (second.groups, -1))
+    out: Tensor = _by_head(inputs.flatten(2), weight) + second.bias
+    return out
+
+
+def _by_head(rows: Tensor, weight: Tensor) -> Tensor:
+    """Multiply each head of rows `[..., H * K]` with its matrix, of `[H, N, K]`: `[..., H * N]`."""
+    heads = rows.flatten(0, -2).unflatten(-1, (len(weight), -1)).transpose(0, 1)
+    return matmul(heads, weight.mT).transpose(0, 1).reshape(*rows.shape[:-1], -1)
 
 
 def _zaya_norm(layer: Any, *states: Tensor) -> tuple[Tensor, Tensor]:
     """Scale queries and keys `[B, T, H, D]` to a length of sqrt(D), and keys by a factor of their head."""
-    lengths = (torch.sqrt(tree_sum(x.float().square(), -1)).to(x.dtype)[..., None] for x in states)
+    ones = states[0].new_ones(1, states[0].shape[-1], dtype=torch.float32)
+    lengths = (torch.sqrt(linear(x.float().square(), ones)).to(x.dtype) for x in states)
     query, key = (
         x * (layer.head_dim_scale / length.clamp_min(torch.finfo(x.dtype).eps))
         for x, length in zip(states, lengths, strict=True)
     )
     return query, key * layer.temp[:, None]
+
+
+def _zamba_mixer(layer: Any, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Zamba's Mamba, whose heads have projections of their own to steps, B and C."""
+    x, gate = layer.in_proj(hidden_states).unflatten(-1, (-1, 2)).transpose(1, 2).unbind(-1)
+    x = causal_conv1d(x, layer.conv1d.weight[:, 0], layer.conv1d.bias, layer.activation)
+    made = _by_head(x.transpose(1, 2), layer.x_proj_weight)
+    sizes = [layer.time_step_rank, layer.ssm_state_size, layer.ssm_state_size]
+    step, b, c = made.unflatten(-1, (layer.n_mamba_heads, -1)).split(sizes, dim=-1)
+    step = _by_head(step.flatten(2), layer.dt_proj_weight).transpose(1, 2)
+    b, c = (t.movedim(1, -1) for t in (b, c))
+    rate, bias = -exp(layer.A_log.float()).flatten(0, 1), layer.dt_proj_bias.flatten()
+    out = mamba_scan(x, step, rate, b, c, layer.D.flatten(), gate, bias, True)
+    return layer.out_proj(out.transpose(1, 2))  # type: ignore[no-any-return]
 
 
 def _ngram_embedding(layer: Any, input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -220,6 +240,7 @@ FORWARDS: dict[str, Callable[..., Any]] = {
     "RecurrentGemmaRecurrentBlock": _griffin,
     "RwkvFeedForward": _rwkv_feed_forward,
     "RwkvSelfAttention": _rwkv_attention,
+    "ZambaMambaMixer": _zamba_mixer,
     "ZayaCCAProjection": _zaya_projection,
     "ZayaQKNorm": _zaya_norm,
     "xLSTMBackend": _mlstm,

@@ -16,7 +16,7 @@ from verbatim.kv.recurrence import causal_conv, linear_recurrence, tree_sum
 from verbatim.kv.states import StateShape
 from verbatim.model import elementwise
 from verbatim.model.context import Update, active_context
-from verbatim.model.invariant import exp, silu, softplus
+from verbatim.model.invariant import exp, forward_for, silu, softplus
 
 
 @kernels.without_overrides
@@ -45,7 +45,8 @@ def causal_conv1d(
     elif activation is not None:
         from transformers.activations import ACT2FN
 
-        out = cast(Tensor, ACT2FN[activation](out))
+        function = ACT2FN[activation]
+        out = cast(Tensor, (forward_for(function) or function)(out))
     out = out.to(flat.dtype).view(rows.shape)
     return out.transpose(1, 2)
 
@@ -60,14 +61,17 @@ def _l2norm(x: Tensor, scale: float) -> Tensor:
     """Return x / sqrt(sum(x^2) + 1e-6) * scale over the last dimension."""
     width: int = x.shape[-1]
     if elementwise.served(x):  # an RMS norm, but for a factor
-        return elementwise.rms_norm(x, None, 1e-6 / width, NormKind.BARE) * (
-            scale / math.sqrt(width)
-        )
+        return elementwise.norm(x, None, 1e-6 / width, NormKind.BARE) * (scale / math.sqrt(width))
     return x / torch.sqrt(tree_sum(x * x, -1)[..., None] + 1e-6) * scale
 
 
 def recurrence(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor | None = None,
+    rate: Tensor | None = None,
 ) -> Tensor:
     """Run the next `linear_recurrence` on its state.
 
@@ -80,7 +84,7 @@ def recurrence(
         return out if beta is None else out * beta[..., None]
 
     shape = StateShape((v.shape[1], k.shape[2], v.shape[2]), torch.float32)
-    update = partial(linear_recurrence, q, k, v, decay, beta)
+    update = partial(linear_recurrence, q, k, v, decay, beta, rate=rate)
     return update_state(shape, update, of_each_row)
 
 
@@ -134,7 +138,7 @@ def _mamba2_scan(
     return out.to(hidden_states.dtype).view(hidden_states.shape)
 
 
-def _mamba_scan(
+def mamba_scan(
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -146,12 +150,15 @@ def _mamba_scan(
     delta_softplus: bool = False,
     **_: Any,
 ) -> Tensor:
-    """Mamba (Gu and Dao 2023, arXiv:2312.00752): a head of one value for each channel."""
-    x, step, b, c = (t.transpose(1, 2).flatten(0, 1).float() for t in (hidden_states, dt, B, C))
+    """Mamba (Gu and Dao 2023, arXiv:2312.00752): a head of one value for each channel.
+
+    B and C are `[B, N, T]`, or `[B, G, N, T]` for groups of channels.
+    """
+    x, step, b, c = (t.movedim(-1, 1).flatten(0, 1).float() for t in (hidden_states, dt, B, C))
     step = _step(step, delta_bias, delta_softplus)
+    groups = len(x), -1, A.shape[1]
     v = (x * step)[..., None]
-    decay = exp(step[..., None] * A.float())  # [T, C, N]
-    out = recurrence(c[:, None], b[:, None], v, decay)[..., 0]
+    out = recurrence(c.reshape(groups), b.reshape(groups), v, step, rate=A.float())[..., 0]
     if D is not None:
         out = out + x * D.float()
     if z is not None:
@@ -165,10 +172,13 @@ def _no_fused_mamba(*_: Any, **__: Any) -> None:
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "causal_conv1d_fn": causal_conv1d,
-    "torch_chunk_gated_delta_rule": _delta_rule,
-    "chunk_kimi_delta_attention": _delta_rule,
-    "mamba2_chunk_scan": _mamba2_scan,
-    "mamba_selective_scan": _mamba_scan,
-    "mamba_inner_fn": _no_fused_mamba,
+    name: kernels.without_overrides(function)
+    for name, function in (
+        ("causal_conv1d_fn", causal_conv1d),
+        ("torch_chunk_gated_delta_rule", _delta_rule),
+        ("chunk_kimi_delta_attention", _delta_rule),
+        ("mamba2_chunk_scan", _mamba2_scan),
+        ("mamba_selective_scan", mamba_scan),
+        ("mamba_inner_fn", _no_fused_mamba),
+    )
 }

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim import kernels
-from verbatim.kernels.functions import SUFFIX, addresses, run, struct_of
+from verbatim.kernels.functions import SUFFIX, addresses, has_kernels, run, struct_of
 from verbatim.model import products
 from verbatim.model.context import active_context
 from verbatim.model.fingerprint import Place
@@ -130,33 +130,23 @@ def choose(
     Returns:
         The weights `[T, k]` and the experts `[T, k]` int64, best first, ties to the lowest number.
     """
-    if kernels.library() is None or not logits.is_cpu or dtype not in SUFFIX:
-        return _choose_in_torch(logits, form, correction, forced, dtype)
-    rows, k = len(logits), form.top_k
-    struct = RouterStruct()
-    fill_form(struct, form)
-    struct.weight.cols = logits.shape[1]
-    if correction is not None:
-        correction = correction.float().contiguous()
-        struct.correction, struct.correction_f32 = correction.data_ptr(), True
-    if forced is not None:
-        forced = forced.to(torch.int16).contiguous()
-    logits = logits.clone(memory_format=torch.contiguous_format)  # the kernel writes to it
-    weights = torch.empty(rows, k, dtype=torch.float32)  # the default dtype may differ
-    experts = torch.empty(rows, k, dtype=torch.int32)
-    inputs, outputs = addresses(logits, forced), addresses(experts, weights)
-    at = ctypes.addressof(struct)
-    run("vb_choose", dtype, at, inputs[0], rows, None, inputs[1], k, *outputs)
-    return weights.to(dtype) if form.rounded else weights, experts.long()
-
-
-def _choose_in_torch(
-    logits: Tensor,
-    form: RouterForm,
-    correction: Tensor | None,
-    forced: Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+    if has_kernels(logits.device) and dtype in SUFFIX:
+        rows, k = len(logits), form.top_k
+        struct = RouterStruct()
+        fill_form(struct, form)
+        struct.weight.cols = logits.shape[1]
+        if correction is not None:
+            correction = correction.float().contiguous()
+            struct.correction, struct.correction_f32 = correction.data_ptr(), True
+        if forced is not None:
+            forced = forced.to(torch.int16).contiguous()
+        logits = logits.clone(memory_format=torch.contiguous_format)  # the kernel writes to it
+        weights = torch.empty(rows, k, dtype=torch.float32)  # the default dtype may differ
+        experts = torch.empty(rows, k, dtype=torch.int32)
+        inputs, outputs = addresses(logits, forced), addresses(experts, weights)
+        at = ctypes.addressof(struct)
+        run("vb_choose", dtype, at, inputs[0], rows, None, inputs[1], k, *outputs)
+        return weights.to(dtype) if form.rounded else weights, experts.long()
     if form.softcap:
         logits = torch.tanh(logits / form.softcap) * form.softcap
     scores = _scores(logits, form.score)
@@ -322,8 +312,13 @@ def router_parts(module: nn.Module) -> RouterParts | None:
     layout = tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors)
     case = type(module), forward, tuple(numbers.items()), layout
     if case not in _forms:
-        # Torch function modes must not see the experiment.
-        with torch._C.DisableTorchFunction(), torch.no_grad(), torch.inference_mode(False):
+        # Torch function modes must not see the experiment, which is of torch's arithmetic.
+        with (
+            torch._C.DisableTorchFunction(),
+            torch.no_grad(),
+            torch.inference_mode(False),
+            kernels.using("none"),
+        ):
             try:
                 _forms[case] = _find_form(module, numbers, weight.shape, takes == 3)
             except Exception:  # an unrelated module with such names
@@ -361,7 +356,7 @@ def _find_form(
     logits = nn.functional.linear(x, tensors["weight"], tensors.get("bias"))
     correction = tensors.get("correction", extra)
     for form in _candidates(numbers):
-        actual = _choose_in_torch(logits, form, correction, None, torch.float32)
+        actual = choose(logits, form, correction)
         if _agree(actual, (expected["weights"], expected["experts"])):
             return _with_roundings(module, x, form, extra), tuple(expected)
     return None
@@ -417,7 +412,7 @@ def _with_roundings(
         return replace(form, wide=not torch.equal(logits.float(), logits.bfloat16().float()))
     logits = x.bfloat16().float() @ tensors["weight"].float().t()
     correction = tensors.get("correction", extra)
-    actual = _choose_in_torch(logits, form, correction, None, torch.bfloat16)
+    actual = choose(logits, form, correction, None, torch.bfloat16)
     return replace(form, wide=_agree(actual, (made["weights"], made["experts"])))
 
 

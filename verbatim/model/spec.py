@@ -50,6 +50,7 @@ class ModelSpec:
         query_heads: of each of `layers`.
         states: what each recurrent operation keeps of a sequence, in the order they run.
         needs_override: functions the model calls directly that must be swapped; usually none.
+        override_in: classes of the modules in whose own forward it does so.
         takes_logit_rows: the model's forward has `logits_to_keep`, so that the head runs only on
             the rows that are asked for.
         takes_positions: the model's forward has `position_ids`, or passes them on.
@@ -67,6 +68,7 @@ class ModelSpec:
     query_heads: list[int] = field(default_factory=list)
     states: list[StateShape] = field(default_factory=list)
     needs_override: frozenset[str] = frozenset()
+    override_in: frozenset[type[nn.Module]] = frozenset()
     takes_logit_rows: bool = False
     takes_positions: bool = False
     routed_modules: tuple[int, ...] = ()
@@ -164,7 +166,9 @@ def inner_model(module: nn.Module) -> Any:
     )
 
 
-_NO_INTERFACE = "its attention does not go through transformers' attention interface"
+_NO_INTERFACE = (
+    "its layers call neither transformers' attention interface nor a known recurrent function"
+)
 _NO_POSITIONS = "its forward takes no position_ids, so it counts positions from the start of a row"
 
 # Two rows with the same tokens at the same positions, one place apart: wherever they differ, something
@@ -186,7 +190,7 @@ def inspect_once(module: nn.Module, inner: Any, *, positions: bool | None = None
     signature = inspect.signature(inner.forward).parameters
     named = takes_positions(inner)
     positions = named if positions is None else positions
-    context, recorder = InspectionContext(), Recorder()
+    context, recorder = InspectionContext(), Recorder(module)
     with recorder:
         logits, seen = inspect_forward(module, inner, context, positions=positions)
     ids = torch.tensor(_IDS)
@@ -215,6 +219,7 @@ def inspect_once(module: nn.Module, inner: Any, *, positions: bool | None = None
         dtype=context.dtype or _dtype_of(inner),
         vocab_size=logits.shape[-1],
         needs_override=frozenset(recorder.swapped),
+        override_in=frozenset(recorder.callers),
         takes_logit_rows="logits_to_keep" in signature,
         takes_positions=positions,
         routed=replace(routed_layers_of(context.routed, ids.numel()), replay_reason=unknown),

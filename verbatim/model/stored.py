@@ -1,8 +1,10 @@
-"""Tensors in files: their places, and reading them."""
+"""Tensors in files: their places, by the headers of safetensors files, and reading them."""
 
 from __future__ import annotations
 
+import json
 import os
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,13 +12,39 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError
+from verbatim.untrusted import reason
 
 Stamp = tuple[int, int, int, int]
 
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_MAX_HEADER = 100_000_000  # bytes, as safetensors' own limit
 
-def stamp_of(fd: int) -> Stamp:
-    """Return the device, inode, size and modification time of a file, which change when it does."""
-    stat = os.fstat(fd)
+
+def stamp_of(file: int | Path) -> Stamp:
+    """Return the device, inode, size and modification time of a file, which change when it does.
+
+    Args:
+        file: open, or its path.
+    """
+    stat = os.stat(file)
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
@@ -56,3 +84,46 @@ def read_stored(stored: Stored) -> Tensor:
     except OSError as error:
         raise ModelError(f"{stored.path} can't be read: {error.strerror or error}") from None
     return out.view(stored.dtype).view(stored.shape)
+
+
+class _Damage(Exception):
+    """A header with impossible numbers."""
+
+
+def stored_in(path: Path) -> dict[str, Stored]:
+    """Return the tensors of one safetensors file: 8 bytes with the length of a JSON header, then the
+    header.
+
+    Raises:
+        ModelError: it is damaged or cut short.
+    """
+    try:
+        with path.open("rb") as file:
+            stamp = stamp_of(file.fileno())
+            size = stamp[2]
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(size - 8, _MAX_HEADER):
+                raise _Damage(f"a header of {length} bytes in a file of {size}")
+            header = json.loads(file.read(length))
+        found = {}
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            begin, end = entry["data_offsets"]
+            if entry["dtype"] not in _DTYPES:  # if a parameter needs it, transformers misses it
+                continue
+            dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+            if end - begin != dtype.itemsize * torch.Size(shape).numel():
+                raise _Damage(f"a tensor of {list(shape)} has {end - begin} bytes")
+            if not 0 <= begin <= end <= size - 8 - length:
+                raise _Damage(
+                    f"a tensor ends at byte {8 + length + end} and the file at {size}: it was cut short"
+                )
+            at = 8 + length + begin
+            found[name] = Stored(name, path, at, end - begin, dtype, shape, stamp)
+    except _Damage as error:
+        raise ModelError(f"{path} is damaged or cut short: {error}") from None
+    except Exception as error:  # a damaged header fails in any way; its text is not quoted
+        why = reason(error) if path.exists() else "a link to nothing"
+        raise ModelError(f"{path} is damaged or cut short: {why}") from None
+    return found

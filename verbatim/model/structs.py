@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verbatim.errors import first_line
 from verbatim.kernels.functions import struct_of
 from verbatim.kernels.options import NormKind
+from verbatim.model.elementwise import NormStruct
 from verbatim.model.norms import Norm
-from verbatim.model.packed import PackedLinear
+from verbatim.model.packed import PackedLinear, is_linear
 from verbatim.model.products import Matrix
 from verbatim.model.weight_packing import WeightPacking
 
@@ -23,20 +25,19 @@ class NotFusable(Exception):
     """The kernels can't run a layer or read a weight; the message tells why."""
 
 
-class NormStruct(ctypes.Structure):
-    """`vb::Norm` of kernels/elementwise.h."""
+def why_not(error: Exception) -> str:
+    """Return what a NotFusable says, or name another error, which a foreign model may raise."""
+    named = "" if isinstance(error, NotFusable) else f"{type(error).__name__}: "
+    return named + first_line(error)
 
-    _fields_ = [("weight", _POINTER), ("width", _LONG), ("eps", _FLOAT), ("kind", _INT)]
+
+class Slice(ctypes.Structure):
+    """`Slice` of kernels/layer.cpp."""
+
+    _fields_ = [("at", _LONG), ("stride", _LONG)]
 
 
-ROLES = (
-    "before_attention",
-    "of_queries",
-    "of_keys",
-    "after_attention",
-    "before_mlp",
-    "after_mlp",
-)
+ROLES = "before_attention of_queries of_keys of_values after_attention before_mlp after_mlp".split()
 
 
 @struct_of("layer")
@@ -53,17 +54,17 @@ class LayerStruct(ctypes.Structure):
         *((name, _INT) for name in ("num_inputs", "num_gates", "activation", "rotation")),
         ("residual_scale", _FLOAT),
         ("is_bf16", _INT),
-        ("scale", _FLOAT),
-        ("softcap", _FLOAT),
-        ("window", _LONG),
-        ("chunk", _LONG),
-        ("sinks", _POINTER),
-        ("mixture", _POINTER),
-        ("delta", _POINTER),
-        ("mamba2", _POINTER),
-        ("conv", _POINTER),
-        ("gated", _INT),
-        ("index", _INT),
+        *((name, _FLOAT) for name in ("scale", "softcap")),
+        *((name, _LONG) for name in ("window", "chunk")),
+        *((name, _POINTER) for name in "sinks mixture delta mamba2 conv alibi".split()),
+        ("latent", Matrix * 2),
+        *((name, Slice) for name in ("q", "k", "v", "gate")),
+        ("chunks", _LONG),
+        *((name, _FLOAT) for name in ("clip", "q_scale")),
+        ("latent_scale", _FLOAT * 2),
+        ("gate_width", _LONG),
+        *((name, _INT) for name in ("sinks_f32", "residual", "turned_first", "index", "angles")),
+        ("factor", _POINTER),
     ]
 
 
@@ -110,28 +111,35 @@ def matrix_of(linear: Any, dtype: torch.dtype) -> Matrix:
     """Return a linear layer's weight and bias for the kernels; raise NotFusable if they can't read it."""
     bias = linear._parameters.get("bias")
     packing: WeightPacking | None = None
+    by_columns = False
     if type(linear) is PackedLinear:
         packing = linear.packing
         data: Any = linear._buffers["weight_packed"]
         cols, depth = packing.width, packing.depth
-    elif type(linear) is nn.Linear:
-        data = linear._parameters["weight"]
-        cols, depth = data.shape
-        if data.stride() != (depth, 1):
+    elif is_linear(linear):
+        data, by_columns = linear._parameters["weight"], type(linear) is not nn.Linear
+        if by_columns and data.mT.is_contiguous():  # held by rows (`load.py`)
+            data, by_columns = data.data.mT, False
+        cols, depth = reversed(data.shape) if by_columns else data.shape
+        if data.stride() != (data.shape[1], 1):
             raise NotFusable("a weight of it is not contiguous in memory")
     else:
         raise NotFusable(f"it has a {type(linear).__name__} in place of a linear layer")
     if bias is not None and bias.shape != (cols,):
         raise NotFusable("a bias of it has another length than its weight")
-    return matrix_at(data, bias, dtype, cols, depth, packing)
+    matrix = matrix_at(data, bias, dtype, cols, depth, packing)
+    if by_columns:
+        matrix.transposed, matrix.stride = True, cols
+    return matrix
 
 
 def norm_of(norm: Norm | None, dtype: torch.dtype, width: int, head_dim: int | None) -> NormStruct:
     """Return a norm of `width`, or of `head_dim` for each head."""
     if norm is None:
         return NormStruct(None, width, 0.0, NormKind.NONE)
-    weight = norm.weight
+    weight, bias = norm.weight, norm.bias
     own = (head_dim or width) if weight is None else weight.shape[0]
-    if own not in (width, head_dim):
+    if own not in (width, head_dim) or (bias is not None and bias.shape != (own,)):
         raise NotFusable(f"a norm of it is {own} wide")
-    return NormStruct(address_of(weight, dtype), own, norm.eps, norm.kind)
+    at, at_bias = address_of(weight, dtype), address_of(bias, dtype)
+    return NormStruct(at, own, norm.eps, norm.kind, at_bias)

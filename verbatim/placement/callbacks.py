@@ -44,7 +44,7 @@ class CallbackDecoder(RowsDecoder):
     Args:
         prepare: `f(input_ids, past=past, **model_kwargs)` returns the model's inputs; `past` is None at
             first, then the cache in the outputs, or `outputs.mems`. None passes all ids at each step, and
-            those of `model_kwargs` that the forward names.
+            the `model_kwargs` that the forward names.
         update: `f(outputs, model_kwargs)` returns the next `model_kwargs`; None keeps them.
         input_ids: `[B, P]` int64, padded on the left.
         attention_mask: `[B, P]`, 0 on padding.

@@ -1,8 +1,8 @@
 """Decoders of external modules: those with another protocol than transformers'.
 
-Their forward can't run flat batches: it takes whole rows, or keeps K and V in its own kind of cache. Of a
-module that takes whole rows, the ids of every sequence are kept in the engine's blocks, in the place of K
-and V, so that any other state may be dropped at any time and recomputed from the ids.
+Their forward can't run flat batches: it takes whole rows, or keeps K and V in its own kind of cache. For a
+module that takes whole rows, the engine's blocks hold the ids of every sequence in the place of K and V, so
+that any other state may be dropped at any time and recomputed from the ids.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from verbatim.batch import Adapter, Batch, Choices, Draws, SamplePlan
 from verbatim.errors import NotSupported
-from verbatim.kv.hidden import HiddenStore
+from verbatim.kv.flat import HiddenStore
 from verbatim.kv.store import KVStore, LayerShape
 from verbatim.model.decoder import Decoder
 from verbatim.model.lora import Adapters
@@ -67,7 +67,7 @@ class ExternalDecoder(Decoder):
     Args:
         module: a `torch.nn.Module`, or any callable.
         vocab_size: width of its logits.
-        layers: what the store keeps of each token.
+        layers: the store's K and V for each token.
         weak: hold the module only weakly.
     """
 
@@ -155,7 +155,7 @@ class RowsDecoder(ExternalDecoder):
         return self.run_rows([piece._replace(ids=ids[piece.slots]) for piece in pieces])
 
     def run_rows(self, pieces: list[Piece]) -> list[Tensor]:
-        """Return `rows` of pieces with all ids."""
+        """Return the result of `rows`; the `ids` of each piece are its whole row."""
         raise NotImplementedError
 
     def drawn(self, plan: SamplePlan, ids: list[int]) -> None:

@@ -27,7 +27,8 @@ from verbatim.model.decoder import Decoder
 from verbatim.model.differential import largest_error, tolerance
 from verbatim.model.kempner.live import LiveDecoder, skeleton_of
 from verbatim.model.loader import LoadedModel
-from verbatim.model.patching import exclusive, patched, threads
+from verbatim.model.patching import exclusive, patched
+from verbatim.model.products import threads
 from verbatim.model.tree import Tree
 from verbatim.options import dtype_name, on_cpu
 from verbatim.placement.external import ExternalDecoder, Piece
@@ -239,11 +240,11 @@ def _run_alone(module: nn.Module, store: KVStore, piece: Piece) -> Tensor:
 def _try_out(module: nn.Module) -> int:
     """Check a module on two short sequences that differ in their last token; return its vocabulary size.
 
-    Hooks are silenced, as no caller asked for these forwards, and torch's generators stay where they are. A
-    module whose logits depend on how many tokens run together is warned of.
+    Hooks do not run, as no caller asked for these forwards, and torch's generators keep their states.
+    Warns of a module whose logits depend on how many tokens run together.
 
     Raises:
-        UnsupportedModel: its logits look ahead, are other ones each time, or are no `[B, T, V]`.
+        UnsupportedModel: its logits depend on later tokens, differ between calls, or are not `[B, T, V]`.
     """
     name, config = type(module).__name__, module.config
     layers, dtype, max_seq_len = _shape_of(module)
@@ -292,7 +293,7 @@ def _try_out(module: nn.Module) -> int:
 
 
 class _SingleQueries(TorchFunctionMode):
-    """Refuses a single query that is told to be causal: in torch it sees the first key alone."""
+    """Refuses causal attention of a single query, which in torch sees the first key alone."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -11,10 +11,13 @@ from verbatim.checks import budget, integer, memory_bytes, optional_integer, swi
 from verbatim.device import CPU, Device
 from verbatim.errors import InvalidRequest, OutOfBlocks
 from verbatim.kv.quantized import KVDtype, resolve_kv_dtype
+from verbatim.kv.store import LayerShape, bytes_per_token
+from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.early_exit import EarlyExit
 from verbatim.model.loader import LoadedModel
 from verbatim.model.mtp_source import Mtp
 from verbatim.model.quantization import Quantization, resolve_quantization
+from verbatim.model.spec import ModelSpec
 from verbatim.options import thread_count
 from verbatim.protocols import Runner
 
@@ -50,6 +53,18 @@ class EngineOptions:
     def kv_budget(self) -> int:
         """The bytes for K, V and states."""
         return self.kv_bytes or int(self.device.available_memory * DEFAULT_KV_SHARE)
+
+    def token_bytes(
+        self, spec: ModelSpec, drafts: DraftLayers, layers: list[LayerShape] | None = None
+    ) -> int:
+        """Return the bytes of a token in blocks: K and V, also of draft layers, and routing records.
+
+        Args:
+            layers: the layers in this place; None: all of `spec`.
+        """
+        dtype = self.kv_dtype or spec.dtype
+        kv_bytes = bytes_per_token(spec.layers if layers is None else layers, dtype)
+        return kv_bytes + drafts.bytes_per_token(dtype) + spec.choices["routing"].bytes_per_token
 
     def num_states(self, state_bytes: int) -> int:
         """Return the number of slots of recurrent states, including that of the zero state.
@@ -100,9 +115,9 @@ class ToOpen(NamedTuple):
     """A model that a placement opens.
 
     Attributes:
-        loaded: without its weights, but for one in this process's memory.
+        loaded: without its weights, unless it is placed in this process's memory.
         source: the `ModelSource` for other processes; None for a live module.
-        limit: tokens of one sequence at most.
+        limit: maximum tokens of one sequence.
         draft: layers of the model that draft.
     """
 
@@ -144,7 +159,7 @@ def engine_options(
     fused: bool = True,
     device: Device = CPU,
 ) -> EngineOptions:
-    """`LLM`'s options of these names, checked.
+    """Return `LLM`'s options of these names, validated.
 
     Raises:
         InvalidRequest, NotSupported: one is out of range.

@@ -16,28 +16,29 @@ from verbatim.errors import NotSupported, OutOfBlocks, VerbatimError
 from verbatim.heap import give_back_freed
 from verbatim.kv.flat import BlockStore, read_rows, write_rows
 from verbatim.kv.states import open_states
-from verbatim.kv.store import KVStore, bytes_per_token, cache_info
+from verbatim.kv.store import KVStore, cache_info
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.early_exit import EarlyExit, open_draft_layers
+from verbatim.model.fingerprint import writes_to
 from verbatim.model.loader import Checkpoint, LoadedModel
 from verbatim.model.mtp_source import Mtp
+from verbatim.model.packed import weight_info
 from verbatim.model.packing import PackingReport
-from verbatim.model.patching import threads
+from verbatim.model.products import threads
 from verbatim.model.routing import open_records
 from verbatim.model.spec import ModelSpec
-from verbatim.model.weights import weight_info, writes_to
 from verbatim.options import dtype_name
 from verbatim.placement import graphs
 from verbatim.placement.graphs import DecodeGraphs
 from verbatim.placement.options import EngineOptions
-from verbatim.protocols import DraftRunner, Forward
+from verbatim.protocols import Forward, Runner
 from verbatim.sampling.sampler import sample_rows
 from verbatim.weights.lazy import Cut
 from verbatim.weights.update import NewWeights, WeightWriter
 
 
-class Resident(DraftRunner):
+class Resident(Runner):
     """Runs the decoder and the sampler in this process.
 
     Args:
@@ -156,7 +157,7 @@ class Resident(DraftRunner):
         return True
 
     def cached_in(self, kind: str) -> list[BlockStore | None]:
-        """Return the stores of what a cached prefix consists of, as of `read_cache`.
+        """Return the stores that hold a cached prefix, by the kinds of `read_cache`.
 
         Indices are recorded only for requests that share no blocks; MTP layers compute their K and V again,
         from the hidden states.
@@ -214,7 +215,7 @@ class Resident(DraftRunner):
         self.decoder.weights_moved()  # buffers may be among them
 
     def writer(self, *, whole: bool = True) -> WeightWriter:
-        """Return what writes new weights to the module, all of them or those that are here."""
+        """Return the object that writes new weights to the module: all, or those that are here."""
         return WeightWriter(self.decoder.owner, self.cuts, whole=whole)
 
     def load_adapter(self, adapter: Adapter) -> list[str]:
@@ -270,9 +271,7 @@ def open_resident(
         OutOfBlocks: the memory does not hold one block, or can't be allocated.
     """
     drafts, spec, device = open_draft_layers(draft, decoder, loaded), decoder.spec, options.device
-    dtype = options.kv_dtype or spec.dtype
-    token_bytes = bytes_per_token(spec.layers, dtype) + drafts.bytes_per_token(dtype)
-    token_bytes += spec.choices["routing"].bytes_per_token
+    token_bytes = options.token_bytes(spec, drafts)
     state_bytes = sum(shape.nbytes for shape in spec.states)
     num_states = options.num_states(state_bytes)
     blocks = options.num_blocks(token_bytes, limit, num_states * state_bytes)

@@ -52,7 +52,7 @@ def modules_of(model: Any) -> list[nn.Module]:
 
 
 def check_runnable(model: Any, *, gpu: bool = False) -> None:
-    """Check that all of it is in this process and on one device: the CPU, unless `gpu`.
+    """Check that the whole model is in this process and on one device: the CPU, unless `gpu`.
 
     Raises:
         NotSupported: it is sharded over ranks, or a parameter is somewhere else.

@@ -20,7 +20,7 @@ from verbatim.llm import LLM
 from verbatim.options import rank_of
 from verbatim.params import SamplingParams
 from verbatim.prompts import as_prompts
-from verbatim.tensors import check_padded, engine_of, rows_of
+from verbatim.tensors import check_padded, draw_seed, engine_of, rows_of
 
 
 @dataclass(slots=True, eq=False)
@@ -165,17 +165,19 @@ def rollout(
         nonlocal lay_out
         checked = _check_params(params, group_size, padding_side)
         llm = engine_of(model)
+        choices = llm.engine.runner.choices
         pad = optional_integer("pad_token_id", pad_token_id, -(2**63), 2**63 - 1)
         record = record_routing
         if record is None:
-            record = checked.record_routing or llm.shape_of("routing")[0] > 0
+            record = checked.record_routing or choices["routing"].layers > 0
         checked = dataclasses.replace(
             checked,
             record_routing=switch("record_routing", record),
             record_indices=switch("record_indices", record_indices) or checked.record_indices,
         )
         rows = _prompt_rows(prompts, attention_mask, may_be_empty=process_group is not None)
-        first, rank = _first_seed(seed), rank_of(process_group)
+        first = draw_seed() if seed is None else integer("seed", seed, 0, 2**64 - 1, optional=True)
+        rank = rank_of(process_group)
         requests = [
             llm.engine.admission.admit(
                 row, dataclasses.replace(checked, seed=_mix_seed(first, rank, b))
@@ -187,7 +189,7 @@ def rollout(
             group_size=group_size,
             left=padding_side == "left",
             pad=llm.pad_token_id if pad is None else pad,
-            records={name: llm.shape_of(name) for name in checked.records},
+            records={name: (choices[name].layers, choices[name].k) for name in checked.records},
             support=checked.support,
         )
         return llm.engine, requests
@@ -229,12 +231,6 @@ def _prompt_rows(prompts: Any, attention_mask: Tensor | None, *, may_be_empty: b
     if not rows and not may_be_empty:
         raise InvalidRequest("no prompts: only a rank of a process_group may have none")
     return rows
-
-
-def _first_seed(seed: Any) -> int:
-    if seed is None:
-        return int(torch.randint(2**53, ()))
-    return integer("seed", seed, 0, 2**64 - 1, optional=True)
 
 
 def _mix_seed(seed: int, rank: int, prompt: int) -> int:

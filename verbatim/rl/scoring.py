@@ -150,20 +150,10 @@ def logprobs(
     token_logprobs = token_logprobs.reshape(sequences.shape)
     if scores is None:
         return token_logprobs
-    replaced: Tensor = _ReplaceValues.apply(token_logprobs, scores.detach().to(token_logprobs))  # type: ignore[no-untyped-call]
+    replaced = token_logprobs.clone()
+    with torch.no_grad():  # other values, and the same gradient
+        replaced.copy_(scores)
     return replaced
-
-
-class _ReplaceValues(torch.autograd.Function):
-    """Return `values` in the forward; pass the gradient to `token_logprobs` in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, token_logprobs: Tensor, values: Tensor) -> Tensor:
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
 
 
 def _own_forward(module: nn.Module, ids: Tensor, mask: Tensor, temperature: float) -> Tensor:

@@ -1,24 +1,22 @@
 """New weights from a trainer to a server, over a connection of their own.
 
-The trainer listens, and sends its address and a key by HTTP; the server connects. Then the tensors of an
-update follow in the order that was announced by HTTP.
+For each update the trainer listens, and sends its address and a key by HTTP; the server connects, and
+answers when it has received and written the tensors.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-import threading
 import urllib.error
 import urllib.request
-import weakref
-from collections.abc import Callable, Iterable
-from queue import SimpleQueue
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from verbatim.errors import VerbatimError, first_line
+from verbatim.errors import InvalidRequest, VerbatimError, first_line
+from verbatim.options import SENT_DTYPES
 from verbatim.placement.distributed.link import Link, Listener
 from verbatim.weights.update import Weights, named_weights
 
@@ -32,7 +30,7 @@ class WeightSender:
         url: of the server.
         api_key: of the server.
         host: address of this machine, as the server reaches it.
-        timeout_s: of the connection, and without progress of a tensor.
+        timeout_s: maximum seconds to connect, and without progress of a tensor.
 
     Raises:
         VerbatimError: the server refuses, or does not answer.
@@ -46,22 +44,9 @@ class WeightSender:
         host: str = "127.0.0.1",
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self._url, self._api_key, self._timeout_s = url.rstrip("/"), api_key, timeout_s
-        key, links = secrets.token_bytes(32), SimpleQueue[Link]()
-
-        def accept(who: dict[str, Any], link: Link) -> Callable[[], object]:
-            return lambda: links.put(link)
-
-        listener = Listener(key, host, accept)
-        self._trainer = {"trainer": key.hex()}
-        init = {"master_address": host, "master_port": listener.port}
-        try:
-            self._call("/init_weight_transfer_engine", {"init_info": init, **self._trainer})
-            self._link = links.get(timeout=timeout_s)
-            self._link.limit_sending(timeout_s)
-        finally:
-            listener.close()
-        weakref.finalize(self, self._link.close)
+        self._url, self._api_key = url.rstrip("/"), api_key
+        self._host, self._timeout_s = host, timeout_s
+        self._call("/is_paused")
 
     def send(self, weights: Weights, *, version: int | None = None) -> int:
         """Replace the server's weights: all of them or, on an error, none.
@@ -73,39 +58,47 @@ class WeightSender:
         Returns:
             The version.
         """
-        tensors = named_weights(weights)
-        self._call("/start_weight_update", self._trainer)
-        info = {
-            "names": list(tensors),
-            "dtype_names": [str(t.dtype).removeprefix("torch.") for t in tensors.values()],
-            "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        tensors, key = named_weights(weights), secrets.token_bytes(32)
+        for name, tensor in tensors.items():
+            if tensor.dtype not in SENT_DTYPES.values():
+                raise InvalidRequest(
+                    f"{name}: {tensor.dtype}: must be one of {', '.join(SENT_DTYPES)}"
+                )
+
+        def accept(who: dict[str, Any], link: Link) -> Callable[[], object]:
+            link.limit_sending(self._timeout_s)
+            return lambda: self._send(link, tensors)
+
+        listener = Listener(key, self._host, accept)
+        update = {
+            "master_address": self._host,
+            "master_port": listener.port,
+            "key": key.hex(),
+            "num_bytes": sum(tensor.nbytes for tensor in tensors.values()),
+            "version": version,
         }
-        # A daemon, as the server may have refused.
-        sending = threading.Thread(target=self._send, args=(tensors.values(),), daemon=True)
-        sending.start()
         try:
-            self._call("/update_weights", {"update_info": info})
-        except BaseException:  # it may have been broken off within a tensor
-            self._link.close()
-            raise
-        sending.join()
-        answer = self._call("/finish_weight_update", {"version": version})
-        return int(answer["weight_version"])
+            return int(self._call("/update_weights", update)["weight_version"])
+        finally:
+            listener.close()
 
     def pause(self, mode: str = "keep") -> None:
         """Stop the server's steps, as `LLM.pause`."""
         self._call(f"/pause?mode={mode}", {})
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Resume the server's steps."""
         self._call("/resume", {})
 
-    def _send(self, tensors: Iterable[Tensor]) -> None:
+    def _send(self, link: Link, tensors: dict[str, Tensor]) -> None:
         try:
-            for tensor in tensors:
-                self._link.send({"tensor": tensor.detach().cpu().contiguous()})
+            for name, tensor in tensors.items():
+                link.send({"name": name, "tensor": tensor.detach().cpu().contiguous()})
+            link.send({"end": True})
         except Exception:  # the server's answer has the reason
-            self._link.close()
+            pass
+        finally:
+            link.close()
 
     def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
         headers = {"Content-Type": "application/json"}

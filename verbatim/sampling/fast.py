@@ -7,7 +7,6 @@ import ctypes
 import torch
 from torch import Tensor
 
-from verbatim import kernels
 from verbatim.batch import Draw, SampleRow, Support
 from verbatim.kernels.functions import run
 from verbatim.params import SamplingParams
@@ -36,19 +35,12 @@ class _Row(ctypes.Structure):
     )
 
 
-def available() -> bool:
-    """Return whether the kernel was built for this processor."""
-    return kernels.library() is not None
-
-
 def supports(row: SampleRow) -> bool:
     """Return whether the kernel supports the row: all but the typical filter and beams."""
     return not row.num_candidates and (row.target is not None or row.params.typical_p == 1)
 
 
-def sample_rows(
-    logits: Tensor, rows: list[SampleRow], logits_rows: list[int], num_threads: int
-) -> list[Draw]:
+def sample_rows(logits: Tensor, rows: list[SampleRow], logits_rows: list[int]) -> list[Draw]:
     """Draw supported rows on the CPU, row i from `logits[logits_rows[i]]` of `[R, V]`."""
     if logits.dtype not in (torch.float32, torch.bfloat16):
         logits = logits.float()
@@ -72,7 +64,7 @@ def sample_rows(
         *(num_rows, vocab_size),
         specs,
         *(top_ids.data_ptr(), top_logprobs.data_ptr(), width),
-        max(1, min(num_threads, num_rows)),
+        max(1, min(torch.get_num_threads(), num_rows)),
     )
     tops = zip(specs, top_ids.tolist(), top_logprobs.tolist(), strict=True)
     return [
@@ -127,10 +119,3 @@ def support(logits: Tensor, params: SamplingParams) -> Support:
     at = ctypes.byref(spec), ids.data_ptr(), ctypes.byref(log_mass)
     count = run("vb_support", None, logits.data_ptr(), vocab_size, *at)
     return Support(None, 0.0) if count < 0 else Support(ids[:count].tolist(), log_mass.value)
-
-
-def gumbel_row(seed: int, sample_index: int, position: int, vocab_size: int) -> Tensor:
-    """Return the kernel's noise of ids 0 to `vocab_size - 1`: [V] float32."""
-    out = torch.empty(vocab_size, dtype=torch.float32)
-    run("vb_gumbel", None, seed, sample_index, position, vocab_size, out.data_ptr())
-    return out

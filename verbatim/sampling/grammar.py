@@ -111,19 +111,18 @@ class GrammarCompiler:
         with self._lock:
             return _key(params) in self._compiled
 
-    def start(self, params: SamplingParams, *, ends: bool) -> StructureState | None:
-        """Return the state before the first token, or None if `params` have no structure.
+    def start(self, params: SamplingParams, *, ends: bool) -> StructureState:
+        """Return the state before the first token.
 
         Args:
-            params: at most one of `json_schema`, `regex`, `grammar` and `choice` is set.
+            params: one of `json_schema`, `regex`, `grammar` and `choice` is set.
             ends: whether an id of `eos_ids` ends the completion.
 
         Raises:
             InvalidRequest: the structure is invalid, unsupported or unsatisfiable; the message has the
                 field and llguidance's reason.
         """
-        if (key := _key(params)) is None:
-            return None
+        key = _key(params)
         with self._lock:
             compiled = self._compiled.pop(key, None)
         compiled = compiled or self.compile(key)
@@ -267,8 +266,7 @@ class StructureState:
         """
         if self._ends and token_id in self._compiler.eos_ids:
             return True
-        if not self._allows(token_id):
-            raise AssertionError(f"id {token_id} was drawn, which the structure does not allow")
+        assert in_mask(self.mask(), token_id), f"id {token_id} was drawn, and does not fit"
         self._ids.append(token_id)
         self._mask = None
         return False
@@ -285,11 +283,6 @@ class StructureState:
         self._owns_lexer = False
         copy.__dict__.update(self.__dict__, _matcher=self._matcher.deep_copy(), _ids=[*self._ids])
         return copy
-
-    def _allows(self, token_id: int) -> bool:
-        if not 0 <= token_id < 32 * self._compiler.num_words:
-            return False
-        return in_mask(self.mask(), token_id)
 
     def _compute(self) -> Tensor:
         try:
@@ -418,10 +411,11 @@ def _num_chars(key: _Key) -> int:
     return len(source) if isinstance(source, str) else sum(map(len, source))
 
 
-def _key(params: SamplingParams) -> _Key | None:
-    """Return the cache key of a request's structure; None without a structure."""
+def _key(params: SamplingParams) -> _Key:
+    """Return the cache key of a request's structure."""
     name = params.structure
-    return None if name is None else (name, getattr(params, name), params.any_whitespace)
+    assert name is not None
+    return name, getattr(params, name), params.any_whitespace
 
 
 def _one_line(message: str) -> str:

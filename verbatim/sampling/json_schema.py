@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ _KEYWORDS |= frozenset(
     "$ref const enum type minItems maxItems required minProperties maxProperties minLength maxLength "
     "pattern format".split()
 )
+_CONSTANTS = _NUMBERS | {"const", "enum"}
 _OF_OTHERS = frozenset(["additionalProperties", "patternProperties", "minProperties"])
 _CHOICES = frozenset(["$ref", "anyOf", "oneOf"])
 _OLD_DRAFT = re.compile("draft-0[0-7]|2019-09")
@@ -55,13 +57,7 @@ def check_schema(root: dict[str, Any]) -> None:
     characters in constants, and counts of keys that repeated keys would satisfy.
     """
     old = bool(_OLD_DRAFT.search(str(root.get("$schema", ""))))
-    todo: list[tuple[str, Any]] = [("#", root)]
-    seen: set[int] = set()
-    while todo:
-        path, schema = todo.pop()
-        if not isinstance(schema, dict) or id(schema) in seen:
-            continue
-        seen.add(id(schema))
+    for path, schema, _ in _schemas(root):
 
         def refuse(why: str, path: str = path) -> None:
             raise InvalidRequest(f"json_schema: {path}: {why}")
@@ -83,20 +79,9 @@ def check_schema(root: dict[str, Any]) -> None:
                 f"minProperties={least} is not supported with {known} required properties: keys that are "
                 "not listed can repeat, so that one more than those is the most that can be promised"
             )
-        for key, value in schema.items():
-            if key in ("const", "enum") or key in _NUMBERS:
-                if why := _why_unsupported(value):
-                    refuse(f"{key}: {why}")
-            elif key in _MAPS and isinstance(value, dict):
-                todo += [(f"{path}/{key}/{name}", part) for name, part in value.items()]
-            elif isinstance(value, list) and (key in _LISTS or key == "items"):
-                todo += [(f"{path}/{key}/{index}", part) for index, part in enumerate(value)]
-            elif key in _SINGLES:
-                todo.append((f"{path}/{key}", value))
-            elif key == "$ref" and isinstance(value, str) and value.startswith("#/"):
-                todo.append(
-                    (value, _at(root, value))
-                )  # the target may be outside of schema keywords
+        for key in sorted(schema.keys() & _CONSTANTS):
+            if why := _why_unsupported(schema[key]):
+                refuse(f"{key}: {why}")
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
@@ -105,32 +90,12 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
     Otherwise a model, a small one above all, may invent further properties. A schema with several parts for
     one value is returned unchanged.
     """
-    todo: list[Any] = [schema]
-    while todo:
-        part = todo.pop()
-        if isinstance(part, dict):
-            if "allOf" in part or ("properties" in part and part.keys() & _CHOICES):
-                return schema
-            todo += part.values()
-        elif isinstance(part, list):
-            todo += part
-    found: dict[str, Any] = _closed(schema, 32)
-    return found
-
-
-def _closed(schema: Any, depth: int) -> Any:
-    if not isinstance(schema, dict) or not depth:
-        return schema
-    found = dict(schema)
-    for key, value in schema.items():
-        if key in _MAPS and isinstance(value, dict):
-            found[key] = {name: _closed(part, depth - 1) for name, part in value.items()}
-        elif key in _LISTS and isinstance(value, list):
-            found[key] = [_closed(part, depth - 1) for part in value]
-        elif key in _SINGLES:
-            found[key] = _closed(value, depth - 1)
-    if schema.get("properties") and not schema.keys() & _OF_OTHERS:
-        found["additionalProperties"] = False
+    found: dict[str, Any] = json.loads(json.dumps(schema))
+    for _, part, _ in _schemas(found):
+        if "allOf" in part or ("properties" in part and part.keys() & _CHOICES):
+            return schema
+        if part.get("properties") and not part.keys() & _OF_OTHERS:
+            part["additionalProperties"] = False
     return found
 
 
@@ -143,33 +108,23 @@ MAX_PATTERN_PROPERTIES = 100  # in a whole schema: each is compared with each
 MAX_MULTIPLES = 1_000_000  # the sum of all multipleOf
 
 
-def check_cost(root: Any) -> None:
-    """Refuse schemas that would take very long to compile."""
-    products: dict[int, int | None] = {}  # by id of a schema; None while it is computed
+def check_cost(root: dict[str, Any]) -> None:
+    """Refuse schemas that would take very long to compile.
+
+    References by `$id` reach any object, so that all are counted as schemas.
+    """
+    products: dict[int, int] = {}  # by id of a schema
     num_pattern_properties = sum_multiples = 0
-    todo: list[tuple[str, Any]] = [("#", root)]
-    while todo:
-        path, schema = todo[-1]
-        if not isinstance(schema, dict | list) or products.get(id(schema)) is not None:
-            todo.pop()
-            continue
-        parts = _parts(root, path, schema)
-        if id(schema) not in products:
-            products[id(schema)] = None
-            # A part that is being computed refers to itself, which adds nothing.
-            todo += [(where, part) for _, where, part in parts if id(part) not in products]
-            continue
-        todo.pop()
-        product = 1
-        if isinstance(schema, dict):
-            multiple = _coprime(schema.get("multipleOf"))
-            patterns = schema.get("patternProperties")
-            num_pattern_properties += len(patterns) if isinstance(patterns, dict) else 0
-            sum_multiples += multiple
-            product = multiple * _PATTERN_STATES ** (("pattern" in schema) + ("format" in schema))
+    for path, schema, parts in _schemas(root, anywhere=True):
+        multiple = _coprime(schema.get("multipleOf"))
+        patterns = schema.get("patternProperties")
+        num_pattern_properties += len(patterns) if isinstance(patterns, dict) else 0
+        sum_multiples += multiple
+        product = multiple * _PATTERN_STATES ** (("pattern" in schema) + ("format" in schema))
         either = 1
         for how, _, part in parts:
-            size = products.get(id(part)) or 1
+            # A part without a product refers to a schema around it, which adds nothing.
+            size = products.get(id(part), 1)
             product *= size if how == "all" else 1
             either = max(either, size if how == "any" else 1)
         product *= either
@@ -190,23 +145,63 @@ def check_cost(root: Any) -> None:
         )
 
 
-def _parts(root: Any, path: str, schema: Any) -> list[tuple[str, str, Any]]:
-    """Return (how it applies to the value, path, part) for each part of a schema or any JSON."""
-    items = enumerate(schema) if isinstance(schema, list) else schema.items()
-    parts = []
-    for key, value in items:
-        if (
-            isinstance(schema, dict)
-            and key in ("allOf", "anyOf", "oneOf")
-            and isinstance(value, list)
-        ):
-            how = "all" if key == "allOf" else "any"
-            parts += [(how, f"{path}/{key}/{i}", part) for i, part in enumerate(value)]
-        elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            parts.append(("all", value, _at(root, value) if value != "#" else root))
-        elif isinstance(value, dict | list):
+_Parts = list[tuple[str, str, dict[str, Any]]]
+
+
+def _schemas(
+    root: dict[str, Any], *, anywhere: bool = False
+) -> Iterator[tuple[str, dict[str, Any], _Parts]]:
+    """Yield each schema in a schema once, after its parts: its path, the schema and its `_parts`."""
+    todo: list[tuple[str, dict[str, Any], _Parts | None]] = [("#", root, None)]
+    seen: set[int] = set()
+    while todo:
+        path, schema, parts = todo.pop()
+        if parts is not None:
+            yield path, schema, parts
+        elif id(schema) not in seen:
+            seen.add(id(schema))
+            parts = _parts(root, path, schema, anywhere)
+            todo.append((path, schema, parts))
+            todo += [(where, part, None) for _, where, part in parts]
+
+
+def _parts(root: dict[str, Any], path: str, schema: dict[str, Any], anywhere: bool) -> _Parts:
+    """Return the schemas in a schema: how they apply to its value ("all", "any" or "none"), path, schema.
+
+    Args:
+        anywhere: include objects that are in no place of a schema, such as examples.
+    """
+    parts: list[tuple[str, str, Any]] = []
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            # The target may be outside of schema keywords.
+            parts.append(("all", value, _at(root, value)))
+        elif key in _MAPS and isinstance(value, dict):
+            parts += [("none", f"{path}/{key}/{name}", part) for name, part in value.items()]
+        elif isinstance(value, list) and (key in _LISTS or key == "items"):
+            how = {"allOf": "all", "anyOf": "any", "oneOf": "any"}.get(key, "none")
+            parts += [(how, f"{path}/{key}/{index}", part) for index, part in enumerate(value)]
+        elif key in _SINGLES:
             parts.append(("none", f"{path}/{key}", value))
-    return parts
+        elif anywhere:
+            parts += [("none", where, each) for where, each in _objects(f"{path}/{key}", value)]
+    return [
+        (how, place, each)
+        for how, where, part in parts
+        if anywhere or isinstance(part, dict)
+        for place, each in _objects(where, part)
+    ]
+
+
+def _objects(path: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the outermost objects of a JSON value, with their paths."""
+    todo = [(path, value)]
+    while todo:
+        where, each = todo.pop()
+        if isinstance(each, dict):
+            yield where, each
+        elif isinstance(each, list):
+            todo += [(f"{where}/{index}", entry) for index, entry in enumerate(each)]
 
 
 def format_embedded(grammar: str, options: JsonCompileOptions) -> str:
@@ -220,7 +215,8 @@ def format_embedded(grammar: str, options: JsonCompileOptions) -> str:
             continue
         try:
             schema, end = decoder.raw_decode(grammar, match.end())
-            check_cost(schema)
+            if isinstance(schema, dict):
+                check_cost(schema)
         except json.JSONDecodeError:
             continue  # not a schema; llguidance reports the error
         except InvalidRequest as error:
@@ -259,7 +255,7 @@ def _why_unsupported(value: Any) -> str | None:
 
 def _at(root: Any, pointer: str) -> Any:
     """Return the target of a JSON pointer, or None if missing, which llguidance reports."""
-    for part in pointer[2:].split("/"):
+    for part in pointer.split("/")[1:]:
         part = part.replace("~1", "/").replace("~0", "~")
         if isinstance(root, list) and part.isdecimal() and int(part) < len(root):
             root = root[int(part)]

@@ -12,6 +12,9 @@ import math
 import torch
 from torch import Tensor
 
+from verbatim import kernels
+from verbatim.kernels.functions import run
+
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
@@ -39,25 +42,26 @@ def _product(a: Tensor, m: int) -> tuple[Tensor, Tensor]:
     return high, low
 
 
-def random_words(seed: int, sample_index: int, position: int, groups: Tensor) -> Words:
-    """Return the words of ids `4 * groups` to `4 * groups + 3`; groups int64."""
+def gumbel_row(seed: int, sample_index: int, position: int, vocab_size: int) -> Tensor:
+    """Return the noise of ids 0 to `vocab_size - 1`: [V] float32.
+
+    Word `id % 4` of Philox with counter `(id // 4, position, sample_index, 0)` and the seed as key
+    (low word first), as `-log(-log1p(-(bits + 1/2) / 2**32))` in float64, rounded once to float32. The bits
+    are the same with and without kernels.
+    """
     for name, value in (("sample_index", sample_index), ("position", position)):
         if not 0 <= value <= _WORD:
             raise ValueError(f"{name}={value}: must be 0 to {_WORD}")
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed={seed}: must be 0 to {2**64 - 1}")
-    zero = torch.zeros_like(groups)
-    return philox((groups, zero + position, zero + sample_index, zero), (seed & _WORD, seed >> 32))
-
-
-def gumbel_row(seed: int, sample_index: int, position: int, vocab_size: int) -> Tensor:
-    """Return the noise of ids 0 to `vocab_size - 1`: [V] float32.
-
-    Word `id % 4` of Philox with counter `(id // 4, position, sample_index, 0)` and the seed as key
-    (low word first), as `-log(-log1p(-(bits + 1/2) / 2**32))` in float64, rounded once to float32.
-    """
+    if kernels.library() is not None:
+        out = torch.empty(vocab_size, dtype=torch.float32)
+        run("vb_gumbel", None, seed, sample_index, position, vocab_size, out.data_ptr())
+        return out
     groups = torch.arange((vocab_size + 3) // 4)
-    words = random_words(seed, sample_index, position, groups)
+    zero = torch.zeros_like(groups)
+    counter = groups, zero + position, zero + sample_index, zero
+    words = philox(counter, (seed & _WORD, seed >> 32))
     return _transform(torch.stack(words, dim=-1).flatten()[:vocab_size])
 
 

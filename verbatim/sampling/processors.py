@@ -19,8 +19,9 @@ from verbatim.batch import SampleRow
 from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams
 from verbatim.sampling.logprobs import lane_sum, masses
+from verbatim.sampling.stopping import stop_sequences
 
-_MINUS_INF = int(torch.tensor(-math.inf).view(torch.int32))
+_MINUS_INF = int(torch.tensor(-math.inf, device="cpu").view(torch.int32))
 
 
 def process(logits: Tensor, row: SampleRow) -> Tensor:
@@ -200,7 +201,7 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
         "logit_bias": params.logit_bias or (),
         "allowed_token_ids": params.allowed_token_ids or (),
         "bad_words": [i for word in params.bad_words if not isinstance(word, str) for i in word],
-        "stop_token_ids": [i for ids in params.stop_token_ids for i in _as_ids(ids)],
+        "stop_token_ids": [i for ids in stop_sequences(params) for i in ids],
     }
     for name, ids in named.items():
         for token_id in ids:
@@ -208,7 +209,3 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
                 raise InvalidRequest(
                     f"{name}: token id {token_id} is not in the vocabulary (0 to {vocab_size - 1})"
                 )
-
-
-def _as_ids(ids: int | Sequence[int]) -> Sequence[int]:
-    return (ids,) if isinstance(ids, int) else ids

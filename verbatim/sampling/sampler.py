@@ -1,9 +1,8 @@
 """The sampler: rows of logits to token ids and log-probs.
 
 Everything happens in float32, row by row, and is batch-invariant: no result depends on other rows or on
-the number of threads. `backend="kernel"` is the compiled one-pass sampler, `backend="reference"` the plain
-torch one; both draw the same ids. With logits on a GPU, unfiltered rows are drawn there, with the same
-bits, and the others on the CPU.
+the number of threads. The compiled one-pass sampler and the plain torch one draw the same ids. With logits
+on a GPU, unfiltered rows are drawn there, bit-identically, and the others on the CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor
 from verbatim import kernels
 from verbatim.batch import DRAW_FAILED, Candidates, Draw, Draws, SamplePlan, SampleRow, Support
 from verbatim.checks import integer
-from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.errors import InvalidRequest
 from verbatim.options import on_cpu
 from verbatim.params import SamplingParams
 from verbatim.sampling import fast, gpu
@@ -28,16 +27,12 @@ from verbatim.sampling.logprobs import Mass, likeliest
 from verbatim.sampling.noise import gumbel_row
 from verbatim.sampling.processors import edit, is_greedy, temperature, warp
 
-Noise = Callable[[int, int, int, int], Tensor]  # `gumbel_row`
 # From rows of a plan, and their rows of logits, to the draws; None for one that is left to others.
 Sample = Callable[[list[SampleRow], list[int]], Iterable[Draw | None]]
-BACKENDS = ("auto", "kernel", "reference")
 MAX_POSITION = 2**32 - 1
 
 
-def sample_rows(
-    logits: Tensor, plan: SamplePlan, *, backend: str = "auto", num_threads: int | None = None
-) -> Draws:
+def sample_rows(logits: Tensor, plan: SamplePlan) -> Draws:
     """Draw an id, or score the target, for each row of a plan.
 
     A drawn id is `argmax(process(logits) + gumbel)`, ties to the lowest id; at temperature 0 the
@@ -50,22 +45,13 @@ def sample_rows(
         logits: `[R, V]`, any floating dtype and device; never written to.
         plan: one `SampleRow` per row of logits, or with `logits_rows`: several samples may be drawn
             from one row.
-        backend: "auto" takes the kernel if it was built.
-        num_threads: for the kernel; None takes torch's number. No result depends on it.
 
     Returns:
         A `Draw` for each row. `logprob` is of the raw logits at temperature 1, `sampled_logprob` of the
         distribution drawn from (0.0 at temperature 0, NaN for targets); the top lists leave out ids of
         probability 0.
-
-    Raises:
-        NotSupported: an unknown backend, or `backend="kernel"` without a kernel.
     """
-    if backend not in BACKENDS:
-        raise NotSupported(f"backend={backend!r}: must be one of {', '.join(BACKENDS)}")
     places = _places(logits, plan)
-    if backend == "kernel" and not fast.available():
-        raise NotSupported("backend='kernel': no kernel was built for this processor")
     logits, rows = logits.detach(), plan.rows
     draws: list[Draw | None] = [None] * len(rows)
 
@@ -77,24 +63,20 @@ def sample_rows(
             for i, draw in zip(some, drawn, strict=True):
                 draws[i] = draw
 
-    if backend == "auto" and logits.is_floating_point() and kernels.triton_serves(logits.device):
+    if logits.is_floating_point() and kernels.triton_serves(logits.device):
         fill(gpu.supports, partial(gpu.sample_rows, logits), places)
     on_cpu, there = logits, places
     if not logits.is_cpu and None in draws:
         used = sorted({place for place, draw in zip(places, draws, strict=True) if draw is None})
         on_cpu = logits[torch.tensor(used, device=logits.device)].cpu()
         there = [bisect_left(used, place) for place in places]
-    use_kernel = backend != "reference" and fast.available()
-    if use_kernel:
-        threads = num_threads or torch.get_num_threads()
-        fill(fast.supports, partial(fast.sample_rows, on_cpu, num_threads=threads), there)
-    # The kernel's noise has the bits of the reference's.
-    noise = fast.gumbel_row if use_kernel else gumbel_row
-    fill(lambda row: True, partial(_reference, on_cpu, noise), there)
+    if kernels.library() is not None:
+        fill(fast.supports, partial(fast.sample_rows, on_cpu), there)
+    fill(lambda row: True, partial(_reference, on_cpu), there)
     complete = [draw for draw in draws if draw is not None]
     for i, (row, draw) in enumerate(zip(rows, complete, strict=True)):
         if row.params.support and row.target is None and draw.id >= 0:
-            support = _support_of(logits[places[i]].cpu(), row, draw.id, use_kernel=use_kernel)
+            support = _support_of(logits[places[i]].cpu(), row, draw.id)
             complete[i] = draw._replace(support=support)
     return complete
 
@@ -114,16 +96,11 @@ def _places(logits: Tensor, plan: SamplePlan) -> list[int]:
     return places
 
 
-def _reference(
-    logits: Tensor, noise: Noise, rows: list[SampleRow], places: list[int]
-) -> list[Draw]:
-    return [
-        _reference_row(logits[place].float(), row, noise)
-        for row, place in zip(rows, places, strict=True)
-    ]
+def _reference(logits: Tensor, rows: list[SampleRow], places: list[int]) -> Iterable[Draw]:
+    return map(_reference_row, (logits[place].float() for place in places), rows)
 
 
-def _reference_row(raw: Tensor, row: SampleRow, noise: Noise) -> Draw:
+def _reference_row(raw: Tensor, row: SampleRow) -> Draw:
     """Draw one row `[V]`."""
     mass = Mass.of(raw)
     if mass is None:
@@ -135,7 +112,7 @@ def _reference_row(raw: Tensor, row: SampleRow, noise: Noise) -> Draw:
     elif row.target is not None:
         token_id = row.target
     else:
-        token_id, sampled_logprob = _draw(edit(raw, row), row, noise)
+        token_id, sampled_logprob = _draw(edit(raw, row), row)
     if token_id < 0:
         return _failed()
     top_ids = likeliest(raw, row.num_logprobs)
@@ -161,14 +138,14 @@ def _candidates(raw: Tensor, mass: Mass, row: SampleRow) -> Candidates | None:
     return Candidates(ids.tolist(), logprobs[ids].tolist(), scores[ids].tolist())
 
 
-def _draw(edited: Tensor, row: SampleRow, noise: Noise) -> tuple[int, float]:
+def _draw(edited: Tensor, row: SampleRow) -> tuple[int, float]:
     """Draw an id from an edited row `[V]`; return it and its log-prob, or (-1, NaN) if nothing is left."""
     if not torch.isfinite(edited.max()):
         return -1, math.nan
     if is_greedy(edited, row.params.temperature):
         return _first(edited, edited.max()), 0.0
     logits = warp(edited, row.params)
-    scores = logits + noise(row.seed, row.sample_index, row.position, logits.shape[0])
+    scores = logits + gumbel_row(row.seed, row.sample_index, row.position, logits.shape[0])
     token_id = _first(scores, scores.max())
     mass = Mass.of(logits)
     assert mass is not None  # every filter keeps the largest logit
@@ -179,14 +156,14 @@ def _first(values: Tensor, value: Tensor) -> int:
     return int((values == value).nonzero()[0])
 
 
-def _support_of(raw: Tensor, row: SampleRow, token_id: int, *, use_kernel: bool) -> Support:
+def _support_of(raw: Tensor, row: SampleRow, token_id: int) -> Support:
     """Return the support of a row that drew `token_id` from its raw logits `[V]`."""
     params = row.params
     logits = edit(raw.float(), row)
     if is_greedy(logits, params.temperature):
         return Support([token_id], 0.0)
     logits = temperature(logits, params.temperature)
-    if use_kernel and params.typical_p == 1:
+    if params.typical_p == 1 and kernels.library() is not None:
         return fast.support(logits, params)
     has_top_k = 0 < params.top_k < len(logits)
     if not (has_top_k or params.top_p < 1 or params.min_p > 0 or params.typical_p < 1):
@@ -229,9 +206,14 @@ def sample(
             seed, or a row without a token that can be drawn.
     """
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():
-        shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise InvalidRequest(f"logits must be a floating point tensor [B, V], not {shape}")
+    if not isinstance(logits, Tensor):
+        raise InvalidRequest(f"logits must be a tensor [B, V], not {type(logits).__name__}")
+    has_values = logits.layout == torch.strided and not logits.is_meta
+    if logits.dim() != 2 or not logits.is_floating_point() or not has_values:
+        raise InvalidRequest(
+            f"logits must be a dense floating point tensor [B, V], not {logits.dtype} "
+            f"{list(logits.shape)}, {logits.layout} on {logits.device}"
+        )
     if logits.shape[1] == 0:
         raise InvalidRequest(f"logits {list(logits.shape)} have no vocabulary to draw from")
     positions = _positions(seed, position, logits.shape[0])

@@ -5,12 +5,25 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable
+from enum import StrEnum
 from typing import Self, cast
 
-from verbatim.core import FinishReason, StopReason
 from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams
 from verbatim.text.detokenizer import Detokenizer
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"  # end of sequence, a stop id or a stop string; `stop_reason` says which
+    LENGTH = "length"  # `max_tokens`, or the length limit
+    TIMEOUT = "timeout"  # `timeout_s` passed
+    ABORT = "abort"  # aborted by the caller
+    ERROR = "error"
+
+
+StopReason = int | str | tuple[int, ...] | None  # the id, the string or the ids; None for length
 
 
 class StopWatch:
@@ -53,7 +66,7 @@ class StopWatch:
         self._max_tokens = max_tokens
         self._min_tokens = params.min_tokens
         self._stop_ids = single_stop_ids(params, eos_ids)
-        self._sequences = sorted((s for s in _stop_ids(params) if len(s) > 1), key=len)[::-1]
+        self._sequences = sorted((s for s in stop_sequences(params) if len(s) > 1), key=len)[::-1]
         self._ids: list[int] = []  # the last ones, to match stop sequences
         self._stops = tuple(params.stop)
         self._longest_stop = max(map(len, self._stops), default=1)
@@ -220,19 +233,12 @@ def _common_prefix(a: str, b: str) -> int:
     return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
-def banned_until_min_tokens(
-    params: SamplingParams, eos_ids: frozenset[int], num_output: int
-) -> list[int]:
-    """Return the ids banned before `min_tokens` tokens: end of sequence and stop ids."""
-    return sorted(single_stop_ids(params, eos_ids)) if num_output < params.min_tokens else []
-
-
 def single_stop_ids(params: SamplingParams, eos_ids: frozenset[int]) -> frozenset[int]:
     """Return the single ids that end a completion."""
-    single = frozenset(s[0] for s in _stop_ids(params) if len(s) == 1)
+    single = frozenset(s[0] for s in stop_sequences(params) if len(s) == 1)
     return single if params.ignore_eos else single | eos_ids
 
 
-def _stop_ids(params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+def stop_sequences(params: SamplingParams) -> tuple[tuple[int, ...], ...]:
     """Return `stop_token_ids` as `SamplingParams` normalizes them: tuples."""
     return cast("tuple[tuple[int, ...], ...]", params.stop_token_ids)

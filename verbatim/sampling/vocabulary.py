@@ -6,16 +6,13 @@ It requires context-free pieces, except at the beginning of a text.
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
 from verbatim.errors import InvalidRequest
-from verbatim.text.detokenizer import piece_bytes
 from verbatim.text.tokenizer import Tokenizer
 
-_BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
 _STEPS = ("Replace", "ByteFallback", "Fuse", "Strip", "Metaspace")  # of decoders, besides ByteLevel
 
 
@@ -35,24 +32,21 @@ class Vocabulary:
         self.never_first: list[int] = []
         self.greedy: Any = None
         self._backend = _backend(tokenizer)
-        is_bytes = [step["type"] for step in tokenizer.decoder_steps] == ["ByteLevel"]
-        has_fallback = any(step["type"] == "ByteFallback" for step in tokenizer.decoder_steps)
-        added = self._backend.get_added_tokens_decoder()
+        num_added = len(self._backend.get_added_tokens_decoder())
+        marks = tokenizer.special_ids | {*tokenizer.marks.values()}
         decode = self._backend.decoder.decode
-        for i in range(min(vocab_size, tokenizer.vocab_size + len(added) + 1)):
+        for i in range(min(vocab_size, tokenizer.vocab_size + num_added + 1)):
             piece = tokenizer.piece(i)
             if piece is None:
                 continue
             self.real_ids.append(i)
-            # Grammars refer to tokens by names in angle brackets, special or not.
-            if i in tokenizer.special_ids or (i in added and re.fullmatch("<.+>", piece)):
+            if i in marks:
                 self.special_token_ids.append(i)
                 self.tokens[i] = piece.encode()
-            elif is_bytes:
-                self.tokens[i] = piece_bytes(piece)
-            elif has_fallback and (byte := _BYTE_PIECE.fullmatch(piece)):
-                self.tokens[i] = bytes([int(byte[1], 16)])
-                if self.tokens[i].isascii() and decode([piece]).encode() != self.tokens[i]:
+            elif (encoded := tokenizer.piece_bytes(piece)) is not None:
+                self.tokens[i] = encoded
+                is_text = not tokenizer.is_byte_level and encoded.isascii()
+                if is_text and decode([piece]).encode() != encoded:
                     self.never_first.append(i)
             else:
                 text = decode(["x", piece])[1:]
@@ -60,7 +54,7 @@ class Vocabulary:
                 if decode([piece]) != text:
                     self.never_first.append(i)
         self._special = frozenset(self.special_token_ids)
-        if not is_bytes:
+        if not tokenizer.is_byte_level:
             self._backend = _without_prefix(self._backend)
 
     def __call__(self, text: bytes | str) -> list[int]:
@@ -89,7 +83,7 @@ def _backend(tokenizer: Tokenizer) -> Backend:
     replaced = [step["pattern"].get("String", "") for step in steps if step["type"] == "Replace"]
     stripped = [step["stop"] for step in steps if step["type"] == "Strip"]
     plain = all(kind in _STEPS for kind in kinds) and all(len(text) == 1 for text in replaced)
-    if tokenizer.cleans_up or (kinds != ["ByteLevel"] and not (plain and not any(stripped))):
+    if tokenizer.cleans_up or not (tokenizer.is_byte_level or (plain and not any(stripped))):
         how = "cleans up spaces" if tokenizer.cleans_up else f"joins them by {', '.join(kinds)}"
         raise InvalidRequest(
             "structured outputs need a tokenizer whose pieces add the same text wherever they stand "

@@ -11,11 +11,11 @@ from pydantic import Field
 from verbatim.errors import InvalidRequest, ModelError, NotSupported
 from verbatim.serve.errors import Refusal
 from verbatim.serve.fields import Strict, Switch
-from verbatim.serve.service import Service
+from verbatim.serve.service import Client, Service
 
 
 class LoadAdapter(Strict):
-    """A request to load an adapter."""
+    """A LoRA adapter to load, from a folder inside of --adapter-root; needs an API key."""
 
     lora_name: str = Field(min_length=1, max_length=256, examples=["law"])
     lora_path: str = Field(
@@ -30,13 +30,13 @@ class LoadAdapter(Strict):
 
 
 class UnloadAdapter(Strict):
-    """A request to unload an adapter."""
+    """A LoRA adapter to unload; running requests finish with it. Needs an API key."""
 
     lora_name: str = Field(min_length=1, max_length=256, examples=["law"])
     lora_int_id: int | None = Field(None, description="Has no effect.")
 
 
-async def load(service: Service, body: LoadAdapter) -> dict[str, Any]:
+async def load_adapter(service: Service, body: LoadAdapter, _: Client) -> dict[str, Any]:
     """Load an adapter between two steps of the engine."""
     root = _root(service)
     if body.lora_name == service.name:
@@ -59,7 +59,7 @@ async def load(service: Service, body: LoadAdapter) -> dict[str, Any]:
     return {"status": "ok", "lora_name": body.lora_name}
 
 
-async def unload(service: Service, body: UnloadAdapter) -> dict[str, Any]:
+async def unload_adapter(service: Service, body: UnloadAdapter, _: Client) -> dict[str, Any]:
     """Unload an adapter; running requests finish with it."""
     _root(service)
     await asyncio.to_thread(service.llm.unload_adapter, body.lora_name)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -17,17 +19,25 @@ from starlette.responses import Response
 from verbatim._version import __version__
 from verbatim.llm import LLM
 from verbatim.plain import to_plain
-from verbatim.serve import adapters, native
-from verbatim.serve.adapters import LoadAdapter, UnloadAdapter
+from verbatim.serve.adapters import LoadAdapter, UnloadAdapter, load_adapter, unload_adapter
 from verbatim.serve.bodies import BodyRoute, refusal_of_body
 from verbatim.serve.chat import ChatRequest
 from verbatim.serve.completions import CompletionRequest
-from verbatim.serve.errors import ClientGone, Json, Refusal, refusal_of
+from verbatim.serve.errors import Json, Refusal, refusal_of
 from verbatim.serve.events import answered, streamed
 from verbatim.serve.fields import ChatCompletions, Completions
 from verbatim.serve.guard import Guard
-from verbatim.serve.messages import CountTokens, Messages, MessagesRequest
-from verbatim.serve.native import Detokenize, Generate, GenerateRequest, Score, Tokenize
+from verbatim.serve.messages import CountTokens, Messages, MessagesRequest, count_tokens
+from verbatim.serve.native import (
+    Detokenize,
+    Generate,
+    GenerateRequest,
+    Score,
+    Tokenize,
+    detokenize,
+    score,
+    tokenize,
+)
 from verbatim.serve.responses import Responses, ResponsesRequest
 from verbatim.serve.service import Client, Service
 from verbatim.serve.settings import ServeSettings
@@ -77,53 +87,52 @@ def make_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
             allow_headers=["Authorization", "X-Api-Key", "Content-Type", "Anthropic-Version"],
         )
     _refusals(app)
-    _openai(app, service)
-    _ours(app, service)
-    _adapters(app, service)
-    _operations(app, service)
+    _add_posts(app, service)
+    _add_models(app, service)
+    _add_operations(app, service)
     if settings.training:
         app.include_router(training_routes(service))
     return app
 
 
-def _client(http: Request) -> Client:
-    address = "" if http.client is None else http.client.host
-    return Client(str(getattr(http.state, "key", "")), address)
+def _add_posts(app: FastAPI, service: Service) -> None:
+    """Add the endpoints that take a body."""
+    for tag, path, body, handler in (
+        ("OpenAI", "/v1/completions", Completions, CompletionRequest),
+        ("OpenAI", "/v1/chat/completions", ChatCompletions, ChatRequest),
+        ("OpenAI", "/v1/responses", Responses, ResponsesRequest),
+        ("Anthropic", "/v1/messages", Messages, MessagesRequest),
+        ("Anthropic", "/v1/messages/count_tokens", CountTokens, count_tokens),
+        ("Verbatim", "/v1/generate", Generate, GenerateRequest),
+        ("Verbatim", "/v1/logprobs", Score, score),
+        ("Verbatim", "/tokenize", Tokenize, tokenize),
+        ("Verbatim", "/detokenize", Detokenize, detokenize),
+        ("Operations", "/v1/load_lora_adapter", LoadAdapter, load_adapter),
+        ("Operations", "/v1/unload_lora_adapter", UnloadAdapter, unload_adapter),
+    ):
+        endpoint = _endpoint(service, body, handler)
+        endpoint.__name__ = path.strip("/").replace("/", "_")
+        app.post(path, description=body.__doc__, responses=_ERRORS, tags=[tag])(endpoint)
 
 
-async def _answer(
-    http: Request,
-    request: CompletionRequest | ChatRequest | ResponsesRequest | MessagesRequest | GenerateRequest,
-    stream: bool | None,
-    *,
-    done: bool = True,
-) -> Response:
-    if stream:
-        return await streamed(http, request.events(_client(http)), done=done)
-    return await answered(http, request.answer(_client(http)))
+def _endpoint(service: Service, model: type[BaseModel], handler: Any) -> Callable[..., Any]:
+    """Return the endpoint of a class of requests, or of a coroutine function that returns the answer."""
+
+    async def endpoint(http: Request, body: Any) -> Response:
+        address = "" if http.client is None else http.client.host
+        client = Client(str(getattr(http.state, "key", "")), address)
+        if not isinstance(handler, type):
+            return answered(http, partial(handler, service, body, client))
+        request: Any = handler(service, body)
+        if body.stream:
+            return streamed(http, request.events(client), done=request.ends_with_done)
+        return answered(http, partial(request.answer, client))
+
+    endpoint.__annotations__["body"] = model
+    return endpoint
 
 
-def _openai(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions", responses=_ERRORS, tags=["OpenAI"])
-    async def create_completion(http: Request, body: Completions) -> Response:
-        return await _answer(http, CompletionRequest(service, body), body.stream)
-
-    @app.post("/v1/chat/completions", responses=_ERRORS, tags=["OpenAI"])
-    async def create_chat_completion(http: Request, body: ChatCompletions) -> Response:
-        return await _answer(http, ChatRequest(service, body), body.stream)
-
-    @app.post("/v1/responses", responses=_ERRORS, tags=["OpenAI"])
-    async def create_response(http: Request, body: Responses) -> Response:
-        return await _answer(http, ResponsesRequest(service, body), body.stream, done=False)
-
-    @app.post("/v1/messages", responses=_ERRORS, tags=["Anthropic"])
-    async def create_message(http: Request, body: Messages) -> Response:
-        return await _answer(http, MessagesRequest(service, body), body.stream, done=False)
-
-    @app.post("/v1/messages/count_tokens", responses=_ERRORS, tags=["Anthropic"])
-    async def count_tokens(http: Request, body: CountTokens) -> Response:
-        return await answered(http, MessagesRequest(service, body).count())
-
+def _add_models(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", tags=["OpenAI"])
     async def list_models() -> Response:
         return Json({"object": "list", "data": service.models()})
@@ -134,37 +143,7 @@ def _openai(app: FastAPI, service: Service) -> None:
         return Json(next(entry for entry in service.models() if entry["id"] == name))
 
 
-def _ours(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/generate", responses=_ERRORS, tags=["Verbatim"])
-    async def generate(http: Request, body: Generate) -> Response:
-        return await _answer(http, GenerateRequest(service, body), body.stream, done=False)
-
-    @app.post("/v1/logprobs", responses=_ERRORS, tags=["Verbatim"])
-    async def logprobs(http: Request, body: Score) -> Response:
-        return await answered(http, native.score(service, body, _client(http)))
-
-    @app.post("/tokenize", responses=_ERRORS, tags=["Verbatim"])
-    async def tokenize(http: Request, body: Tokenize) -> Response:
-        return await answered(http, native.tokenize(service, body))
-
-    @app.post("/detokenize", responses=_ERRORS, tags=["Verbatim"])
-    async def detokenize(http: Request, body: Detokenize) -> Response:
-        return await answered(http, native.detokenize(service, body))
-
-
-def _adapters(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/load_lora_adapter", responses=_ERRORS, tags=["Operations"])
-    async def load(http: Request, body: LoadAdapter) -> Response:
-        """Load a LoRA adapter from a folder below --adapter-root; needs an API key."""
-        return await answered(http, adapters.load(service, body))
-
-    @app.post("/v1/unload_lora_adapter", responses=_ERRORS, tags=["Operations"])
-    async def unload(http: Request, body: UnloadAdapter) -> Response:
-        """Unload a LoRA adapter; running requests finish with it. Needs an API key."""
-        return await answered(http, adapters.unload(service, body))
-
-
-def _operations(app: FastAPI, service: Service) -> None:
+def _add_operations(app: FastAPI, service: Service) -> None:
     @app.get("/health", tags=["Operations"])
     async def health() -> Response:
         """Liveness: the process responds and its engine is open."""
@@ -219,13 +198,8 @@ def _refusals(app: FastAPI) -> None:
             return refusal_of_body(error.errors(), skip=1).response()
         return refusal_of(error).response()
 
-    async def gone(http: Request, _: Exception) -> Response:
-        app.state.service.metrics.left.inc()
-        return Response(status_code=499)  # the client is gone
-
     app.add_exception_handler(RequestValidationError, refuse)
     app.add_exception_handler(HTTPException, refuse)
-    app.add_exception_handler(ClientGone, gone)
 
 
 def places_of(info: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -235,30 +209,22 @@ def places_of(info: Mapping[str, Any]) -> list[dict[str, Any]]:
         For each its `name`, `weight_bytes` (including embedding and head), and `layers`: the fraction of
         each layer's weights there, 0 to 1.
     """
+    places: list[tuple[str, int, list[float]]] = []
     if "unit_tiers" in info:
-        return _tiers(info["unit_tiers"])
-    count = info["layers"]
-    if "stages" not in info:
-        return [_place("memory", info["weight_bytes"], [1.0] * count)]
-    places = []
-    for number, stage in enumerate(info["stages"]):
-        first, end = stage["layers"]
-        shares = [float(first <= layer < end) for layer in range(count)]
-        name = f"stage {number} on {stage['machine']}"
-        places.append(_place(name, stage["weight_bytes"], shares))
-    return places
-
-
-def _place(name: str, weight_bytes: int, layers: list[float]) -> dict[str, Any]:
-    return {"name": name, "weight_bytes": weight_bytes, "layers": layers}
-
-
-def _tiers(units: Mapping[str, Mapping[str, int]]) -> list[dict[str, Any]]:
-    layers = [held for name, held in units.items() if name.rpartition(".")[2].isdigit()]
-    places = []
-    for tier in ("gpu", "cpu", "disk"):
-        nbytes = sum(held.get(tier, 0) for held in units.values())
-        if nbytes:
-            shares = [held.get(tier, 0) / (sum(held.values()) or 1) for held in layers]
-            places.append(_place(tier, nbytes, shares))
-    return places
+        units: Mapping[str, Mapping[str, int]] = info["unit_tiers"]
+        layers = [held for name, held in units.items() if name.rpartition(".")[2].isdigit()]
+        for tier in ("gpu", "cpu", "disk"):
+            if nbytes := sum(held.get(tier, 0) for held in units.values()):
+                shares = [held.get(tier, 0) / (sum(held.values()) or 1) for held in layers]
+                places.append((tier, nbytes, shares))
+    elif "stages" in info:
+        for number, stage in enumerate(info["stages"]):
+            first, end = stage["layers"]
+            shares = [float(first <= layer < end) for layer in range(info["layers"])]
+            name = f"stage {number} on {stage['machine']}"
+            places.append((name, stage["weight_bytes"], shares))
+    else:
+        places.append(("memory", info["weight_bytes"], [1.0] * info["layers"]))
+    return [
+        {"name": name, "weight_bytes": nbytes, "layers": shares} for name, nbytes, shares in places
+    ]

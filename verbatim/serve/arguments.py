@@ -24,6 +24,8 @@ _OF_FLAGS = _NOTES | {"enum"}  # keys of a schema of booleans or null
 _OF_STRINGS = _NOTES | {"enum", "const", "anyOf", "$ref", "minLength", "maxLength"}
 _OF_ARGUMENTS = _NOTES | {"properties", "required", "additionalProperties", "$defs", "definitions"}
 _OF_ARGUMENTS |= {"$schema", "$id"}  # keys of the schema of all arguments
+# Of one argument: a schema may refer to itself many times.
+_MAX_REFERENCES, _MAX_VARIANTS = 64, 4096
 
 
 def schema_of(function: Function) -> dict[str, Any]:
@@ -63,35 +65,26 @@ class ArgumentFormat:
         """
         try:
             return self._rules(rule, function, marks)
-        except (
-            TypeError,
-            AttributeError,
-            KeyError,
-        ) as error:  # keywords with values of other types
+        except (TypeError, AttributeError, KeyError) as error:
+            # A keyword has a value of another type.
             raise InvalidRequest(f"tools: {function.name}: not a JSON schema: {error}") from None
 
     def _rules(self, rule: str, function: Function, marks: Marks) -> list[str]:
         schema = schema_of(function)
         properties, required = schema.get("properties", {}), schema.get("required", [])
         self._check(function.name, schema, properties, required)
-        rules, pairs = [], {}
-        for number, (name, value) in enumerate(properties.items()):
+        rules, pairs = list[str](), dict[str, str]()
+        for name, value in properties.items():
             head = marks.lark(self.head.replace("NAME", name))
-            rules += self._value(f"{rule}_{number}", function.name, value, schema, marks)
-            pairs[name] = f"{head} {rule}_{number}"
+            pairs[name] = f"{head} {self._value(function.name, value, schema, marks, rules)}"
         between = f"{marks.lark(self.between)} " if self.between else ""
-        first = f" {between}".join(pairs[name] for name in required)
-        rest = [pair for name, pair in pairs.items() if name not in required]
-        for number, pair in enumerate(rest):  # the optional arguments from this one on
-            later, more = f"{rule}_from_{number + 1}", ""
-            if number + 1 < len(rest):
-                more = f" ({between}{later})? | {later}"
-            rules.append(f"{rule}_from_{number}: {pair}{more}\n")
-        optional = f"{rule}_from_0" if rest else ""
-        if first and optional:
-            optional = f"{between}{optional}"
-        if optional:
-            optional = f" ({optional})?"
+        first = f" {between}".join(pairs.pop(name) for name in required)
+        later = ""  # the rule of the optional arguments from one on
+        for number, pair in enumerate(reversed(pairs.values())):
+            more = f" ({between}{later})? | {later}" if later else ""
+            later = f"{rule}_last_{number + 1}"
+            rules.append(f"{later}: {pair}{more}\n")
+        optional = f" ({between if first else ''}{later})?" if later else ""
         return [f"{rule}: {first}{optional}\n", *rules]
 
     def _check(
@@ -107,12 +100,12 @@ class ArgumentFormat:
         _refuse(name, set(schema) - _OF_ARGUMENTS)
 
     def _value(
-        self, rule: str, name: str, value: Any, root: dict[str, Any], marks: Marks
-    ) -> list[str]:
-        """Return the rules of a value and the tail."""
+        self, name: str, value: Any, root: dict[str, Any], marks: Marks, rules: list[str]
+    ) -> str:
+        """Return the expression of a value and the tail; add rules that it needs."""
         kinds = _kinds(value, root)
         if self.raw and (kinds is None or "string" in kinds):
-            return self._raw(rule, name, _plain(name, value, root), marks)
+            return self._raw(name, _plain(name, value, root), marks, rules)
         tail = marks.lark(self.tail)
         if isinstance(value, dict) and value.get("type") in ("boolean", "null"):
             _refuse(name, set(value) - _OF_FLAGS)
@@ -122,12 +115,12 @@ class ArgumentFormat:
             words = {python for python, word in _WORDS.items() if word in words} | (
                 words if self.raw else set()
             )
-            return [f"{rule}: ({' | '.join(map(json.dumps, sorted(words)))}) {tail}\n"]
+            return f"({' | '.join(map(json.dumps, sorted(words)))}) {tail}"
         if isinstance(value, dict):
             value = value | {key: root[key] for key in ("$defs", "definitions") if key in root}
-        return [f"{rule}: {rule}_json {tail}\n", f"{rule}_json: %json {json.dumps(value)}\n"]
+        return f"%json {json.dumps(value)} {tail}"
 
-    def _raw(self, rule: str, name: str, value: dict[str, Any], marks: Marks) -> list[str]:
+    def _raw(self, name: str, value: dict[str, Any], marks: Marks, rules: list[str]) -> str:
         tail = self.tail
         given = value.get("enum", [value["const"]] if "const" in value else None)
         if given is not None:
@@ -136,15 +129,15 @@ class ArgumentFormat:
                 raise NotSupported(
                     f"tools: {name}: an enum has {tail.strip()!r}, which ends arguments"
                 )
-            return [f"{rule}: ({' | '.join(map(json.dumps, texts))}) {marks.lark(tail)}\n"]
+            return f"({' | '.join(map(json.dumps, texts))}) {marks.lark(tail)}"
         text, body = "raw", ANYTHING
         if "minLength" in value or "maxLength" in value:
             least, most = value.get("minLength", 0), value.get("maxLength", "")
             text, body = f"raw_{least}_{most}", rf"(.|\n){{{least},{most}}}"
         mark = tail.strip()
         lead, rest = tail.split(mark)
-        raw = marks.until(text, mark, body + lead.replace("\n", r"\n"))
-        return [f"{rule}: {text} {marks.lark(rest)}\n", raw]
+        rules.append(marks.until(text, mark, body + lead.replace("\n", r"\n")))
+        return f"{text} {marks.lark(rest)}"
 
     def read(self, text: str, at: int, function: Function) -> tuple[str, int]:
         """Return the arguments at a position as a JSON object, and where they end.
@@ -185,27 +178,47 @@ def _refuse(name: str, keys: set[str]) -> None:
         )
 
 
-def _kinds(schema: Any, root: dict[str, Any], depth: int = 8) -> set[str] | None:
+def _variants(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the alternatives of a schema, each with the keys beside `anyOf` or a reference.
+
+    References are replaced where they are known; those that are not, and schemas with very many alternatives,
+    remain a `$ref`. [{}] for any value.
+    """
+    variants, todo, num_references = list[dict[str, Any]](), [schema], 0
+    while todo:
+        part = todo.pop()
+        if not isinstance(part, dict):
+            variants.append({})
+            continue
+        key = next((key for key in ("$ref", "anyOf", "oneOf") if part.get(key)), None)
+        beside = {name: value for name, value in part.items() if name != key}
+        if key == "$ref" and isinstance(part[key], str):
+            num_references += 1
+            where, _, name = part[key].removeprefix("#/").partition("/")
+            found = root.get(where, {}).get(name) if where in ("$defs", "definitions") else None
+            found = found or {"$ref": None}
+            todo.append(beside | found if isinstance(found, dict) else found)
+        elif key is not None and isinstance(part[key], list):
+            some = reversed(part[key])
+            todo += [beside | each if isinstance(each, dict) else beside for each in some]
+        else:
+            variants.append(part)
+        if num_references > _MAX_REFERENCES or len(todo) + len(variants) > _MAX_VARIANTS:
+            return [{"$ref": None}]
+    return variants
+
+
+def _kinds(schema: Any, root: dict[str, Any]) -> set[str] | None:
     """Return the types of the values that fit a schema; None for any."""
-    if not isinstance(schema, dict) or not depth:
-        return None
-    if "enum" in schema or "const" in schema:
-        return {_KINDS[type(value)] for value in schema.get("enum", [schema.get("const")])}
-    if "type" in schema:
-        kinds = schema["type"]
-        return {kinds} if isinstance(kinds, str) else set(kinds)
-    if isinstance(schema.get("$ref"), str):
-        return _kinds(_target(schema["$ref"], root), root, depth - 1)
-    parts = schema.get("anyOf") or schema.get("oneOf")
-    if not isinstance(parts, list):
-        return None
-    found = [_kinds(part, root, depth - 1) for part in parts]
-    return None if None in found else set().union(*(kinds for kinds in found if kinds))
-
-
-def _target(ref: str, root: dict[str, Any]) -> Any:
-    where, _, name = ref.removeprefix("#/").partition("/")
-    return root.get(where, {}).get(name) if where in ("$defs", "definitions") else None
+    kinds: set[str] = set()
+    for variant in _variants(schema, root):
+        if "enum" in variant or "const" in variant:
+            kinds |= {_KINDS[type(v)] for v in variant.get("enum", [variant.get("const")])}
+        elif "type" in variant:
+            kinds |= {variant["type"]} if isinstance(variant["type"], str) else set(variant["type"])
+        else:
+            return None
+    return kinds
 
 
 def _plain(name: str, schema: Any, root: dict[str, Any]) -> dict[str, Any]:
@@ -214,21 +227,17 @@ def _plain(name: str, schema: Any, root: dict[str, Any]) -> dict[str, Any]:
     Raises:
         NotSupported: a schema that text without quotes can't be held to.
     """
-    if not isinstance(schema, dict):
-        return {}
-    if isinstance(schema.get("$ref"), str):
-        schema = _target(schema["$ref"], root) or {"$ref": schema["$ref"]}
-        _refuse(name, set(schema) & {"$ref"})
-    _refuse(name, set(schema) - _OF_STRINGS)
-    parts = schema.get("anyOf")
-    if parts is None:
-        return dict(schema)
-    plain = [_plain(name, part, root) for part in parts]
-    if all("enum" in part or "const" in part or part.get("type") == "null" for part in plain):
-        values = [part.get("enum", [part.get("const")]) for part in plain]
+    variants = _variants(schema, root)
+    for part in (schema, *variants):
+        _refuse(name, set(part if isinstance(part, dict) else ()) - _OF_STRINGS)
+    _refuse(name, {key for part in variants for key in part} & {"$ref"})
+    if len(variants) == 1:
+        return variants[0]
+    if all("enum" in part or "const" in part or part.get("type") == "null" for part in variants):
+        values = [part.get("enum", [part.get("const")]) for part in variants]
         return {"enum": [value for some in values for value in some]}
     # The type decides how a text is read, and nothing else of one of several types is known then.
-    _refuse(name, {key for part in plain for key in part} - _NOTES)
+    _refuse(name, {key for part in variants for key in part} - _NOTES)
     return {}
 
 

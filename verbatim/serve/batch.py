@@ -75,6 +75,7 @@ class BatchRun:
     Attributes:
         num_bytes: size of the request file.
         bytes_done: size of the lines answered now or before.
+        bytes_skipped: size of the lines answered before.
         num_skipped: lines answered by earlier runs.
         num_done: lines answered by this run.
 
@@ -103,7 +104,7 @@ class BatchRun:
         self.service = Service(llm, settings)
         self.records = records
         self.num_bytes = records.source.stat().st_size
-        self.bytes_done = self._bytes_skipped = 0
+        self.bytes_done = self.bytes_skipped = 0
         self.num_skipped = self.num_done = 0
         self._begin = time.perf_counter()
         self._tokens_before = llm.engine.num_tokens
@@ -118,14 +119,6 @@ class BatchRun:
     def num_tokens(self) -> int:
         """Tokens generated so far, including those of unfinished answers."""
         return self.service.llm.engine.num_tokens - self._tokens_before
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Estimated seconds left, at the speed so far; None before the first answer."""
-        worked = self.bytes_done - self._bytes_skipped
-        if not worked:
-            return None
-        return (self.num_bytes - self.bytes_done) * self.seconds / worked
 
     async def run(self, on_record: Callable[[], object] = lambda: None) -> None:
         """Answer all lines. Cancelling it aborts running requests, and keeps written records.
@@ -173,7 +166,7 @@ class BatchRun:
     def _skip(self, text: bytes | None, nbytes: int) -> None:
         """Count a line that was answered before, or an empty one."""
         self.num_skipped += text is None or bool(text.strip())
-        self._bytes_skipped += nbytes
+        self.bytes_skipped += nbytes
         self.bytes_done += nbytes
 
     def _count_done(self, nbytes: int, on_record: Callable[[], object]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
@@ -14,6 +14,7 @@ from starlette.responses import Response
 from verbatim.serve.errors import Refusal
 from verbatim.spelling import did_you_mean
 
+M = TypeVar("M", bound=BaseModel)
 MAX_CONTAINERS = 1 << 16  # JSON objects and arrays of one body
 MAX_FIELDS = 1 << 16  # names in the objects of one body
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
@@ -40,27 +41,33 @@ class BodyRoute(APIRoute):
         model: type[BaseModel] = self.body_field.field_info.annotation  # type: ignore[assignment]
 
         async def with_body(http: Request) -> Response:
-            return await handle(_WithBody(http, model))
+            async def body() -> BaseModel:
+                return parse_body(model, await http.body())
+
+            vars(http)["json"] = body
+            return await handle(http)
 
         return with_body
 
 
-class _WithBody(Request):
-    """A request with a `json()` that is the validated body."""
-
-    def __init__(self, http: Request, model: type[BaseModel]) -> None:
-        super().__init__(http.scope, http.receive)
-        self._model = model
-
-    async def json(self) -> Any:
-        return parse_body(self._model, await self.body())
-
-
-def parse_body(model: type[BaseModel], raw: bytes) -> BaseModel:
+def parse_body(model: type[M], raw: bytes) -> M:
     """Validate a JSON body.
 
     Raises:
-        Refusal: 400: not JSON, not a `model`, or more than `MAX_CONTAINERS` or `MAX_FIELDS`.
+        Refusal: 400: not JSON, not a `model`, or as `check_parts`.
+    """
+    check_parts(raw)
+    try:
+        return model.model_validate_json(raw)
+    except ValidationError as error:
+        raise refusal_of_body(error.errors(include_url=False), model) from None
+
+
+def check_parts(raw: bytes) -> None:
+    """Count the parts of JSON, before it is read.
+
+    Raises:
+        Refusal: 400: more than `MAX_CONTAINERS` or `MAX_FIELDS`.
     """
     for marks, limit, what in (
         (b"{[", MAX_CONTAINERS, "objects and arrays"),
@@ -69,10 +76,6 @@ def parse_body(model: type[BaseModel], raw: bytes) -> BaseModel:
         # Strings may have any number of these characters, and are seldom looked through for them.
         if _count(raw, marks) > limit and (num := _count(_STRING.sub(b"", raw), marks)) > limit:
             raise Refusal(400, f"the body has {num} {what}; at most {limit}")
-    try:
-        return model.model_validate_json(raw)
-    except ValidationError as error:
-        raise refusal_of_body(error.errors(include_url=False), model) from None
 
 
 def _count(raw: bytes, marks: bytes) -> int:
@@ -101,8 +104,10 @@ def refusal_of_body(
         return Refusal(
             400, f"unsupported field {param!r:.80}{did_you_mean(str(param), known)}", param=param
         )
-    if first["type"] == "json_invalid":
-        return Refusal(400, f"the body is not JSON: {first['ctx']['error']}")
+    if first["type"] == "json_invalid" and not first["loc"]:
+        why = first["ctx"]["error"]
+        what = "has half a surrogate pair" if "hex escape" in why else "is not JSON"
+        return Refusal(400, f"the body {what}: {why}")
     given = first.get("input")
     shown = (
         "" if isinstance(given, dict | list) or first["type"] == "missing" else f"{given!r:.80}: "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable, Sequence
@@ -23,8 +22,6 @@ from verbatim.serve.completions import (
     prompt_of,
     usage,
 )
-from verbatim.serve.errors import LazyList
-from verbatim.serve.events import Event
 from verbatim.serve.fields import (
     AssistantMessage,
     ChatCompletions,
@@ -55,7 +52,7 @@ class ConversationRequest(ApiRequest[Body]):
         thinking: turns reasoning on or off, if the template can.
 
     Attributes:
-        params: sampling parameters of the turn.
+        params: sampling parameters of the turn, without a grammar of its reasoning.
         num_reasoning_tokens: of the answer, once it is counted.
 
     Raises:
@@ -92,45 +89,32 @@ class ConversationRequest(ApiRequest[Body]):
             self._variables["tools"] = [
                 {"type": "function", "function": function.plain()} for function in functions
             ]
-        keeps_special = fields.get("skip_special_tokens") is False
-        self.answers = Answers(use, template, service.marks, keeps_special)
-        structures = [name for name in STRUCTURES if fields.get(name) is not None]
+        self.answers = Answers(use, template, service.marks)
         if use is not None:
-            if structures:
+            if given := next((name for name in STRUCTURES if fields.get(name) is not None), None):
                 raise NotSupported(
-                    f"{structures[0]} with tools: only one kind of structured output per request"
+                    f"{given} with tools: only one kind of structured output per request"
                 )
             fields["grammar"] = use.grammar()
-            structures = ["tools"]
-        if self.answers.shows_special:
-            fields["skip_special_tokens"] = False  # the reader drops the others
-        self._structure = structures[0] if len(structures) == 1 else None
         self.params = service.chat_defaults.replace(**fields, adapter=self.adapter)
         self.num_reasoning_tokens = 0
 
-    async def prompt(self) -> list[int]:
-        """Render the conversation to prompt ids."""
+    async def ask(self) -> tuple[list[list[int]], SamplingParams]:
+        """Render the conversation to prompt ids; return these and the parameters of the turn."""
         tokenizer = self.service.tokenizer
         ids = await self.service.in_thread(
             lambda: render_chat(tokenizer, self._messages, **self._variables),
             num_chars=sum(len(message["content"]) for message in self._messages),
         )
         self.answers.note_prompt(tokenizer.decode(ids[-_TAIL_IDS:], False))
-        if self._structure is not None:
-            value = getattr(self.params, self._structure, None)
-            grammar = self.answers.grammar(self._structure, value)
-            if grammar is not None:
-                structure: dict[str, Any] = dict.fromkeys(STRUCTURES) | {"grammar": grammar}
-                self.params = self.params.replace(**structure)
-        return ids
-
-    async def _ask(self) -> tuple[list[list[int]], SamplingParams]:
-        prompt = await self.prompt()  # which may change the parameters
-        return [prompt], self.params
+        if (grammar := self.answers.grammar(self.params)) is None:
+            return [ids], self.params
+        structure: dict[str, Any] = dict.fromkeys(STRUCTURES) | {"grammar": grammar}
+        return [ids], self.params.replace(**structure)
 
     async def result(self, client: Client) -> Result:
         """Generate all completions, with the tokens of their reasoning counted."""
-        ((_, result),) = await self.service.run(client, self._ask)
+        ((_, result),) = await self.service.run(client, self.ask, self.answers.shown_ids)
         await self.count_reasoning(result)
         return result
 
@@ -139,7 +123,8 @@ class ConversationRequest(ApiRequest[Body]):
     ) -> AsyncGenerator[tuple[Request, Delta, Reader, list[Part]], None]:
         """Generate, and yield each delta with the reader and the new parts of its completion."""
         readers: defaultdict[int, Reader] = defaultdict(self.answers.reader)
-        async with aclosing(self.service.stream(client, self._ask)) as stream:
+        shown_ids = self.answers.shown_ids
+        async with aclosing(self.service.stream(client, self.ask, shown_ids)) as stream:
             async for _, request, delta in stream:
                 reader, ended = readers[delta.index], delta.finish_reason is not None
                 yield request, delta, reader, reader.push(delta.text, last=ended)
@@ -154,7 +139,7 @@ class ConversationRequest(ApiRequest[Body]):
             tokenizer = self.service.tokenizer
             self.num_reasoning_tokens = await self.service.in_thread(
                 lambda: self.answers.num_reasoning_tokens(
-                    result, tokenizer, not self.params.skip_special_tokens
+                    result, tokenizer, self.params.skip_special_tokens
                 ),
                 num_chars=sum(len(output.text) for output in result.outputs),
             )
@@ -217,7 +202,7 @@ class ChatRequest(ConversationRequest[ChatCompletions]):
         Refusal, InvalidRequest, NotSupported: an invalid or unsupported request.
     """
 
-    prefix = "chatcmpl-"
+    prefix, ends_with_done = "chatcmpl-", True
 
     def __init__(self, service: Service, body: ChatCompletions) -> None:
         service.check_logprobs(body.top_logprobs, body.prompt_logprobs, body.stream)
@@ -237,11 +222,11 @@ class ChatRequest(ConversationRequest[ChatCompletions]):
     async def answer(self, client: Client) -> dict[str, Any]:
         """Return the whole response."""
         result = await self.result(client)
-        choices = LazyList(lambda: map(self._choice, result.outputs), large=True)
+        choices = tuple(map(self._choice, result.outputs))  # each may be long
         answer = self.envelope("chat.completion", choices) | {"usage": self._usage(result)}
         return answer | prompt_of(result, self.body, self.service)
 
-    async def events(self, client: Client) -> AsyncGenerator[Event, None]:
+    async def events(self, client: Client) -> AsyncGenerator[dict[str, Any], None]:
         """Stream the response."""
         result: Result | None = None
         begun: set[int] = set()
@@ -357,15 +342,7 @@ def message_of(message: Message) -> dict[str, Any]:
         plain["reasoning_content"] = reasoning
     if message.tool_calls:
         plain["tool_calls"] = [
-            call_of(call.id, call.function.name, parsed(call.function.arguments))
+            call_of(call.id, call.function.name, call.function.arguments)
             for call in message.tool_calls
         ]
     return plain
-
-
-def parsed(text: str) -> Any:
-    """Return the arguments of an earlier call."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise InvalidRequest(f"tool_calls: the arguments {text[:80]!r} are not JSON") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 from uuid import uuid4
@@ -12,8 +12,7 @@ from uuid import uuid4
 from verbatim.core import Completion, Delta, FinishReason, Request, Result, TopLogprobs
 from verbatim.params import SamplingParams
 from verbatim.prompts import as_prompts
-from verbatim.serve.errors import LazyList, Refusal
-from verbatim.serve.events import Event
+from verbatim.serve.errors import Refusal
 from verbatim.serve.fields import Completions, ForTrainers, Sampling
 from verbatim.serve.service import Client, Service
 
@@ -37,6 +36,7 @@ class ApiRequest(Generic[Body]):
     """
 
     prefix = ""  # of ids
+    ends_with_done = False  # a stream ends with `[DONE]`
 
     def __init__(self, service: Service, body: Body) -> None:
         self.adapter = service.check_model(body.model)
@@ -48,22 +48,18 @@ class ApiRequest(Generic[Body]):
         self.model = body.model or service.name
         self.id = f"{self.prefix}{uuid4().hex}"
         self.created = int(time.time())
-        user = self._user()
+        user = body.user or (body.metadata or {}).get("user_id")  # Anthropic's
         if user is not None:
             log.info("%s is for user %.200r", self.id, user)
         by_id = getattr(body, "return_tokens_as_token_ids", False)
         self.texts = service.id_texts if by_id else service.texts
-
-    def _user(self) -> str | None:
-        """Return the user whom the client names."""
-        return self.body.user
 
     @property
     def with_usage(self) -> bool:
         """True if the stream ends with the usage."""
         return self._stream_options is not None and bool(self._stream_options.include_usage)
 
-    def envelope(self, kind: str, choices: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    def envelope(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return an answer with these choices."""
         return {
             "id": self.id,
@@ -81,7 +77,7 @@ class ApiRequest(Generic[Body]):
         piece = self.envelope(kind, choices)
         return piece | {"usage": usage} if self.with_usage else piece
 
-    def token_logprobs(self, piece: Completion | Delta) -> LazyList:
+    def token_logprobs(self, piece: Completion | Delta) -> Iterator[dict[str, Any]]:
         """Return log-probs in the format of chats."""
         return self.texts.of_chat(
             piece.token_ids,
@@ -98,7 +94,7 @@ class CompletionRequest(ApiRequest[Completions]):
         Refusal, InvalidRequest: an invalid request.
     """
 
-    prefix = "cmpl-"
+    prefix, ends_with_done = "cmpl-", True
 
     def __init__(self, service: Service, body: Completions) -> None:
         super().__init__(service, body)
@@ -112,19 +108,16 @@ class CompletionRequest(ApiRequest[Completions]):
     async def answer(self, client: Client) -> dict[str, Any]:
         """Return the whole response."""
         ended = await self.service.run(client, self._ask)
-        choices = LazyList(
-            lambda: (
-                self._choice(number * self.params.n + output.index, request, output, {})
-                | prompt_of(result, self.body, self.service)
-                for number, (request, result) in enumerate(ended)
-                for output in result.outputs
-            ),
-            large=True,
+        choices = tuple(  # each may be long
+            self._choice(number * self.params.n + output.index, request, output, {})
+            | prompt_of(result, self.body, self.service)
+            for number, (request, result) in enumerate(ended)
+            for output in result.outputs
         )
         results = [result for _, result in ended]
         return self.envelope("text_completion", choices) | {"usage": usage(results)}
 
-    async def events(self, client: Client) -> AsyncGenerator[Event, None]:
+    async def events(self, client: Client) -> AsyncGenerator[dict[str, Any], None]:
         """Stream the response."""
         results: list[Result] = []
         offsets: dict[int, int] = {}  # choice: characters so far
@@ -161,13 +154,11 @@ class CompletionRequest(ApiRequest[Completions]):
                 logprobs = [None, *(token.logprob for token in prompt), *logprobs]
                 top = [None, *(token.top_logprobs for token in prompt), *top]
         found = None
-        if self.body.logprobs is not None:
-            found = self.texts.legacy(ids, logprobs, top, self.body.logprobs, offset)
-            offsets[index] += sum(map(len, found["tokens"]))
-            if self.body.return_tokens_as_token_ids and not self.body.logprobs:
-                # As in vLLM, whose clients expect at least the drawn tokens.
-                pairs = zip(found["tokens"], found["token_logprobs"], strict=True)
-                found["top_logprobs"] = [None if p is None else {token: p} for token, p in pairs]
+        if (num_top := self.body.logprobs) is not None:
+            if not num_top and not self.body.return_tokens_as_token_ids:
+                num_top = None  # only vLLM's clients, which ask for ids, expect the drawn tokens
+            found = self.texts.legacy(ids, logprobs, top, num_top, offset)
+            offsets[index] += sum(map(self.texts.length, ids))
         choice = {"index": index, "text": text, "logprobs": found, "finish_reason": None}
         if piece.finish_reason is not None:
             choice |= ending(piece, request.seed)

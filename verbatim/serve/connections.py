@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from verbatim.errors import InvalidRequest
 from verbatim.serve.errors import Refusal
@@ -25,7 +25,7 @@ _HEALTH = frozenset({"/health", "/ready"})
 # Valid before any HTTP/1.1 response, and sent only to learn whether a client that has sent an EOF is there.
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _PROBE_S = 0.05
-_Base: Any = AutoHTTPProtocol  # h11's or httptools'
+_Base: Any = H11Protocol  # not httptools', which limits no head
 
 
 def connection_limit(settings: ServeSettings) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -87,69 +87,44 @@ _TYPES = {
 }
 
 
-class ClientGone(Exception):
-    """The client closed the connection."""
-
-
 class Json(Response):
     """A JSON response. NaN and infinity become null; lone surrogates become "?"."""
 
     media_type = JSON
-
-    def __init__(
-        self, content: Any, status: int = 200, headers: Mapping[str, str] | None = None
-    ) -> None:
-        super().__init__(content, status, dict(headers or {}))
 
     def render(self, content: Any) -> bytes:
         return to_bytes(content)
 
 
 def to_bytes(content: Any) -> bytes:
-    """Return compact JSON. NaN and infinity become null, objects their fields, tensors nested lists."""
+    """Return compact JSON. NaN and infinity become null, objects their fields, tensors nested lists.
+
+    Iterators become lists, so that the entries of a long one need not be in memory together.
+    """
     try:
         return to_json(content, inf_nan_mode="null", fallback=to_plain)
     except ValueError:  # half surrogate pairs, or nesting taken for a cycle
-        pass
-    try:
-        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    except (TypeError, ValueError):
         plain = to_plain(content)
-        text = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode(errors="replace")
 
 
-class LazyList(Iterable[Any]):
-    """A list with entries computed while it is encoded, to save memory.
+def json_pieces(content: Any, head: bytes = b"", tail: bytes = b"") -> Iterator[bytes]:
+    """Yield what `to_bytes` returns, with a head and a tail, in pieces of about `PIECE_BYTES`.
 
-    Args:
-        make: returns an iterator over the entries; may be called again.
-        large: each entry is large enough to be encoded alone.
+    Only the last piece is shorter.
     """
-
-    def __init__(self, make: Callable[[], Iterator[Any]], *, large: bool = False) -> None:
-        self._make = make
-        self.large = large
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._make()
-
-    def tolist(self) -> list[Any]:
-        return list(self)
-
-
-def json_pieces(content: Any) -> Iterator[bytes]:
-    """Yield what `to_bytes` returns in pieces of about `PIECE_BYTES`; only the last is shorter."""
-    piece = bytearray()
+    piece = bytearray(head)
     for part in _parts(content):
         piece += part
         if len(piece) >= PIECE_BYTES:
             yield bytes(piece)
             piece.clear()
-    yield bytes(piece)
+    yield bytes(piece) + tail
 
 
 def _parts(content: Any) -> Iterator[bytes]:
+    """Yield JSON in pieces: of each entry of a tuple or a short list, else of some entries at once."""
     if dataclasses.is_dataclass(content):
         fields = dataclasses.fields(content)
         content = {field.name: getattr(content, field.name) for field in fields}
@@ -160,29 +135,21 @@ def _parts(content: Any) -> Iterator[bytes]:
             yield from _parts(value)
             before = b","
         yield b"}" if content else b"{}"
-    elif _has_large_entries(content):
-        before = b"["
-        for entry in content:
-            yield before
-            yield from _parts(entry)
-            before = b","
-        yield b"]" if before == b"," else b"[]"
-    elif isinstance(content, LazyList | list):
+    elif isinstance(content, list | tuple | Iterator):
         entries, before = iter(content), b"["
+        alone = isinstance(content, tuple) or (isinstance(content, list) and len(content) <= _ROWS)
         while rows := list(islice(entries, _ROWS)):
-            yield before + to_bytes(rows)[1:-1]
-            before = b","
+            if alone or dataclasses.is_dataclass(rows[0]):
+                for row in rows:
+                    yield before
+                    yield from _parts(row)
+                    before = b","
+            else:
+                yield before + to_bytes(rows)[1:-1]
+                before = b","
         yield b"]" if before == b"," else b"[]"
     else:
         yield to_bytes(content)
-
-
-def _has_large_entries(content: Any) -> bool:
-    if isinstance(content, LazyList):
-        return content.large
-    return isinstance(content, list) and (
-        len(content) <= _ROWS or dataclasses.is_dataclass(content[0])
-    )
 
 
 def refusal_of(error: BaseException) -> Refusal:
@@ -219,7 +186,7 @@ def refusal_of(error: BaseException) -> Refusal:
 
 def _param(message: str) -> str | None:
     """Return the field that a message begins with, such as `top_p=2.0: must be ...`."""
-    match = re.match(r"(?:params\.)?([a-z_]+)(?:=|: | has | is empty)", message)
+    match = re.match(r"(?:params\.|the )?([a-z_]+)(?:=|: | has | is empty)", message)
     return match[1] if match is not None and match[1] in _FIELDS else None
 
 

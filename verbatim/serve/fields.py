@@ -6,10 +6,11 @@ are its own, and it validates them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from contextlib import suppress
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Json, WithJsonSchema
 
 from verbatim.checks import field_docs
 from verbatim.errors import InvalidRequest
@@ -22,6 +23,7 @@ from verbatim.params import (
     SamplingParams,
     above,
 )
+from verbatim.serve.bodies import check_parts
 
 MAX_TOP = 20  # limit of `top_logprobs`, as OpenAI's
 MAX_PROMPTS = 1024
@@ -43,37 +45,28 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
 
-@dataclass(frozen=True, slots=True)
-class AtMost:
-    """A limit on the entries of a list or a dictionary, and part of the OpenAPI document.
+def at_most(entries: int) -> Any:
+    """Return a limit on the entries of a list, which is also part of the OpenAPI document.
 
-    Validation of a list stops at its first invalid entry. Errors of a million entries would take a minute
-    to collect, for each type of a union.
+    Validation stops at the first invalid entry. Errors of a million entries would take a minute to collect,
+    for each type of a union.
     """
-
-    entries: int
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
-        schema: Any = handler(source)
-        schema["max_length"] = self.entries
-        if schema["type"] == "list":
-            schema["fail_fast"] = True
-        return schema
+    return Field(max_length=entries, fail_fast=True)
 
 
 T = TypeVar("T")
 # Ids outside the vocabulary are rejected at admission.
 TokenId = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
-PromptIds = Annotated[list[TokenId], AtMost(MAX_PROMPT_IDS)]
-TextIds = Annotated[list[TokenId], AtMost(MAX_TEXT_IDS)]
-Phrase = Annotated[list[TokenId], AtMost(MAX_PHRASE_IDS)]
-Prompts = Annotated[list[T], AtMost(MAX_PROMPTS)]
-Variables = Annotated[dict[str, Any], AtMost(MAX_VARIABLES)]
+PromptIds = Annotated[list[TokenId], at_most(MAX_PROMPT_IDS)]
+TextIds = Annotated[list[TokenId], at_most(MAX_TEXT_IDS)]
+Phrase = Annotated[list[TokenId], at_most(MAX_PHRASE_IDS)]
+Prompts = Annotated[list[T], at_most(MAX_PROMPTS)]
+Variables = Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)]
 
 Number = float | None
 Integer = int | None
 Switch = bool | None
-Texts = str | Annotated[list[str], AtMost(MAX_STOP_STRINGS)] | None
+Texts = str | Annotated[list[str], at_most(MAX_STOP_STRINGS)] | None
 
 
 class Sampling(Strict):
@@ -92,13 +85,13 @@ class Sampling(Strict):
     stop: Texts = None
     presence_penalty: Number = None
     frequency_penalty: Number = None
-    logit_bias: Annotated[dict[str, float], AtMost(MAX_BIASES)] | None = Field(
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASES)] | None = Field(
         None, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,6}$"}}
     )
     user: str | None = Field(None, description="User id, written to the server's log.")
     stream: Switch = None
     # Without a meaning here: nothing is stored, and all requests have the same service.
-    metadata: Annotated[dict[str, str | None], AtMost(MAX_METADATA)] | None = None
+    metadata: Annotated[dict[str, str | None], Field(max_length=MAX_METADATA)] | None = None
     store: Switch = Field(None, description="Has no effect: answers are not stored.")
     service_tier: (
         Literal["auto", "default", "flex", "scale", "priority", "standard_only"] | None
@@ -116,9 +109,9 @@ class Sampling(Strict):
     typical_p: Number = None
     repetition_penalty: Number = None
     min_tokens: Integer = None
-    stop_token_ids: Annotated[list[TokenId | Phrase], AtMost(MAX_STOP_TOKEN_IDS)] | None = None
-    bad_words: Annotated[list[str | Phrase], AtMost(MAX_BAD_WORDS)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], AtMost(MAX_ALLOWED_IDS)] | None = Field(
+    stop_token_ids: Annotated[list[TokenId | Phrase], at_most(MAX_STOP_TOKEN_IDS)] | None = None
+    bad_words: Annotated[list[str | Phrase], at_most(MAX_BAD_WORDS)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], at_most(MAX_ALLOWED_IDS)] | None = Field(
         None, json_schema_extra={"minItems": 1}
     )
     include_stop_str_in_output: Switch = None
@@ -127,7 +120,7 @@ class Sampling(Strict):
     any_whitespace: Switch = None
     regex: str | None = Field(None, json_schema_extra={"minLength": 1})
     grammar: str | None = Field(None, json_schema_extra={"minLength": 1})
-    choice: Annotated[list[str], AtMost(MAX_CHOICES)] | None = Field(
+    choice: Annotated[list[str], at_most(MAX_CHOICES)] | None = Field(
         None, json_schema_extra={"minItems": 1}
     )
     priority: Integer = Field(
@@ -148,18 +141,14 @@ class Sampling(Strict):
 
     def sampling(self) -> dict[str, Any]:
         """Return the fields of SamplingParams that were set."""
-        found = {
-            name: value
-            for name in type(self).model_fields
-            if name in _PARAMS and (value := getattr(self, name)) is not None
-        }
+        found = self.model_dump(include=_PARAMS, exclude_none=True)
         if self.seed is not None and -(2**63) <= self.seed < 0:
             found["seed"] = self.seed + 2**64
         return found
 
 
 # `logprobs` is a number in some bodies and a switch in others.
-_PARAMS = frozenset(SamplingParams.__slots__) - {"logprobs"}
+_PARAMS = {*SamplingParams.__slots__} - {"logprobs"}
 
 
 def _documented(name: str, text: str) -> dict[str, Any]:
@@ -179,7 +168,7 @@ class StructuredOutputs(Strict):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = Field(None, min_length=1)
-    choice: Annotated[list[str], AtMost(MAX_CHOICES)] | None = Field(None, min_length=1)
+    choice: Annotated[list[str], at_most(MAX_CHOICES)] | None = Field(None, min_length=1)
     grammar: str | None = Field(None, min_length=1)
 
 
@@ -238,7 +227,7 @@ class Completions(ForTrainers):
 
 
 # Any cached prefix is found, so there is nothing to control.
-CacheControl = Annotated[dict[str, Any], AtMost(8)] | None
+CacheControl = Annotated[dict[str, Any], Field(max_length=8)] | None
 
 
 class TextPart(Strict):
@@ -249,11 +238,27 @@ class TextPart(Strict):
     cache_control: CacheControl = None
 
 
+def _readable(arguments: Any) -> Any:
+    """Replace halves of surrogate pairs, which a model may write and pydantic refuses, by "?"."""
+    if not isinstance(arguments, str):
+        return arguments
+    check_parts(arguments.encode(errors="replace"))
+    if "\\ud" in arguments.lower():
+        with suppress(ValueError, RecursionError):  # pydantic's error names the place
+            text = json.dumps(json.loads(arguments), ensure_ascii=False)
+            return text.encode(errors="replace").decode()
+    return arguments
+
+
+# Of a call in an earlier answer: the JSON text that the model generated.
+CallArguments = Annotated[Json[Any], BeforeValidator(_readable)]
+
+
 class FunctionCall(Strict):
-    """A function call of the model; arguments are the JSON text that it generated."""
+    """A function call of the model."""
 
     name: str
-    arguments: str
+    arguments: CallArguments
 
 
 class ToolCall(Strict):
@@ -264,7 +269,7 @@ class ToolCall(Strict):
     function: FunctionCall
 
 
-Content = str | Annotated[list[TextPart], AtMost(MAX_MESSAGES)]
+Content = str | Annotated[list[TextPart], at_most(MAX_MESSAGES)]
 
 
 class PlainMessage(Strict):
@@ -280,7 +285,7 @@ class AssistantMessage(Strict):
 
     role: Literal["assistant"]
     content: Content | None = None
-    tool_calls: Annotated[list[ToolCall], AtMost(MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[ToolCall], at_most(MAX_TOOLS)] | None = None
     refusal: None = None
     reasoning_content: str | None = None
     reasoning: str | None = Field(default=None, description="Another name of reasoning_content.")
@@ -299,7 +304,7 @@ class ToolMessage(Strict):
 
 
 Message = Annotated[PlainMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
-Messages = Annotated[list[Message], AtMost(MAX_MESSAGES)]
+Messages = Annotated[list[Message], at_most(MAX_MESSAGES)]
 
 
 class Function(Strict):
@@ -380,9 +385,9 @@ class ChatCompletions(ForTrainers):
     logprobs: Switch = None
     top_logprobs: Integer = Field(None, ge=0, le=MAX_TOP)
     response_format: Format | None = None
-    tools: Annotated[list[Tool], AtMost(MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], at_most(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    modalities: Annotated[list[Literal["text"]], AtMost(1)] | None = None
+    modalities: Annotated[list[Literal["text"]], at_most(1)] | None = None
     parallel_tool_calls: Switch = None
     reasoning_effort: Effort | None = Field(None, description="Passed to the chat template.")
     chat_template_kwargs: Variables | None = Field(

@@ -1,4 +1,4 @@
-"""The marks of a tokenizer: tokens with names in grammars, and those that are left out of a text."""
+"""The marks of a tokenizer: tokens with names in grammars."""
 
 from __future__ import annotations
 
@@ -15,29 +15,18 @@ class Marks:
     """The marks of a tokenizer, as text and in grammars.
 
     Attributes:
-        special: those that are special tokens, which are left out of the text by default.
+        special_ids: those that are special tokens, which are left out of the text by default.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        backend = getattr(getattr(tokenizer, "hf", None), "backend_tokenizer", None)
-        self._ids: dict[str, int] = {}
-        self.special: frozenset[str] = frozenset()
-        if tokenizer is None or backend is None or not hasattr(backend, "get_added_tokens_decoder"):
-            return
-        added = backend.get_added_tokens_decoder().items()
-        special = tokenizer.special_ids
-        self.special = frozenset(token.content for i, token in added if i in special)
-        # Only these are not text to a grammar.
-        self._ids = {
-            token.content: i
-            for i, token in added
-            if i in special or re.fullmatch("<.+>", token.content)
-        }
+        self._ids = {} if tokenizer is None else tokenizer.marks
+        self.special_ids = frozenset[int]() if tokenizer is None else tokenizer.special_ids
 
     def within(self, text: str) -> Marks:
         """Return those in a text; a tokenizer may have thousands."""
         few = Marks(None)
         few._ids = {mark: i for mark, i in self._ids.items() if mark in text}
+        few.special_ids = self.special_ids & {*few._ids.values()}
         return few
 
     def is_token(self, mark: str) -> bool:
@@ -73,25 +62,6 @@ def text_without(rule: str, marks: Sequence[str], body: str = ANYTHING) -> str:
     """Return a rule in Lark, with a name in upper case: a text without some marks."""
     marked = "|".join(re.escape(mark).replace("/", r"\/") for mark in marks)
     return f"{rule}: /{body}/ & ~/{ANYTHING}({marked}){ANYTHING}/\n"
-
-
-class Dropped:
-    """Special tokens that are left out of a text."""
-
-    def __init__(self, marks: Sequence[str]) -> None:
-        self._marks = marks
-        self._pattern = re.compile("|".join(map(re.escape, marks)))
-        self._begins = {mark[0] for mark in marks}  # there may be thousands of marks
-
-    def drop(self, text: str, last: bool) -> tuple[str, str]:
-        """Return the text without the tokens, and its end if that may begin another one.
-
-        A stop string that begins within a token divides it between two deltas of a stream.
-        """
-        text = self._pattern.sub("", text)
-        may_begin = not last and not self._begins.isdisjoint(text)
-        cut = len(text) - (overlap(text, *self._marks) if may_begin else 0)
-        return text[:cut], text[cut:]
 
 
 def overlap(text: str, *marks: str) -> int:

@@ -13,11 +13,9 @@ from pydantic import Field
 from verbatim.core import Completion, FinishReason, Result
 from verbatim.errors import InvalidRequest
 from verbatim.serve.chat import ConversationRequest, structure_of, text_of
-from verbatim.serve.events import Event
 from verbatim.serve.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
-    AtMost,
     CacheControl,
     Effort,
     Function,
@@ -27,6 +25,7 @@ from verbatim.serve.fields import (
     Switch,
     TextPart,
     Variables,
+    at_most,
 )
 from verbatim.serve.formats import ParsedCall, call_of
 from verbatim.serve.reader import Part, Reasoning
@@ -60,7 +59,7 @@ class ToolUseBlock(Strict):
     cache_control: CacheControl = None
 
 
-Texts = str | Annotated[list[TextBlock], AtMost(MAX_MESSAGES)]
+Texts = str | Annotated[list[TextBlock], at_most(MAX_MESSAGES)]
 
 
 class ToolResultBlock(Strict):
@@ -81,14 +80,14 @@ class UserTurn(Strict):
     """A message of the user, or results of tools."""
 
     role: Literal["user"]
-    content: str | Annotated[list[UserBlock], AtMost(MAX_MESSAGES)]
+    content: str | Annotated[list[UserBlock], at_most(MAX_MESSAGES)]
 
 
 class AssistantTurn(Strict):
     """An earlier answer."""
 
     role: Literal["assistant"]
-    content: str | Annotated[list[AnswerBlock], AtMost(MAX_MESSAGES)]
+    content: str | Annotated[list[AnswerBlock], at_most(MAX_MESSAGES)]
 
 
 Turn = Annotated[UserTurn | AssistantTurn, Field(discriminator="role")]
@@ -135,11 +134,11 @@ class OutputConfig(Strict):
 class CountTokens(Sampling):
     """A conversation, the tokens of which are counted."""
 
-    messages: Annotated[list[Turn], AtMost(MAX_MESSAGES)] = Field(
+    messages: Annotated[list[Turn], at_most(MAX_MESSAGES)] = Field(
         min_length=1, examples=[[{"role": "user", "content": "Tell me a story."}]]
     )
     system: Texts | None = None
-    tools: Annotated[list[InputTool], AtMost(MAX_TOOLS)] | None = None
+    tools: Annotated[list[InputTool], at_most(MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -150,7 +149,7 @@ class Messages(CountTokens):
     """A request for a message."""
 
     max_tokens: int = Field(ge=1)
-    stop_sequences: Annotated[list[str], AtMost(64)] | None = None
+    stop_sequences: Annotated[list[str], at_most(64)] | None = None
 
 
 # ---- the answer
@@ -177,51 +176,39 @@ class MessagesRequest(ConversationRequest[CountTokens]):
             thinking=None if body.thinking is None else body.thinking.type != "disabled",
         )
 
-    def _user(self) -> str | None:
-        return self.body.user or (self.body.metadata or {}).get("user_id")
-
-    async def count(self) -> dict[str, Any]:
-        """Return the number of the prompt's tokens."""
-        with self.service.reserve():
-            return {"input_tokens": len(await self.prompt())}
-
     async def answer(self, client: Client) -> dict[str, Any]:
         """Return the whole message."""
         result = await self.result(client)
         return self._message([_block(part) for part in self.parts_of(result.outputs[0])], result)
 
-    async def events(self, client: Client) -> AsyncGenerator[Event, None]:
-        """Stream the message as named events."""
+    async def events(self, client: Client) -> AsyncGenerator[dict[str, Any], None]:
+        """Stream the message as events."""
         result: Result | None = None
-        index, kind, called = -1, None, False
-        begun = False
+        index, kind, called, begun = -1, None, False, False
         async with aclosing(self.stream(client)) as stream:
-            async for request, delta, _, parts in stream:
+            async for request, delta, reader, parts in stream:
                 if not begun:
                     begun = True
-                    num_input = request.num_input_tokens
-                    usage = {"input_tokens": num_input, "output_tokens": 0}
-                    yield _event(
-                        "message_start", message=self._message([], None) | {"usage": usage}
-                    )
-                result = delta.result or result
+                    usage = {"input_tokens": request.num_input_tokens, "output_tokens": 0}
+                    message = self._message([], None) | {"usage": usage}
+                    yield {"type": "message_start", "message": message}
+                result, called = delta.result or result, reader.num_calls > 0
                 for part in parts:
                     if kind is not type(part) or isinstance(part, ParsedCall):
                         if index >= 0:
-                            yield _event("content_block_stop", index=index)
+                            yield {"type": "content_block_stop", "index": index}
                         index, kind = index + 1, type(part)
-                        block = _block(part) | _EMPTY[kind]
-                        yield _event("content_block_start", index=index, content_block=block)
-                    called = called or isinstance(part, ParsedCall)
-                    yield _event("content_block_delta", index=index, delta=_delta(part))
+                        start = {"index": index, "content_block": _block(part) | _EMPTY[kind]}
+                        yield {"type": "content_block_start"} | start
+                    yield {"type": "content_block_delta", "index": index, "delta": _delta(part)}
         if index >= 0:
-            yield _event("content_block_stop", index=index)
+            yield {"type": "content_block_stop", "index": index}
         assert result is not None
         await self.count_reasoning(result)
         whole = self._message([], result, called)
         ended = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
-        yield _event("message_delta", delta=ended, usage=whole["usage"])
-        yield _event("message_stop")
+        yield {"type": "message_delta", "delta": ended, "usage": whole["usage"]}
+        yield {"type": "message_stop"}
 
     def _message(
         self, content: list[dict[str, Any]], result: Result | None, called: bool = False
@@ -260,8 +247,11 @@ class MessagesRequest(ConversationRequest[CountTokens]):
         }
 
 
-def _event(kind: str, **fields: Any) -> Event:
-    return kind, {"type": kind, **fields}
+async def count_tokens(service: Service, body: CountTokens, _: Client) -> dict[str, Any]:
+    """Return the number of the prompt's tokens."""
+    with service.reserve():
+        prompts, _params = await MessagesRequest(service, body).ask()
+        return {"input_tokens": len(prompts[0])}
 
 
 def _block(part: Part) -> dict[str, Any]:

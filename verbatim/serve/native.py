@@ -13,8 +13,6 @@ from verbatim.core import Delta, Result
 from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams
 from verbatim.serve.chat import message_of
-from verbatim.serve.errors import LazyList
-from verbatim.serve.events import Event
 from verbatim.serve.fields import (
     Messages,
     PromptIds,
@@ -87,6 +85,8 @@ class GenerateRequest:
         Refusal, InvalidRequest: an unknown model, or an invalid parameter.
     """
 
+    ends_with_done = False
+
     def __init__(self, service: Service, body: Generate) -> None:
         self.service, self.body = service, body
         fields: dict[str, Any] = {"adapter": service.check_model(body.model)} | body.params
@@ -105,7 +105,7 @@ class GenerateRequest:
         ((_, result),) = await self.service.run(client, self._ask)
         return self._to_dict(result, set())
 
-    async def events(self, client: Client) -> AsyncGenerator[Event, None]:
+    async def events(self, client: Client) -> AsyncGenerator[dict[str, Any], None]:
         """Generate, and yield `Delta`s as JSON; the last one has the result."""
         known: set[int] = set()
         async with aclosing(self.service.stream(client, self._ask)) as stream:
@@ -159,7 +159,7 @@ async def score(service: Service, body: Score, client: Client) -> dict[str, Any]
     }
 
 
-async def tokenize(service: Service, body: Tokenize) -> dict[str, Any]:
+async def tokenize(service: Service, body: Tokenize, _: Client) -> dict[str, Any]:
     """Return the ids of a text or of messages."""
     service.check_model(body.model)
     tokenizer = service.tokenizer
@@ -182,11 +182,11 @@ async def tokenize(service: Service, body: Tokenize) -> dict[str, Any]:
     ids = await service.in_thread(ids_of, num_chars=num_chars)
     answer = {"ids": ids, "count": len(ids), "max_length": service.llm.max_length}
     if body.return_tokens:
-        answer["tokens"] = LazyList(lambda: map(service.texts.text, ids))
+        answer["tokens"] = map(service.texts.text, ids)
     return answer
 
 
-async def detokenize(service: Service, body: Detokenize) -> dict[str, Any]:
+async def detokenize(service: Service, body: Detokenize, _: Client) -> dict[str, Any]:
     """Return the text of ids."""
     service.check_model(body.model)
     tokenizer = service.tokenizer

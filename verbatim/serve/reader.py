@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from verbatim.serve.formats import CHANNEL, CONSTRAIN, HARMONY, MESSAGE, START, ParsedCall
-from verbatim.serve.marks import Dropped, overlap
+from verbatim.serve.marks import overlap
 from verbatim.serve.tools import ToolUse
 
 
@@ -34,11 +35,10 @@ class Reader:
     Args:
         marks: around reasoning, which comes first; None without reasoning.
         opened: the output begins within reasoning.
-        dropped: special tokens that are no marks.
 
     Attributes:
         num_calls: calls so far.
-        num_reasoning: characters up to the end of the reasoning, without dropped tokens.
+        num_reasoning: characters up to the end of the reasoning.
     """
 
     def __init__(
@@ -47,22 +47,12 @@ class Reader:
         marks: tuple[str, str] | None = None,
         *,
         opened: bool = False,
-        dropped: Dropped | None = None,
     ) -> None:
-        self._use = use
-        self._dropped = dropped
-        self._split = ""  # may begin one of them
-        self._marks = marks  # until the reasoning has ended
-        self._reasons = opened
-        self._held = ""
-        self._begun = False  # there was text, or reasoning within it
-        self._skips_lines = opened  # the next line ends belong to the format
+        self._use, self._marks = use, marks
+        self._held, self._last = "", False  # the text to be read, and whether no more comes
+        self._reasons = opened  # the text that is read is reasoning
         self._num_pushed = self.num_calls = self.num_reasoning = 0
-
-    @property
-    def may_reason(self) -> bool:
-        """True until the reasoning has ended."""
-        return self._marks is not None
+        self._reading = self._read()
 
     def push(self, text: str, *, last: bool = False) -> list[Part]:
         """Add text; return the final parts in order: non-empty texts and reasoning, and whole calls.
@@ -70,91 +60,92 @@ class Reader:
         Args:
             last: the output ends here. An incomplete call is returned as text.
         """
-        if self._dropped is not None:
-            text, self._split = self._dropped.drop(self._split + text, last)
         self._held += text
         self._num_pushed += len(text)
-        parts = [part for part in self._parts(last) if part not in ("", Reasoning(""))]
+        self._last = last
+        read = iter(partial(next, self._reading, None), None)
+        parts = [part for part in read if part not in ("", Reasoning(""))]
+        if self._reasons:
+            self._count_reasoning()
         self.num_calls += sum(isinstance(part, ParsedCall) for part in parts)
         return parts
 
-    def _parts(self, last: bool) -> list[Part]:
-        parts: list[Part] = []
+    def _read(self) -> Iterator[Part | None]:
+        """Yield the parts of the output, and None where more text is needed."""
         if self._marks is not None:
-            parts += self._reasoning(*self._marks, last)
-            if self._reasons:
-                self.num_reasoning = self._num_pushed - len(self._held)
-        if self._marks is None:
-            if self._use is None:
-                self._skip_lines()
-                parts.append(self._take(len(self._held)))
-            else:
-                parts += self._calls(self._use, last)
-        return parts
-
-    def _reasoning(self, begin: str, end: str, last: bool) -> list[Part]:
-        if not self._reasons:
-            text = self._held.lstrip()
-            if begin.startswith(text) and text != begin and not last:
-                return []
-            if not text.startswith(begin):
-                self._marks = None
-                return []
-            self._held, self._reasons, self._skips_lines = text[len(begin) :], True, True
-        self._skip_lines()
-        at = self._held.find(end)
-        if at >= 0:
-            part = Reasoning(self._held[:at].rstrip("\n"))
-            self._take(at + len(end))
-            self._marks, self._skips_lines = None, True
-            return [part]
-        keep = 0 if last else overlap(self._held, end)
-        cut = self._held[: len(self._held) - keep]
-        return [Reasoning(self._take(len(cut if last else cut.rstrip("\n"))))]
-
-    def _calls(self, use: ToolUse, last: bool) -> list[Part]:
-        """Return text and calls, which end the output or follow each other."""
-        parts: list[Part] = []
-        form = use.format
+            yield from self._read_reasoning(*self._marks)
+        if self._use is not None:
+            yield from self._read_calls(self._use)
         while True:
-            self._skip_lines()
+            yield self._take(len(self._held))
+            yield None
+
+    def _read_reasoning(self, begin: str, end: str) -> Iterator[Part | None]:
+        if not self._reasons:
+            while begin.startswith(text := self._held.lstrip()) and text != begin:
+                if self._last:
+                    return
+                yield None
+            if not text.startswith(begin):
+                return
+            self._held, self._reasons = text[len(begin) :], True
+        yield from self._skip_lines()
+        while (at := self._held.find(end)) < 0:
+            cut = self._held if self._last else self._without(end)
+            yield Reasoning(self._take(len(cut)))
+            yield None
+        yield Reasoning(self._take(at).rstrip("\n"))
+        self._take(len(end))
+        self._count_reasoning()
+        self._reasons = False
+        yield from self._skip_lines()
+
+    def _read_calls(self, use: ToolUse) -> Iterator[Part | None]:
+        """Yield text and calls, which end the output or follow each other."""
+        form, begun = use.format, False  # there was text
+        while True:
             start = self._held.find(form.mark)
-            if form.bare and (self._begun or start > 0):
-                start = -1
-            if start < 0:
-                # Line ends before a call also belong to the format.
-                keep = 0 if last or form.bare else overlap(self._held, form.mark)
-                cut = len(self._held) - keep
-                self._begun = self._begun or self._held != ""
-                parts.append(self._take(cut if last else len(self._held[:cut].rstrip("\n"))))
-                return parts
+            if start < 0 or (form.bare and (begun or start > 0)):
+                begun = begun or self._held != ""
+                marks = () if form.bare else (form.mark,)
+                yield self._take(len(self._held if self._last else self._without(*marks)))
+                yield None
+                continue
             found = None
             # An argument may contain the end mark, so the calls are read up to where they end.
-            if last or (form.repeats and self._held.find(form.end, start) >= 0):
+            if self._last or (form.repeats and self._held.find(form.end, start) >= 0):
                 found = form.parse(self._held, start, use.functions)
-            if found is not None and not form.repeats and found[1] < len(self._held):
-                found = None
-            if found is None and not last:
-                parts.append(self._take(len(self._held[:start].rstrip("\n"))))
-                return parts
-            if found is None:
-                self._begun = True
-                cut = start + len(form.mark) if form.repeats else len(self._held)
-                parts.append(self._take(cut))
-                continue
-            calls, end = found
-            parts += [self._held[:start].rstrip("\n"), *calls]
-            self._take(end)
-            self._skips_lines = True
+            if found is not None and (form.repeats or found[1] == len(self._held)):
+                calls, end = found
+                yield self._held[:start].rstrip("\n")
+                yield from calls
+                self._take(end)
+                yield from self._skip_lines()
+            elif self._last:
+                begun = True
+                yield self._take(start + len(form.mark) if form.repeats else len(self._held))
+            else:
+                yield self._take(len(self._held[:start].rstrip("\n")))
+                yield None
 
-    def _skip_lines(self) -> None:
-        if self._skips_lines and self._held:
-            self._held = self._held.lstrip("\n")
-            self._skips_lines = not self._held
+    def _skip_lines(self) -> Iterator[None]:
+        """Leave out line ends, which belong to the format, up to the next text."""
+        while not (text := self._held.lstrip("\n")) and not self._last:
+            self._held = text
+            yield None
+        self._held = text
+
+    def _without(self, *marks: str) -> str:
+        """Return the text that is not yet read, without the beginning of a mark and line ends before it."""
+        keep = overlap(self._held, *marks) if marks else 0
+        return self._held[: len(self._held) - keep].rstrip("\n")
 
     def _take(self, length: int) -> str:
         taken, self._held = self._held[:length], self._held[length:]
         return taken
+
+    def _count_reasoning(self) -> None:
+        self.num_reasoning = self._num_pushed - len(self._held)
 
 
 _ENDS = [mark for mark in HARMONY if mark not in (MESSAGE, CONSTRAIN)]
@@ -170,55 +161,39 @@ class ChannelReader(Reader):
     addressed to a function, or else text before calls. Text without a header is the answer.
     """
 
-    def __init__(self, use: ToolUse | None, *, dropped: Dropped | None = None) -> None:
-        super().__init__(use, dropped=dropped)
-        self._header: str | None = None  # of the message that is read
-
-    @property
-    def may_reason(self) -> bool:
-        return True
-
-    def _parts(self, last: bool) -> list[Part]:
-        parts: list[Part] = []
-        while self._held:
-            if self._header is None and not self._read_header(last):
-                break
-            header = self._header or ""
-            reasons = f"{CHANNEL}analysis" in header and " to=" not in header
+    def _read(self) -> Iterator[Part | None]:
+        while True:
+            if not self._held:
+                yield None
+                continue
+            header = ""
+            if _HEADER.match(self._held):
+                while MESSAGE not in self._held and not self._last:
+                    yield None
+                header, _, self._held = self._held.partition(MESSAGE)
+            elif not self._last and any(m.startswith(self._held) for m in (START, CHANNEL, " to=")):
+                yield None
+                continue
+            self._reasons = f"{CHANNEL}analysis" in header and " to=" not in header
             calls = _RECIPIENT.search(header) if self._use is not None else None
-            end = _ANY_END.search(self._held)
-            if end is not None:
-                body = self._take(end.start())
-            elif calls is not None and not last:
-                break
-            else:
-                body = self._take(len(self._held) - (0 if last else overlap(self._held, *_ENDS)))
-            if calls is not None:
-                parts.append(self._call(calls[1], header, body))
-            else:
-                parts.append(Reasoning(body) if reasons else body)
-            if end is not None:
-                self._header = None
-                if end[0] not in (START, CHANNEL):
-                    self._take(len(end[0]))
-            if reasons:
-                self.num_reasoning = self._num_pushed - len(self._held)
-            if end is None:
-                break
-        return parts
+            while (end := _ANY_END.search(self._held)) is None:
+                if calls is None or self._last:
+                    keep = 0 if self._last else overlap(self._held, *_ENDS)
+                    yield self._part(header, calls, self._take(len(self._held) - keep))
+                yield None
+                while not self._held:
+                    yield None
+            yield self._part(header, calls, self._take(end.start()))
+            if end[0] not in (START, CHANNEL):
+                self._take(len(end[0]))
+            if self._reasons:
+                self._count_reasoning()
+            self._reasons = False
 
-    def _read_header(self, last: bool) -> bool:
-        """Take the header of a message; return False if more text is needed."""
-        if _HEADER.match(self._held):
-            header, mark, rest = self._held.partition(MESSAGE)
-            if not mark and not last:
-                return False
-            self._header, self._held = header, rest
-            return True
-        if not last and any(mark.startswith(self._held) for mark in (START, CHANNEL, " to=")):
-            return False
-        self._header = ""
-        return True
+    def _part(self, header: str, calls: re.Match[str] | None, body: str) -> Part:
+        if calls is not None:
+            return self._call(calls[1], header, body)
+        return Reasoning(body) if self._reasons else body
 
     def _call(self, name: str, header: str, body: str) -> Part:
         """Return a call, or its text if it is incomplete."""

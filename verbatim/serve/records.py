@@ -64,7 +64,7 @@ class Records:
                     raise InvalidRequest(f"{self.source} must be a regular file")
         except OSError as error:
             raise VerbatimError(f"can't read {self.source}: {error.strerror}") from None
-        if self.path.exists() and self.path.samefile(self.source):
+        if os.path.exists(self.path) and os.path.samefile(self.path, self.source):
             raise InvalidRequest(f"{self.source}: answers can't be written to the request file")
 
     def _begin(self) -> None:
@@ -89,31 +89,30 @@ class Records:
                     raise self._not_an_answer(number)
                 line = head + file.readline()
                 if line.endswith(b"\n"):
-                    self._read(number, line)
+                    try:
+                        self._count(json.loads(line))
+                    except (ValueError, LookupError, TypeError, RecursionError):
+                        raise self._not_an_answer(number) from None
                     self._size += len(line)
         self._cut()
 
-    def _read(self, number: int, line: bytes) -> None:
-        """Read one complete line of an earlier run."""
-        try:
-            record = json.loads(line)
-            custom_id, response, error = (
-                record[name] for name in ("custom_id", "response", "error")
-            )
-            is_answer = record["id"].startswith("batch_req_")
-            status = None if response is None else response["status_code"]
-            code = None if error is None else error["code"]
-            if not is_answer or (code is None) == (status is None):
-                raise ValueError
-            if code in NAMELESS:
-                self.answered_lines.add(error["line"])
-            else:
-                self.done.add(custom_id)
-            if status == 200 and self.begun_with is None:
-                body = response["body"]
-                self.begun_with = body["model"], body["system_fingerprint"]
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise self._not_an_answer(number) from None
+    def _count(self, record: dict[str, Any]) -> None:
+        """Count a record of this run or of an earlier one.
+
+        Raises:
+            LookupError, TypeError, ValueError: it is none.
+        """
+        custom_id, response, error = (record[name] for name in ("custom_id", "response", "error"))
+        if (response is None) == (error is None):
+            raise ValueError
+        status = None if response is None else response["status_code"]
+        if error is not None and error["code"] in NAMELESS:
+            self.answered_lines.add(error["line"])
+        else:
+            self.done.add(custom_id)
+        if status == 200 and self.begun_with is None:
+            body = response["body"]
+            self.begun_with = body["model"], body["system_fingerprint"]
         self.num_records += 1
         self.num_errors += status != 200
 
@@ -125,24 +124,20 @@ class Records:
     def answer(self, custom_id: str, status: int, body: dict[str, Any]) -> None:
         """Append an answer."""
         response = {"status_code": status, "request_id": f"req_{uuid4().hex}", "body": body}
-        self._add(custom_id, response, None)
-        self.num_errors += status != 200
+        self._add({"custom_id": custom_id, "response": response, "error": None})
 
     def fault(self, custom_id: str | None, code: str, message: str, line: int) -> None:
         """Append the error of an invalid line of the batch."""
-        self._add(custom_id, None, {"code": code, "message": message, "line": line})
-        self.num_errors += 1
+        error = {"code": code, "message": message, "line": line}
+        self._add({"custom_id": custom_id, "response": None, "error": error})
 
-    def _add(
-        self, custom_id: str | None, response: dict[str, Any] | None, error: dict[str, Any] | None
-    ) -> None:
+    def _add(self, record: dict[str, Any]) -> None:
         """Append a line, completely or not at all.
 
         Raises:
             VerbatimError: the line can't be written.
         """
-        record = {"id": f"batch_req_{uuid4().hex}", "custom_id": custom_id}
-        line = to_bytes(record | {"response": response, "error": error}) + b"\n"
+        line = to_bytes({"id": f"batch_req_{uuid4().hex}"} | record) + b"\n"
         left = memoryview(line)
         try:
             while left:
@@ -152,7 +147,7 @@ class Records:
                 self._cut()
             raise VerbatimError(f"can't write to {self.path}: {failed.strerror}") from None
         self._size += len(line)
-        self.num_records += 1
+        self._count(record)
 
     def _cut(self) -> None:
         """Truncate the file after the last complete line."""

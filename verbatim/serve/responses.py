@@ -12,13 +12,12 @@ from pydantic import BeforeValidator, Field
 
 from verbatim.core import Completion, Delta, FinishReason, Result
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.serve.chat import ConversationRequest, parsed, structure_of, text_of
-from verbatim.serve.events import Event
+from verbatim.serve.chat import ConversationRequest, structure_of, text_of
 from verbatim.serve.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
     MAX_TOP,
-    AtMost,
+    CallArguments,
     Effort,
     Function,
     JsonSchema,
@@ -27,6 +26,7 @@ from verbatim.serve.fields import (
     Sampling,
     Strict,
     Switch,
+    at_most,
 )
 from verbatim.serve.formats import ParsedCall, call_of
 from verbatim.serve.reader import Part, Reasoning
@@ -42,7 +42,7 @@ class InputText(Strict):
     text: str
     annotations: list[Any] | None = Field(None, max_length=0)
     # Copied from an earlier answer; ignored.
-    logprobs: Annotated[list[Any], AtMost(1 << 16)] | None = None
+    logprobs: Annotated[list[Any], at_most(1 << 16)] | None = None
 
 
 class _Item(Strict):
@@ -58,7 +58,7 @@ class InputMessage(_Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     phase: Literal["commentary", "final_answer"] | None = None  # has no effect
-    content: str | Annotated[list[InputText], AtMost(MAX_MESSAGES)]
+    content: str | Annotated[list[InputText], at_most(MAX_MESSAGES)]
 
 
 class ReasoningText(Strict):
@@ -72,8 +72,8 @@ class ReasoningItem(_Item):
     """Reasoning of an earlier answer."""
 
     type: Literal["reasoning"]
-    summary: Annotated[list[Any], AtMost(MAX_MESSAGES)] | None = Field(None, max_length=0)
-    content: Annotated[list[ReasoningText], AtMost(MAX_MESSAGES)] | None = None
+    summary: Annotated[list[Any], at_most(MAX_MESSAGES)] | None = Field(None, max_length=0)
+    content: Annotated[list[ReasoningText], at_most(MAX_MESSAGES)] | None = None
     encrypted_content: None = None
 
 
@@ -93,7 +93,7 @@ class CallItem(_Item):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    arguments: CallArguments
 
 
 class OutputItem(_Item):
@@ -141,16 +141,16 @@ Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"
 class Responses(Sampling):
     """A request for a response, which is not stored."""
 
-    input: str | Annotated[list[Item], AtMost(MAX_MESSAGES)] = Field(
+    input: str | Annotated[list[Item], at_most(MAX_MESSAGES)] = Field(
         min_length=1, examples=["Tell me a story."]
     )
     instructions: str | None = Field(None, description="System message before all others.")
     max_output_tokens: int | None = Field(None, ge=1)
     text: Text | None = None
-    tools: Annotated[list[FunctionTool], AtMost(MAX_TOOLS)] | None = None
+    tools: Annotated[list[FunctionTool], at_most(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
     parallel_tool_calls: Switch = None
-    include: Annotated[list[Included], AtMost(8)] | None = None
+    include: Annotated[list[Included], at_most(8)] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
     reasoning: ReasoningOptions | None = None
     background: Literal[False] | None = None
@@ -210,8 +210,8 @@ class ResponsesRequest(ConversationRequest[Responses]):
         # With log-probs there is one part, a text.
         return self._response([_item(part, self._logprobs(output)) for part in parts], result)
 
-    async def events(self, client: Client) -> AsyncGenerator[Event, None]:
-        """Stream the response as named, numbered events."""
+    async def events(self, client: Client) -> AsyncGenerator[dict[str, Any], None]:
+        """Stream the response as numbered events."""
         items, result = _Items(), None
         async with aclosing(self.stream(client)) as stream:
             async for _, delta, _, parts in stream:
@@ -296,7 +296,7 @@ class _Items:
 
     Attributes:
         done: the items that have ended.
-        open: the message or the reasoning that gets text; None if none does.
+        open: the item that gets text or arguments; None if none does.
         logprobs: of tokens without text so far; sent with the next text.
     """
 
@@ -306,71 +306,67 @@ class _Items:
         self.num_events = 0
         self.open: dict[str, Any] | None = None
 
-    def event(self, kind: str, **fields: Any) -> Event:
+    def event(self, kind: str, **fields: Any) -> dict[str, Any]:
         """Return the next event."""
         self.num_events += 1
-        return kind, {"type": kind, **fields, "sequence_number": self.num_events - 1}
+        return {"type": kind, **fields, "sequence_number": self.num_events - 1}
 
-    def push(self, part: Part) -> Iterator[Event]:
+    def push(self, part: Part) -> Iterator[dict[str, Any]]:
         """Yield the events of a part."""
         item = _item(part)
         if self.open is None or self.open["type"] != item["type"]:
             yield from self.end()
             yield from self._begin(item)
-        at = {"item_id": item["id"], "output_index": len(self.done)}
-        if isinstance(part, ParsedCall):
-            kind, arguments = "response.function_call_arguments", part.arguments
-            yield self.event(f"{kind}.delta", **at, delta=arguments)
-            yield self.event(f"{kind}.done", **at, name=part.name, arguments=arguments)
-            yield self._end(item)
-            return
         assert self.open is not None
-        at, (content,) = (
-            at | {"item_id": self.open["id"], "content_index": 0},
-            self.open["content"],
-        )
+        if isinstance(part, ParsedCall):
+            kind = "response.function_call_arguments.delta"
+            yield self.event(kind, **self._at(item), delta=part.arguments)
+            yield from self.end()
+            return
+        (content,) = self.open["content"]
         text, extra = part if isinstance(part, str) else part.text, dict[str, Any]()
         content["text"] += text
         if isinstance(part, str):
             extra["logprobs"], self.logprobs = self.logprobs, []
             content["logprobs"] += extra["logprobs"]
         if text:
-            yield self.event(f"response.{content['type']}.delta", **at, delta=text, **extra)
+            kind = f"response.{content['type']}.delta"
+            yield self.event(kind, **self._at(self.open), delta=text, **extra)
 
-    def _begin(self, item: dict[str, Any]) -> Iterator[Event]:
-        """Open an item, which has no text yet."""
-        index, begun = len(self.done), item | {"status": "in_progress"}
-        if item["type"] == "function_call":
-            begun["arguments"] = ""
-            yield self.event("response.output_item.added", output_index=index, item=begun)
-            return
-        item["content"][0]["text"] = ""
+    def _at(self, item: dict[str, Any]) -> dict[str, Any]:
+        at = {"item_id": item["id"], "output_index": len(self.done)}
+        return at | {"content_index": 0} if "content" in item else at
+
+    def _begin(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Open an item, which has no text or arguments yet."""
         self.open = item
-        at = {"item_id": item["id"], "output_index": index, "content_index": 0}
-        begun["content"] = []
-        yield self.event("response.output_item.added", output_index=index, item=begun)
-        part = dict(item["content"][0])
-        yield self.event("response.content_part.added", **at, part=part)
+        empty: dict[str, Any] = {"content": []} if "content" in item else {"arguments": ""}
+        begun = item | empty | {"status": "in_progress"}
+        yield self.event("response.output_item.added", output_index=len(self.done), item=begun)
+        for content in item.get("content", ()):
+            content["text"] = ""
+            part = dict(content)
+            yield self.event("response.content_part.added", **self._at(item), part=part)
 
-    def end(self) -> Iterator[Event]:
-        """Close the message or the reasoning that is open."""
+    def end(self) -> Iterator[dict[str, Any]]:
+        """Close the item that is open."""
         if self.open is None:
             return
         item, self.open = self.open, None
-        (content,) = item["content"]
-        at = {"item_id": item["id"], "output_index": len(self.done), "content_index": 0}
-        text = {"text": content["text"]}
-        if "logprobs" in content:
-            content["logprobs"] += self.logprobs
-            self.logprobs = []
-            text["logprobs"] = content["logprobs"]
-        yield self.event(f"response.{content['type']}.done", **at, **text)
-        yield self.event("response.content_part.done", **at, part=content)
-        yield self._end(item)
-
-    def _end(self, item: dict[str, Any]) -> Event:
+        at = self._at(item)
+        for content in item.get("content", ()):
+            text = {"text": content["text"]}
+            if "logprobs" in content:
+                content["logprobs"] += self.logprobs
+                self.logprobs = []
+                text["logprobs"] = content["logprobs"]
+            yield self.event(f"response.{content['type']}.done", **at, **text)
+            yield self.event("response.content_part.done", **at, part=content)
+        if item["type"] == "function_call":
+            call = {name: item[name] for name in ("name", "arguments")}
+            yield self.event("response.function_call_arguments.done", **at, **call)
         self.done.append(item)
-        return self.event("response.output_item.done", output_index=len(self.done) - 1, item=item)
+        yield self.event("response.output_item.done", output_index=at["output_index"], item=item)
 
 
 def _item(part: Part, logprobs: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
@@ -437,7 +433,7 @@ def _messages(body: Responses) -> list[dict[str, Any]]:
             if not last:
                 last = {"role": "assistant", "content": ""}
                 messages.append(last)
-            call = call_of(item.call_id, item.name, parsed(item.arguments))
+            call = call_of(item.call_id, item.name, item.arguments)
             last.setdefault("tool_calls", []).append(call)
         elif isinstance(item, ReasoningItem):
             reasoning = text_of(item.content)

@@ -7,22 +7,24 @@ import gc
 import logging
 import math
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from functools import partial
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.logging import AccessFormatter, DefaultFormatter
 
-from verbatim.errors import VerbatimError
+from verbatim.checks import integer
+from verbatim.errors import InvalidRequest, VerbatimError
 from verbatim.llm import LLM
 from verbatim.serve.app import make_app
 from verbatim.serve.connections import Connection, connection_limit
 from verbatim.serve.service import Service
-from verbatim.serve.settings import ServeSettings
+from verbatim.serve.settings import LEVELS, ServeSettings
 
 _HEADER_BYTES = 64 << 10
 _QUEUED = 2048  # backlog of connections not yet accepted
@@ -49,10 +51,6 @@ class Server(uvicorn.Server):
         service = self._service
         self._say(f"serving {service.name} at {self._address} ({service.fingerprint})")
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().shutdown(sockets)
-        await asyncio.to_thread(self._service.on_close)
-
     async def on_tick(self, counter: int) -> bool:
         if counter % _TICKS == 0:
             now = asyncio.get_running_loop().time()
@@ -62,27 +60,27 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # The next signal may come within this method: first the states, then the words.
         if self.should_exit:
-            self._say("ending now")
             self.force_exit = True
+            self._say("ending now")
         else:
-            self._service.draining = True
+            self.should_exit = self._service.draining = True
             left = self._service.under_way
-            self._say(f"shutting down; {left} requests run to their end (again: end them)")
-            self.should_exit = True
+            self._say(f"shutting down; waiting for {left} requests (a second signal ends them)")
 
 
 def run(
     llm: LLM,
     settings: ServeSettings,
-    host: str,
-    port: int,
+    host: str = "127.0.0.1",
+    port: int = 8000,
     *,
-    log_level: str,
-    drain_s: int,
-    say: Callable[[str], None],
+    log_level: str = "info",
+    drain_s: int = 60,
+    say: Callable[[str], None] = print,
 ) -> None:
-    """Serve until a signal.
+    """Serve until a signal, in the main thread. The caller closes `llm`.
 
     Args:
         port: 0 takes a free one, which is reported.
@@ -90,36 +88,22 @@ def run(
         say: called with the address, and at shutdown.
 
     Raises:
+        InvalidRequest: an invalid port, level or time.
         VerbatimError: the address is not available.
     """
+    host, port = host.strip("[]"), integer("port", port, 0, 65535)
+    if log_level not in LEVELS:
+        raise InvalidRequest(f"log_level={log_level!r}: must be one of {', '.join(LEVELS)}")
+    drain_s = integer("drain_s", drain_s, 0)
     app = make_app(llm, settings)
     config = configured(app, settings, log_level=log_level, drain_s=drain_s)
     listener = listen(host, port)
     address = listener.getsockname()
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
     service: Service = app.state.service
-    log = logging.getLogger("verbatim.serve")
-    log.setLevel(log_level.upper())
-    if not log.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s: %(message)s"))
-        log.addHandler(handler)
-    with frozen_heap(), _quiet("uvicorn.error", "asyncio"):
+    with logged(log_level), frozen_heap():
         address = f"http://{shown}:{address[1]}"
         Server(config, service, say, address).run(sockets=[listener])
-
-
-@contextmanager
-def _quiet(*names: str) -> Iterator[None]:
-    """Filter expected errors from these logs."""
-    logs = [logging.getLogger(name) for name in names]
-    for log in logs:
-        log.addFilter(_is_unexpected)
-    try:
-        yield
-    finally:
-        for log in logs:
-            log.removeFilter(_is_unexpected)
 
 
 @contextmanager
@@ -155,7 +139,7 @@ def configured(
         # Connections over the limit are closed only in the next round, so accept few per round.
         backlog=_ACCEPTED,
         log_level=log_level,
-        log_config=_log_config(),
+        log_config=None,
         access_log=log_level in ("info", "debug"),
         server_header=False,
         timeout_keep_alive=math.ceil(settings.idle_timeout_s),
@@ -166,12 +150,32 @@ def configured(
     )
 
 
-def _log_config() -> dict[str, Any]:
-    """Return uvicorn's configuration of logs, with the time in front of each line."""
-    config = deepcopy(uvicorn.config.LOGGING_CONFIG)
-    for formatter in config["formatters"].values():
-        formatter["fmt"] = f"%(asctime)s {formatter['fmt']}"
-    return config
+@contextmanager
+def logged(level: str) -> Iterator[None]:
+    """Write the logs of a server with the time in each line: accesses to stdout, all others to stderr.
+
+    A program's own handlers at the root do not write them a second time.
+    """
+    logs, accesses = logging.StreamHandler(), logging.StreamHandler(sys.stdout)
+    start = "%(asctime)s %(levelprefix)s "
+    logs.setFormatter(DefaultFormatter(f"{start}%(message)s"))
+    accesses.setFormatter(
+        AccessFormatter(f'{start}%(client_addr)s - "%(request_line)s" %(status_code)s')
+    )
+    logs.addFilter(_is_unexpected)
+    names = ("uvicorn.error", "asyncio", "verbatim.serve", "uvicorn.access")
+    pairs = list(zip(map(logging.getLogger, names), (logs, logs, logs, accesses), strict=True))
+    before = [logger.propagate for logger, _ in pairs]
+    for logger, handler in pairs:
+        logger.addHandler(handler)
+        logger.propagate = False
+    logging.getLogger("verbatim.serve").setLevel(level.upper())
+    try:
+        yield
+    finally:
+        for (logger, handler), propagate in zip(pairs, before, strict=True):
+            logger.removeHandler(handler)
+            logger.propagate = propagate
 
 
 def _is_unexpected(record: logging.LogRecord) -> bool:
@@ -192,6 +196,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.create_server(
             address, family=family, backlog=_QUEUED, dualstack_ipv6=both
         )
+    except UnicodeError:  # of "a..b"
+        raise VerbatimError(f"can't listen at {host}:{port}: not a host name") from None
     except OSError as error:
         why = (error.strerror or str(error)).partition(" (while")[0]  # the address is in front
         raise VerbatimError(f"can't listen at {host}:{port}: {why}") from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ from verbatim.text.tokenizer import Tokenizer
 T = TypeVar("T")
 # Returns the prompts of a request, and their parameters.
 Ask = Callable[[], Awaitable[tuple[SequenceOf[Prompt], SamplingParams]]]
+NO_IDS: frozenset[int] = frozenset()
 log = logging.getLogger("verbatim.serve")
 _INFO_S = 5.0  # maximum age of `info`: a cluster's stages may move
 _COMPILERS = 2  # structures that are compiled at once
@@ -54,7 +54,7 @@ class Client:
 UNKNOWN = Client()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Reservation:
     """One generation in progress, with the estimated size of its response."""
 
@@ -93,9 +93,7 @@ class Service:
         texts, id_texts: the texts of single tokens; their ids in place of these.
         marks: the tokens that have names in grammars.
         stats, info: the engine's statistics and information.
-        under_way: number of generations in progress.
         draining: whether new generations are rejected.
-        on_close: called when the server ends.
 
     Raises:
         NotSupported: an engine driven by several ranks of the user's.
@@ -115,14 +113,17 @@ class Service:
         self.marks = Marks(llm.tokenizer)
         self.metrics = ServerMetrics()
         self.draining = self._trims = False
-        self.on_close: Callable[[], None] = lambda: None
-        self.under_way = self._bytes_under_way = 0
-        self._choices: Counter[Client] = Counter()  # in progress
+        self._reservations: set[Reservation] = set()
         self._hidden_size = int(getattr(llm.engine.config, "hidden_size", 0) or 0)
         self.stats = _Shared(lambda: llm.stats())  # between two steps
         self.info = _Shared(lambda: llm.info(), _INFO_S)
         self._compilers = ThreadPoolExecutor(_COMPILERS, "verbatim-structures")
         self._readers = ThreadPoolExecutor(_READERS, "verbatim-large-inputs")
+
+    @property
+    def under_way(self) -> int:
+        """Number of generations in progress."""
+        return len(self._reservations)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -151,7 +152,7 @@ class Service:
         served = ", ".join(map(repr, [self.name, *adapters]))
         raise Refusal(
             404,
-            f"model={name!r}: this server serves {served}",
+            f"model={name!r:.80}: this server serves {served}",
             param="model",
             code="model_not_found",
         )
@@ -200,26 +201,26 @@ class Service:
             raise too_many(
                 f"{self.under_way} requests are in progress or queued, which is the limit"
             )
-        self.under_way += 1
         reservation = Reservation(client)
+        self._reservations.add(reservation)
         try:
             yield reservation
         finally:
-            self.under_way -= 1
-            self._bytes_under_way -= reservation.nbytes
-            self._choices[reservation.client] -= reservation.num_choices
-            if not self._choices[reservation.client]:
-                del self._choices[reservation.client]
+            self._reservations.remove(reservation)
 
     async def admit(
         self,
         reservation: Reservation,
         prompts: SequenceOf[Prompt],
         params: SamplingParams,
+        shown_ids: frozenset[int] = NO_IDS,
     ) -> list[Request]:
         """Return a request for each prompt. Runs in a thread, as tokenizing and grammars take time.
 
         Prompts share cached prefixes only under the same key.
+
+        Args:
+            shown_ids: special tokens that stay in the text.
 
         Raises:
             InvalidRequest: more completions than `max_choices`, or a response larger than
@@ -244,7 +245,7 @@ class Service:
             params = params.replace(timeout_s=limit)
         admission = self.llm.engine.admission
         requests = await self.in_thread(
-            lambda: [admission.admit(prompt, params) for prompt in prompts],
+            lambda: [admission.admit(prompt, params, shown_ids=shown_ids) for prompt in prompts],
             num_chars=sum(map(len, prompts)) + sum(map(len, params.bad_words)),
             compiles=admission.compiles(params),
         )
@@ -260,9 +261,9 @@ class Service:
         """
         client = reservation.client
         reservation.num_choices = num_prompts * max(params.n, params.num_beams)
-        self._choices[client] += reservation.num_choices
+        num_choices = sum(r.num_choices for r in self._reservations if r.client == client)
         share = max(1, self.llm.engine.scheduler.max_sequences // 2)
-        if self._choices[client] <= share or client == UNKNOWN:
+        if num_choices <= share or client == UNKNOWN:
             return params
         return params.replace(priority=min(params.priority + 1, MAX_PRIORITY))
 
@@ -285,10 +286,9 @@ class Service:
                 f"the response could have {nbytes:,} bytes, {limit:,} are the limit: lower max_tokens, n, "
                 "the number of prompts or of top log-probs"
             )
-        if self._bytes_under_way + nbytes > _RESPONSES * limit:
+        if nbytes + sum(r.nbytes for r in self._reservations) > _RESPONSES * limit:
             raise too_many("the responses in progress are as large together as the server allows")
-        reservation.nbytes += nbytes
-        self._bytes_under_way += nbytes
+        reservation.nbytes = nbytes
 
     def _response_bytes(self, request: Request) -> int:
         """Estimate the size of a response at its longest."""
@@ -310,25 +310,28 @@ class Service:
         new, prompt = new + more * _NUMBER_BYTES, prompt + more * _NUMBER_BYTES
         return params.n * (request.max_tokens * new + num_prompt * prompt)
 
-    async def run(self, client: Client, ask: Ask) -> list[tuple[Request, Result]]:
+    async def run(
+        self, client: Client, ask: Ask, shown_ids: frozenset[int] = NO_IDS
+    ) -> list[tuple[Request, Result]]:
         """Generate, and return each request with its result; raises as `reserve` and `admit`."""
         with self.reserve(client) as reservation:
-            requests = await self.admit(reservation, *await ask())
+            requests = await self.admit(reservation, *await ask(), shown_ids)
             results = await self.llm.engine.arun(requests)
             self.metrics.note(results)
         return list(zip(requests, results, strict=True))
 
     async def stream(
-        self, client: Client, ask: Ask
+        self, client: Client, ask: Ask, shown_ids: frozenset[int] = NO_IDS
     ) -> AsyncGenerator[tuple[int, Request, Delta], None]:
         """Generate, and yield the output of each step, with its request and that one's index."""
         with self.reserve(client) as reservation:
-            requests = await self.admit(reservation, *await ask())
-            stream: Any = self.llm.engine.astream(requests)  # a generator, which can be closed
-            async with aclosing(stream) as pieces:
-                async for number, delta in pieces:
+            requests = await self.admit(reservation, *await ask(), shown_ids)
+            numbers = {request.request_id: i for i, request in enumerate(requests)}
+            async with aclosing(self.llm.engine.astream(requests)) as deltas:
+                async for delta in deltas:
                     if delta.result is not None:
                         self.metrics.note([delta.result])
+                    number = numbers[delta.request_id]
                     yield number, requests[number], delta
 
 

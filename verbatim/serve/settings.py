@@ -116,6 +116,7 @@ class ServeSettings:
                 )
 
 
+LEVELS = ("critical", "error", "warning", "info", "debug")  # of the logs
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterator
 from functools import cache
+from itertools import accumulate, islice, repeat
 from typing import Any
 
 from verbatim.core import Result, TopLogprobs
-from verbatim.serve.errors import LazyList
-from verbatim.text.detokenizer import Detokenizer, piece_bytes
+from verbatim.text.detokenizer import Detokenizer
 from verbatim.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # OpenAI's log-prob of probability zero, as JSON has no infinity
-_BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenTexts:
@@ -26,14 +25,13 @@ class TokenTexts:
         self._of = cache(self._look_up)
         self._context: list[int] = []
         if tokenizer is not None:
-            self._bytes = [step["type"] for step in tokenizer.decoder_steps] == ["ByteLevel"]
             self._context = tokenizer.encode("a", special_tokens=False)[-1:]
 
     def text(self, token_id: int) -> str:
         """Return the text of an id; "bytes:" and hexadecimal bytes for a part of a character."""
         return self._of(token_id)[0]
 
-    def prompt_logprobs(self, result: Result) -> LazyList | None:
+    def prompt_logprobs(self, result: Result) -> Iterator[Any] | None:
         """Return the log-probs of a prompt in vLLM's format; None if they were not requested.
 
         The rank of a token outside of the top N is N + 1.
@@ -42,11 +40,9 @@ class TokenTexts:
         if logprobs is None:
             return None
         tops = result.prompt_top_logprobs or [None] * len(logprobs)
-        return LazyList(
-            lambda: (
-                None if p is None else self._ranked(i, p, top or [])
-                for i, p, top in zip(result.prompt_token_ids, logprobs, tops, strict=True)
-            )
+        return (
+            None if p is None else self._ranked(i, p, top or [])
+            for i, p, top in zip(result.prompt_token_ids, logprobs, tops, strict=True)
         )
 
     def _ranked(self, token_id: int, p: float, top: TopLogprobs) -> dict[str, dict[str, Any]]:
@@ -65,12 +61,8 @@ class TokenTexts:
         piece = tokenizer.piece(token_id)
         if piece is None:
             return "", b""
-        byte = _BYTE_PIECE.fullmatch(piece)
-        if byte is not None:
-            raw = bytes([int(byte[1], 16)])
-        elif self._bytes and token_id not in tokenizer.special_ids:
-            raw = piece_bytes(piece)
-        else:
+        raw = None if token_id in tokenizer.special_ids else tokenizer.piece_bytes(piece)
+        if raw is None:
             joiner = Detokenizer(
                 tokenizer, skip_special_tokens=False, prompt_tail_ids=self._context
             )
@@ -87,34 +79,36 @@ class TokenTexts:
         ids: list[int],
         logprobs: list[float | None],
         top: list[TopLogprobs | None] | None,
-        num_top: int,
+        num_top: int | None,
         offset: int,
     ) -> dict[str, Any]:
-        """Return log-probs in the format of completions; `offset` is the number of characters before."""
-        offsets = []
-        for i in ids:
-            offsets.append(offset)
-            offset += len(self.text(i))
+        """Return log-probs in the format of completions.
+
+        Args:
+            num_top: number of likeliest tokens beside the drawn one; None leaves out both.
+            offset: number of characters before.
+        """
         entries = None
-        if num_top:
-            entries = LazyList(
-                lambda: (
-                    None if best is None else self._by_text(best[:num_top], i, p)
-                    for i, p, best in zip(ids, logprobs, top or [], strict=True)
-                )
+        if num_top is not None:
+            entries = (
+                None if p is None else self._by_text((best or [])[:num_top], i, p)
+                for i, p, best in zip(ids, logprobs, top or repeat(None, len(ids)), strict=True)
             )
         return {
-            "tokens": [self.text(i) for i in ids],
-            "token_logprobs": [None if p is None else _number(p) for p in logprobs],
+            "tokens": map(self.text, ids),
+            "token_logprobs": (None if p is None else _number(p) for p in logprobs),
             "top_logprobs": entries,
-            "text_offset": offsets,
+            "text_offset": islice(accumulate(map(self.length, ids), initial=offset), len(ids)),
         }
 
-    def _by_text(self, best: TopLogprobs, token_id: int, p: float | None) -> dict[str, float]:
+    def length(self, token_id: int) -> int:
+        """Return the number of characters of an id."""
+        return len(self.text(token_id))
+
+    def _by_text(self, best: TopLogprobs, token_id: int, p: float) -> dict[str, float]:
         """Return log-probs by text, the likelier of two ids with equal text; always with the drawn token."""
         entries = {self.text(i): _number(q) for i, q in best[::-1]}
-        if p is not None:
-            entries.setdefault(self.text(token_id), _number(p))
+        entries.setdefault(self.text(token_id), _number(p))
         return entries
 
     def of_chat(
@@ -123,18 +117,11 @@ class TokenTexts:
         logprobs: list[float],
         top: list[TopLogprobs] | None,
         num_top: int,
-    ) -> LazyList:
+    ) -> Iterator[dict[str, Any]]:
         """Return log-probs in the format of chats: one entry per token."""
-        return LazyList(
-            lambda: (
-                self._entry(i, p)
-                | {
-                    "top_logprobs": [
-                        self._entry(j, q) for j, q in (top[k][:num_top] if top else [])
-                    ]
-                }
-                for k, (i, p) in enumerate(zip(ids, logprobs, strict=True))
-            )
+        return (
+            self._entry(i, p) | {"top_logprobs": [self._entry(j, q) for j, q in best[:num_top]]}
+            for i, p, best in zip(ids, logprobs, top or repeat((), len(ids)), strict=True)
         )
 
     def _entry(self, token_id: int, p: float) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class ToolUse:
         if isinstance(choice, NamedFunction):
             if choice.name not in named:
                 raise InvalidRequest(
-                    f"tool_choice: no tool is named {choice.name!r}; the tools are {', '.join(named)}"
+                    f"tool_choice: no tool is named {choice.name!r:.80}; the tools are {', '.join(named)}"
                 )
             named = {choice.name: named[choice.name]}
         form = call_format(template)

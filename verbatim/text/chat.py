@@ -57,9 +57,10 @@ def render_chat(
             f"the tokenizer ({type(hf).__name__}) has no chat template; "
             "give the prompt as a string or as ids, or pass chat_template="
         )
-    template = hf.get_chat_template(
-        template_kwargs.get("chat_template"), template_kwargs.get("tools")
-    )
+    with failures_as(NotSupported, "no chat template of the tokenizer is for this conversation"):
+        template = hf.get_chat_template(
+            template_kwargs.get("chat_template"), template_kwargs.get("tools")
+        )
     for name in template_kwargs:
         if name in _RESERVED:
             raise NotSupported(f"{name}= is not a variable of a chat template; messages become ids")

@@ -19,14 +19,12 @@ from __future__ import annotations
 
 import codecs
 import copy
-import re
 from collections.abc import Sequence
 from typing import Any, Self
 
 from verbatim.text.tokenizer import CLEAN_UP, Tokenizer
 
 REPLACEMENT = "\ufffd"
-_BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
 _MAX_OPEN = 8  # tokens held back for an incomplete character, which has at most 4 bytes
 
 
@@ -38,7 +36,7 @@ class Detokenizer:
 
     Args:
         tokenizer: the model's.
-        skip_special_tokens: leave special tokens out.
+        skip_special_tokens: leave special tokens out, but for `shown_ids`.
         prompt_tail_ids: the prompt, or its last ids. Only the last one with a text is used, to decide
             whether the completion begins a text (some decoders then drop a leading space). A
             character that the prompt leaves incomplete is not completed: only the completion's ids
@@ -50,16 +48,17 @@ class Detokenizer:
         tokenizer: Tokenizer,
         *,
         skip_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
         prompt_tail_ids: Sequence[int] = (),
     ) -> None:
         self._piece = tokenizer.piece
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_ids - shown_ids if skip_special_tokens else frozenset()
         self._joiner: _ByteLevel | _TextPieces  # whose `push` and `flush` return final text
-        if [step["type"] for step in tokenizer.decoder_steps] == ["ByteLevel"]:
+        if tokenizer.is_byte_level:
             self._joiner = _ByteLevel(tokenizer)
         else:
-            visible = (i for i in reversed(prompt_tail_ids) if self._has_text(i))
-            last = next(visible, None)
+            texts = (i for i in reversed(prompt_tail_ids) if i not in self._skipped)
+            last = next((i for i in texts if self._piece(i) is not None), None)
             self._joiner = _TextPieces(tokenizer, [] if last is None else [last])
         self._cleaners = [_Replacer(*pair) for pair in CLEAN_UP] if tokenizer.cleans_up else []
 
@@ -98,9 +97,6 @@ class Detokenizer:
         fork._cleaners = [copy.copy(cleaner) for cleaner in self._cleaners]
         return fork
 
-    def _has_text(self, token_id: int) -> bool:
-        return token_id not in self._skipped and self._piece(token_id) is not None
-
 
 class _ByteLevel:
     """Joins pieces that encode bytes."""
@@ -108,13 +104,13 @@ class _ByteLevel:
     pending = ""  # a whole character is final at once
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._bytes = tokenizer.byte_texts
+        self._tokenizer, self._bytes = tokenizer, tokenizer.byte_texts
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int, piece: str) -> str:
         text = self._bytes.get(token_id)
         if text is None:
-            text = self._bytes[token_id] = piece_bytes(piece)
+            text = self._bytes[token_id] = self._tokenizer.piece_bytes(piece) or b""
         return self._decoder.decode(text)
 
     def flush(self) -> str:
@@ -130,7 +126,7 @@ class _TextPieces:
     """Joins pieces of text, each decoded in the context of a few before it."""
 
     def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
-        self._decode = tokenizer.decode_plain
+        self._decode, self._bytes_of = tokenizer.decode_plain, tokenizer.piece_bytes
         self._context = context  # ids with text already returned
         self._open: list[int] = []  # ids with text that may end in an incomplete character
         self._open_text = ""
@@ -149,13 +145,13 @@ class _TextPieces:
         return self._run.text if self._run else self._open_text.rstrip(REPLACEMENT)
 
     def push(self, token_id: int, piece: str) -> str:
-        byte = _BYTE_PIECE.fullmatch(piece) if self._has_bytes else None
-        if byte:
+        byte = self._bytes_of(piece) if self._has_bytes else None
+        if byte is not None:
             done = self._close_open()
             if self._run is None:
                 self._run = _ByteRun(0 if self._context else self._strip)
             self._context = [token_id]
-            return done + self._run.push(int(byte[1], 16))
+            return done + self._run.push(byte[0])
         done = self._close_run()
         self._open.append(token_id)
         self._open_text = self._added(self._context, self._open)
@@ -174,17 +170,15 @@ class _TextPieces:
 
     def _added(self, before: list[int], ids: list[int]) -> str:
         """Return the text that `ids` add after `before`."""
-        if not (self._is_local and before and len(ids) == 1):
-            return self._decode_behind(before, ids)
-        text = self._texts.get(ids[0])
+        if not before:
+            return self._decode(ids)
+        is_local = self._is_local and len(ids) == 1
+        text = self._texts.get(ids[0]) if is_local else None
         if text is None:
-            text = self._texts[ids[0]] = self._decode_behind(before, ids)
+            text = self._decode(before + ids)[len(self._decode(before)) :]
+            if is_local:
+                self._texts[ids[0]] = text
         return text
-
-    def _decode_behind(self, before: list[int], ids: list[int]) -> str:
-        return (
-            self._decode(before + ids)[len(self._decode(before)) :] if before else self._decode(ids)
-        )
 
     def _close_run(self) -> str:
         run, self._run = self._run, None
@@ -267,22 +261,3 @@ class _Replacer:
     def last(self, text: str) -> str:
         """Return the rest of the text, ending with `text`."""
         return (self.held + text).replace(self._old, self._new)
-
-
-def _byte_of_char() -> dict[str, int]:
-    """Return GPT-2's alphabet: printable Latin-1 unchanged, other bytes as characters from 256 up."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable}
-    return table | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-_BYTE_OF_CHAR = _byte_of_char()
-
-
-def piece_bytes(piece: str) -> bytes:
-    """Return the bytes of a piece; one outside the alphabet (such as an added token) as UTF-8."""
-    try:
-        return bytes(_BYTE_OF_CHAR[char] for char in piece)
-    except KeyError:
-        return piece.encode("utf-8")

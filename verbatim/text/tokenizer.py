@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -29,6 +30,7 @@ CLEAN_UP = (
 # A tokenizer's folder has a file with one of these prefixes or suffixes.
 _FILE_BEGINNINGS = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
 _FILE_ENDINGS = (".model", ".tiktoken", ".vocab", ".bpe")
+_BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 @contextmanager
@@ -127,7 +129,19 @@ class Tokenizer:
         Args:
             special_tokens: False adds none, for text that continues a sequence.
         """
-        return self._encode(text, add_special_tokens=special_tokens)
+        if not isinstance(text, str):
+            raise InvalidRequest(f"{type(text).__name__} can't be tokenized: a string is needed")
+        check_unicode(text, "the text")
+        with failures_as(InvalidRequest, "the tokenizer fails on this text"):
+            encoded = self.hf(
+                text,
+                add_special_tokens=special_tokens,
+                truncation=False,
+                padding=False,
+                return_attention_mask=False,
+                verbose=False,
+            )
+        return list(encoded["input_ids"])
 
     def encode_fragment(self, text: str) -> list[tuple[int, ...]]:
         """Return the encodings of `text` within a completion: at the start of a word, and inside one.
@@ -140,7 +154,7 @@ class Tokenizer:
         bare = text.lstrip(" ") or text
         spellings: dict[tuple[int, ...], None] = {}  # a set that keeps its order
         for variant in (bare, " " + bare):
-            if ids := tuple(self._encode(variant, add_special_tokens=False)):
+            if ids := tuple(self.encode(variant, special_tokens=False)):
                 spellings[ids] = None
         if not spellings:
             raise InvalidRequest(f"{text!r} encodes to no tokens")
@@ -182,24 +196,43 @@ class Tokenizer:
         return step["decoders"] if step["type"] == "Sequence" else [step]
 
     @cached_property
+    def marks(self) -> dict[str, int]:
+        """Tokens that grammars refer to by name: special ones, and others in angle brackets."""
+        added = {} if self._fast is None else self._fast.get_added_tokens_decoder()
+        return {
+            token.content: i
+            for i, token in added.items()
+            if i in self.special_ids or re.fullmatch("<.+>", token.content)
+        }
+
+    @cached_property
+    def is_byte_level(self) -> bool:
+        """True if every piece encodes bytes."""
+        return [step["type"] for step in self.decoder_steps] == ["ByteLevel"]
+
+    def piece_bytes(self, piece: str) -> bytes | None:
+        """Return the bytes that a piece encodes; None for a piece of text, which the decoder reads.
+
+        A piece outside of the alphabet of bytes (such as an added token) is encoded as UTF-8.
+        """
+        if self.is_byte_level:
+            if self._byte_of_char.keys() >= set(piece):
+                return bytes(map(self._byte_of_char.__getitem__, piece))
+            return piece.encode()
+        byte = _BYTE_PIECE.fullmatch(piece)
+        falls_back = byte and any(step["type"] == "ByteFallback" for step in self.decoder_steps)
+        return bytes([int(byte[1], 16)]) if byte and falls_back else None
+
+    @cached_property
+    def _byte_of_char(self) -> dict[str, int]:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        return {char: byte for byte, char in bytes_to_unicode().items()}
+
+    @cached_property
     def _highest_id(self) -> int:
         added = getattr(self.hf, "added_tokens_decoder", {})
         return max([self.vocab_size - 1, *map(int, added)])
-
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        if not isinstance(text, str):
-            raise InvalidRequest(f"{type(text).__name__} can't be tokenized: a string is needed")
-        check_unicode(text, "the text")
-        with failures_as(InvalidRequest, "the tokenizer fails on this text"):
-            encoded = self.hf(
-                text,
-                add_special_tokens=add_special_tokens,
-                truncation=False,
-                padding=False,
-                return_attention_mask=False,
-                verbose=False,
-            )
-        return list(encoded["input_ids"])
 
     def _cleans_up(self) -> bool:
         """Return whether transformers cleans up: on request, but for BPE only when forced."""

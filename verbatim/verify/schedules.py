@@ -18,7 +18,7 @@ from verbatim.checks import optional_integer
 from verbatim.core import Delta, Result, Sequence
 from verbatim.errors import InvalidRequest, VerbatimError
 from verbatim.llm import LLM
-from verbatim.model.patching import threads
+from verbatim.model.products import threads
 from verbatim.params import SamplingParams
 from verbatim.placement.distributed.choice import Cluster
 from verbatim.placement.offload.choice import Offload

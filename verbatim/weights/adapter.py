@@ -17,9 +17,8 @@ import torch
 
 from verbatim.batch import LowRank
 from verbatim.errors import InvalidRequest, ModelError, NotSupported
-from verbatim.model.stored import Stored, read_stored
+from verbatim.model.stored import Stored, read_stored, stored_in
 from verbatim.untrusted import read_json, refuse_lfs_pointer
-from verbatim.weights.headers import stored_in
 
 MOST_RANK = 256
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}

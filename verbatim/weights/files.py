@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ class DirectFile:
     """A file that is read, and perhaps written, without the page cache.
 
     Attributes:
+        nbytes: of the file, when it was opened.
         direct: whole pages are moved with O_DIRECT. False where the file system does not support it: the
             moved pages are then dropped from the page cache.
     """
@@ -45,7 +48,8 @@ class DirectFile:
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if fd is None else fd
         except OSError as error:
-            raise TierFailed(f"disk tier: can't open {path}: {error.strerror}") from error
+            raise TierFailed(f"can't open {path}: {error.strerror}") from error
+        self.nbytes = os.fstat(self._fd).st_size
         try:
             mode = (os.O_RDONLY if fd is None else os.O_RDWR) | os.O_DIRECT | os.O_CLOEXEC
             self._direct = os.open(f"/proc/self/fd/{self._fd}", mode)
@@ -65,22 +69,22 @@ class DirectFile:
             TierFailed: it was changed or replaced.
         """
         if self._stamp is not None and stamp_of(self._fd) != self._stamp:
-            raise TierFailed(f"disk tier: {self.path} changed since the model was opened")
+            raise TierFailed(f"{self.path} changed since the model was opened")
 
-    def read(self, into: memoryview, offset: int, needed: int) -> int:
-        """Read at least `needed` bytes from `offset` on; the file may end before `into` is full.
+    def read(self, views: list[memoryview], offset: int, *, direct: bool = True) -> int:
+        """Fill `views`, one after the other, from `offset` on, as far as the file went when it was opened.
 
         Args:
-            into: whole pages.
-            offset: a multiple of `PAGE`.
+            direct: past the page cache; all addresses and lengths and the offset are whole pages.
 
         Returns:
             The number of bytes read.
 
         Raises:
-            TierFailed: a system error, or the file is too short.
+            TierFailed: a system error, or the file is shorter now.
         """
-        return self._move(os.preadv, "reading", [into], offset, needed, direct=True)
+        needed = max(1, min(sum(map(len, views)), self.nbytes - offset))
+        return self._move(os.preadv, "reading", views, offset, needed, direct=direct)
 
     def _move(
         self,
@@ -105,12 +109,11 @@ class DirectFile:
                     self.direct = False
                     continue
                 raise TierFailed(
-                    f"disk tier: {doing} {self.path} at byte {offset + done} failed: "
-                    f"{error.strerror or error}"
+                    f"{doing} {self.path} at byte {offset + done} failed: {error.strerror or error}"
                 ) from error
             if not count:
                 raise TierFailed(
-                    f"disk tier: {self.path} ends at byte {offset + done}, and {needed - done} bytes "
+                    f"{self.path} ends at byte {offset + done}, and {needed - done} bytes "
                     "should follow: it was cut short since it was opened"
                 )
             done += count
@@ -168,11 +171,22 @@ def _behind(views: list[memoryview], nbytes: int) -> list[memoryview]:
 
 
 def pages(nbytes: int) -> Tensor:
-    """Return `nbytes` of uninitialized uint8 memory, aligned to a page."""
+    """Return `nbytes` of uint8 memory, zeros, aligned to a page.
+
+    It is in huge pages where the system has them: a direct read then takes a few large requests in place of
+    many small ones, and less processor time.
+
+    Raises:
+        MemoryError: there is no such amount.
+    """
+    try:
+        memory = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{nbytes:,} bytes can't be allocated: {error.strerror}") from None
+    with suppress(OSError, AttributeError):  # not in this kernel, or not Linux
+        memory.madvise(mmap.MADV_HUGEPAGE)
     with torch.inference_mode(False):
-        block = torch.empty(nbytes + PAGE, dtype=torch.uint8)
-    shift = -block.data_ptr() % PAGE
-    return block[shift : shift + nbytes]
+        return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -203,7 +217,7 @@ def read_into(out: npt.NDArray[np.uint8], stored: Stored, file: DirectFile, buff
         at = (stored.offset + done) // PAGE * PAGE
         skip = stored.offset + done - at
         wanted = min(stored.nbytes - done, len(view) - skip)
-        total += file.read(view[: up(skip + wanted)], at, skip + wanted)
+        total += file.read([view[: up(skip + wanted)]], at)
         np.copyto(out[done : done + wanted], np.asarray(view[skip : skip + wanted]))
         done += wanted
     return total

@@ -87,11 +87,7 @@ def changed(loaded: LoadedModel) -> bool:
     """Return whether a skeleton's files were changed or removed since it was opened."""
     assert loaded.lazy_weights is not None
     stamps = {s.path: s.stamp for lazy in loaded.lazy_weights.values() for s in sources(lazy)}
-    for path, stamp in stamps.items():
-        try:
-            with path.open("rb") as file:
-                if stamp_of(file.fileno()) != stamp:
-                    return True
-        except OSError:
-            return True
-    return False
+    try:
+        return any(stamp_of(path) != stamp for path, stamp in stamps.items())
+    except OSError:
+        return True

@@ -9,7 +9,7 @@ then assigns to the module are lazy weights, which `materialize` reads and compu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,12 +21,19 @@ from verbatim.model.stored import Stored as Stored
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The result of a torch operator, `func(*args, **kwargs)`, with lazy weights in place of tensors."""
+    """The result of a function, `func(*args, **kwargs)`, with lazy weights in place of tensors.
+
+    Attributes:
+        index: of several results; None: there is one.
+        shape, dtype: of the result; None of torch's operators, which are traced.
+    """
 
     func: Any
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    index: int | None  # of several results
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    index: int | None = None
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
 
     def __hash__(self) -> int:
         return id(self)
@@ -84,7 +91,7 @@ class Traced(Tensor):
                 return Traced(of_args[0], out)
             if func is _aten._to_copy.default and out.dtype == args[0].dtype:
                 return Traced(of_args[0], out)
-            return Traced(Computed(func, of_args, of_kwargs, None), out)
+            return Traced(Computed(func, of_args, of_kwargs), out)
         return type(out)(
             Traced(Computed(func, of_args, of_kwargs, i), o) for i, o in enumerate(out)
         )
@@ -127,9 +134,7 @@ def same_numbers(a: LazyWeight, b: LazyWeight) -> bool:
 
 def traced(lazy: LazyWeight) -> Traced:
     """Return a tensor without data for one in a file or in memory, or one that a decoder computes."""
-    like: Any = lazy
-    if not isinstance(lazy, Stored):
-        like = lazy.func if isinstance(lazy, Computed) else lazy.tensor
+    like: Any = lazy.tensor if isinstance(lazy, Held) else lazy
     return Traced(lazy, torch.empty(like.shape, dtype=like.dtype, device="meta"))
 
 
@@ -215,17 +220,17 @@ def rows_of(lazy: LazyWeight, begin: int, end: int) -> LazyWeight | None:
     source: Any = lazy.args[0]
     if lazy.func is _aten._to_copy.default:
         cut = rows_of(source, begin, end)
-        return cut and Computed(lazy.func, (cut, *lazy.args[1:]), lazy.kwargs, None)
+        return cut and Computed(lazy.func, (cut, *lazy.args[1:]), lazy.kwargs)
     if lazy.func not in (_aten.stack.default, _aten.cat.default):
         return None
     dim = lazy.args[1] if len(lazy.args) > 1 else 0
     if lazy.func is _aten.stack.default:
-        return None if dim else Computed(lazy.func, (source[begin:end],), {}, None)
+        return None if dim else Computed(lazy.func, (source[begin:end],))
     if dim < 0:
         return None
     if dim > 0:
         cuts = [rows_of(part, begin, end) for part in source]
-        return None if None in cuts else Computed(lazy.func, (cuts, dim), {}, None)
+        return None if None in cuts else Computed(lazy.func, (cuts, dim))
     if not all(isinstance(part, Stored) for part in source):
         return None
     pieces, at = [], 0
@@ -234,7 +239,7 @@ def rows_of(lazy: LazyWeight, begin: int, end: int) -> LazyWeight | None:
         if first < last:
             pieces.append(rows_of(part, first, last))
         at += part.shape[0]
-    return pieces[0] if len(pieces) == 1 else Computed(lazy.func, (pieces,), {}, None)
+    return pieces[0] if len(pieces) == 1 else Computed(lazy.func, (pieces,))
 
 
 def pieces_of(lazy: LazyWeight, leading: int = 1) -> list[LazyWeight]:

@@ -15,14 +15,14 @@ from verbatim import kernels
 from verbatim.errors import ModelError
 from verbatim.heap import give_back_freed
 from verbatim.model.loader import Checkpoint, LoadedModel
-from verbatim.model.packed import hold_packed, replace_children
-from verbatim.model.packing import PackingReport, choose_packings, holdable_of, matrices_of, owners
+from verbatim.model.packed import hold_all
+from verbatim.model.packing import PackingReport, matrices_of, owners
 from verbatim.model.quantization import Quantization
 from verbatim.model.quantize import interleave, pack_and_measure
 from verbatim.model.stored import Stored, read_stored, stamp_of
 from verbatim.model.weight_packing import WeightPacking
 from verbatim.options import available_memory
-from verbatim.weights.formats.stored import held_packing
+from verbatim.weights.formats.stored import packings_of, stored_as
 from verbatim.weights.lazy import Cut, LazyWeight, materialize, sources
 from verbatim.weights.packed_cache import THREADS, PackedCache
 
@@ -38,7 +38,7 @@ def open_weights(
     """Open a model with its weights, quantized or as they are stored.
 
     With `quantization`, the quantized weights of a safetensors or DCP folder are cached on disk. Weights that
-    are stored packed (`held_packing`) are kept as they are stored.
+    are stored packed are kept as they are stored (`packings_of`).
 
     Args:
         open_: opens the model with lazy weights, or a live module, and with `tokenizer`.
@@ -61,12 +61,12 @@ def open_weights(
     # Without quantized weights it is the module's own, which must be freed with the module.
     loaded.original = None if loaded.packed is None else original
     if fits and quantization is None:
-        _store_by_rows(module)
+        store_by_rows(module)
     loaded.checkpoint = Checkpoint(loaded, lambda: open_weights(open_, quantization, False).module)
     return loaded
 
 
-def _store_by_rows(module: nn.Module) -> None:
+def store_by_rows(module: nn.Module) -> None:
     """Lay out matrices `[in, out]`, as GPT-2, Llama 4 and gpt-oss have them, as `[out, in]`.
 
     Products read them faster, bit-identically. The parameters keep their shapes.
@@ -97,8 +97,7 @@ class MappedFiles:
         if unaligned or stored.path.suffix != ".safetensors":
             return read_stored(stored)
         if stored.path not in self._files:
-            with stored.path.open("rb") as file:
-                stamp = stamp_of(file.fileno())
+            stamp = stamp_of(stored.path)
             if stored.stamp not in (None, stamp):
                 raise ModelError(f"{stored.path} changed while the model was opened")
             self._files[stored.path] = torch.from_file(
@@ -134,15 +133,15 @@ def load_weights(
         The quantized weights; None if there are none.
     """
     cuts = cuts or {}
-    packings = {} if quantization is None else choose_packings(module, quantization)
-    holdable = holdable_of(module)
+    packings = packings_of(module, lazy_weights, quantization)
     weights: dict[nn.Parameter, _Weight] = {}
     for name, parameter in module.named_parameters():
         if parameter in lazy_weights:
             lazy, packing = lazy_weights.pop(parameter), packings.get(parameter)
-            stored = held_packing(lazy, packing, holdable.get(parameter))
-            packing, lazy = stored or (packing, lazy)
-            weights[parameter] = _Weight(name, parameter, lazy, packing, stored is not None)
+            stored = stored_as(lazy, packing)
+            weights[parameter] = _Weight(
+                name, parameter, stored or lazy, packing, stored is not None
+            )
     for _, layer, name, parameter in owners(module):
         if parameter in weights:
             weights[parameter].cuts.setdefault(cuts.get((id(layer), name)))
@@ -247,27 +246,22 @@ def _assign(
     module: nn.Module, weights: Mapping[nn.Parameter, _Weight], cuts: Mapping[Place, Cut]
 ) -> None:
     """Assign the weights to the layers; tied ones share one tensor."""
-    replaced: dict[nn.Module, nn.Module] = {}
-    packed_dtype: torch.dtype | None = None
-    for _, layer, name, parameter in list(owners(module)):
-        weight = weights.get(parameter)
-        if weight is None:
-            continue
-        cut = cuts.get((id(layer), name))
-        tensor, packing = weight.kept[cut]
+    uses = [
+        (layer, name, parameter, *weights[parameter].kept[cuts.get((id(layer), name))])
+        for _, layer, name, parameter in owners(module)
+        if parameter in weights
+    ]
+    packed = [(layer, name, tensor, packing) for layer, name, _, tensor, packing in uses if packing]
+    replaced = hold_all(packed, module)
+    for layer, name, parameter, tensor, packing in uses:
         if packing is not None:
-            packed_dtype = packing.dtype
-            here = replaced.get(layer, layer)
-            holder = hold_packed(here, name, tensor, packing)
-            if holder is not here:
-                replaced[layer] = holder
-        elif cut is None:
+            continue
+        if cuts.get((id(layer), name)) is None:
             parameter.data = tensor
         else:
-            here = replaced.get(layer, layer)
-            here._parameters[name] = nn.Parameter(tensor, requires_grad=False)
-    replace_children(replaced, module)
-    if next(module.parameters(), None) is None:
+            new = nn.Parameter(tensor, requires_grad=False)
+            replaced.get(layer, layer)._parameters[name] = new
+    if packed and next(module.parameters(), None) is None:
         # A model takes its dtype from its parameters; without gains in norms, none may be left.
-        nothing = nn.Parameter(torch.empty(0, dtype=packed_dtype), requires_grad=False)
+        nothing = nn.Parameter(torch.empty(0, dtype=packed[-1][3].dtype), requires_grad=False)
         module.register_parameter("_dtype_holder", nothing)

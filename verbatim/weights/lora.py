@@ -18,7 +18,6 @@ from verbatim.errors import ModelError, NotSupported
 from verbatim.model import products
 from verbatim.model.packed import placeholder
 from verbatim.weights.adapter import AdapterFolder
-from verbatim.weights.formats.stored import Decoded
 from verbatim.weights.lazy import Computed, LazyWeight
 
 _EXPERT = ".experts."
@@ -49,9 +48,9 @@ def merge_experts(
                 f"{adapter.folder}: rank_pattern and alpha_pattern are not supported with experts"
             )
         base: Any = table[name]
-        shape = (base.func if isinstance(base, Computed) else base).shape
-        merge = Decoded(shape, dtype, _merge(adapter, layer, shape, dtype, transposed=False))
-        merged[name] = Computed(merge, (base, pair.a, pair.b, pair.magnitude), {}, None)
+        merge = _merge(adapter, layer, base.shape, dtype, transposed=False)
+        parts = base, pair.a, pair.b, pair.magnitude
+        merged[name] = Computed(merge, parts, shape=base.shape, dtype=dtype)
         del left[layer]
     return replace(adapter, pairs=left), merged
 
@@ -90,7 +89,7 @@ def merge_adapter(
         parameter = parameter_of(layer.removesuffix(".base_layer"), name)
         if stored.shape != parameter.shape:
             raise _misfit(adapter, key)
-        lazy = Computed(partial(_finite, adapter, key, parameter.dtype), (stored,), {}, None)
+        lazy = Computed(partial(_finite, adapter, key, parameter.dtype), (stored,))
         if layer.endswith(".base_layer"):  # PEFT writes into the tensor, tied or not
             weights[parameter] = lazy
         else:
@@ -102,7 +101,7 @@ def merge_adapter(
             raise _misfit(adapter, layer)
         merge = _merge(adapter, layer, parameter.shape, parameter.dtype, transposed=transposed)
         parts = weights[parameter], pair.a, pair.b, pair.magnitude
-        put(layer, "weight", Computed(merge, parts, {}, None))
+        put(layer, "weight", Computed(merge, parts))
     used = set(module.parameters())
     for parameter in [p for p in weights if p not in used]:
         del weights[parameter]

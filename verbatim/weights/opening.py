@@ -25,7 +25,7 @@ from verbatim.model.quantization import Quantization
 from verbatim.untrusted import read_json, refuse_lfs_pointer, shards_of
 from verbatim.weights.adapter import read_folder
 from verbatim.weights.dcp import config_from_dict, dcp_files
-from verbatim.weights.formats import decode, forget_quantization
+from verbatim.weights.formats import decode, forget_quantization, reader_of
 from verbatim.weights.gguf import find_gguf, gguf_files
 from verbatim.weights.lazy import Traced, traced
 from verbatim.weights.lora import merge_experts
@@ -59,18 +59,14 @@ def open_files(
     if dcp is not None:
         files = dcp_files(dcp, source, with_config=not in_memory)
     elif gguf is not None:
+        source = replace(source, trust_remote_code=False)
         files = gguf_files(gguf, source.dtype, in_memory=in_memory)
     elif is_default:
         files = _folder(replace(source, model=storyteller.path()), in_memory)
         files.name = "storyteller"
     else:
         files = _folder(source, in_memory)
-    return files.open(
-        tokenizer,
-        trust_remote_code=source.trust_remote_code and gguf is None,
-        unused_weights=source.unused_weights,
-        in_memory=in_memory or dcp is not None,
-    )
+    return files.open(source, tokenizer, in_memory=in_memory or dcp is not None)
 
 
 def _folder(source: ModelSource, in_memory: bool) -> ModelFiles:
@@ -94,6 +90,8 @@ def _folder(source: ModelSource, in_memory: bool) -> ModelFiles:
     else:
         where["revision"] = source.revision
     config = read_config(named, where)
+    if (quantization := quantization_of(config)) is not None:
+        reader_of(named, quantization)  # refused before anything is fetched
     dtype = resolve_dtype(source.dtype, config)
     # The file of weights that the config names instead of the usual ones.
     file = getattr(config, "transformers_weights", None)

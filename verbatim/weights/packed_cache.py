@@ -11,35 +11,32 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import struct
 import time
 import warnings
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from verbatim.errors import ModelError
+from verbatim.errors import ModelError, first_line
 from verbatim.files import replacing
 from verbatim.model.loader import LoadedModel
 from verbatim.model.quantization import Quantization
-from verbatim.model.stored import read_stored
+from verbatim.model.stored import read_stored, stored_in
 from verbatim.options import dtype_name
 from verbatim.weights.files import bytes_of
-from verbatim.weights.headers import stored_in
 from verbatim.weights.identity import files_digest
 from verbatim.weights.lazy import sources
 
 FORMAT = 3  # version of the file format and of the packed layouts
 THREADS = 2
 _MIN_BYTES = 32_000_000  # smaller models have no cache, as they are quantized in moments
-_NAMES = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float32: "F32"}
 _ABANDONED_S = 3600  # age at which an unfinished file belongs to a killed process
 
 
@@ -81,55 +78,40 @@ class PackedCache:
             return None
         try:
             with safe_open(self.path, framework="pt") as file:
-                meta = file.metadata()
+                meta = json.loads(file.metadata()["packed"])
             stored = stored_in(self.path)
-            if meta.get("key") != self._key or expected != {
+            if meta["key"] != self._key or expected != {
                 name: (s.dtype, s.shape) for name, s in stored.items()
             }:
                 return None
-            sums = json.loads(meta["crc32"])
             with ThreadPoolExecutor(THREADS) as pool:
                 tensors = dict(zip(stored, pool.map(read_stored, stored.values()), strict=True))
                 found = dict(zip(tensors, pool.map(_sum, tensors.values()), strict=True))
-            return (tensors, json.loads(meta["error"])) if found == sums else None
+            error = {name: [float(a), float(b)] for name, (a, b) in meta["error"].items()}
+            return (tensors, error) if found == meta["crc32"] else None
         except (SafetensorError, ModelError, OSError, ValueError, LookupError, TypeError):
             return None
         except (AttributeError, RecursionError):  # of damaged metadata
             return None
 
-    def write(self, tensors: Mapping[str, Tensor], error: Mapping[str, Iterable[float]]) -> None:
+    def write(self, tensors: Mapping[str, Tensor], error: Mapping[str, Sequence[float]]) -> None:
         """Write the tensors to the cache, or warn with the reason if that fails."""
-        if self.path is None or any(t.dtype not in _NAMES for t in tensors.values()):
+        if self.path is None:
             return
-        entries: dict[str, Any] = {}
-        at = 0
-        for name, tensor in tensors.items():
-            entries[name] = {
-                "dtype": _NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [at, at + tensor.nbytes],
-            }
-            at += tensor.nbytes
         with ThreadPoolExecutor(THREADS) as pool:
             sums = dict(zip(tensors, pool.map(_sum, tensors.values()), strict=True))
-        entries["__metadata__"] = {
-            "key": self._key,
-            "crc32": json.dumps(sums),
-            "error": json.dumps({name: list(pair) for name, pair in error.items()}),
-        }
-        header = json.dumps(entries).encode()
-        header += b" " * (-len(header) % 8)
+        # One entry: safetensors writes several in random order, and equal caches are to be equal files.
+        told = json.dumps({"key": self._key, "crc32": sums, "error": dict(error)})
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _sweep(self.path.parent)
             with replacing(self.path) as file:
-                file.write(struct.pack("<Q", len(header)) + header)
-                for tensor in tensors.values():
-                    file.write(bytes_of(tensor))
-        except OSError as problem:
+                save_file(dict(tensors), file.name, {"packed": told})
+        except (OSError, SafetensorError) as problem:
+            why = getattr(problem, "strerror", None) or first_line(problem)
             warnings.warn(
-                f"the packed weights can't be kept in {self.path} ({problem.strerror}), so they are packed "
-                "again whenever the model is opened",
+                f"the packed weights can't be kept in {self.path} ({why}), so they are packed again whenever "
+                "the model is opened",
                 RuntimeWarning,
                 stacklevel=2,
             )

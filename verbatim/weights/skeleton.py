@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.errors import ModelError, NotSupported, VerbatimError, first_line
-from verbatim.model.loader import LoadedModel, building, empty_module
+from verbatim.model.loader import LoadedModel, ModelSource, building, empty_module
 from verbatim.model.packed import placeholder
 from verbatim.model.patching import quiet
-from verbatim.model.stored import read_stored
+from verbatim.model.stored import read_stored, stored_in
 from verbatim.model.unused import refuse_unused
 from verbatim.untrusted import check_dtypes, check_size, shards_of
 from verbatim.weights.adapter import AdapterFolder
-from verbatim.weights.headers import stored_in
 from verbatim.weights.lazy import Held, LazyWeight, Traced, materialize, traced
 from verbatim.weights.lora import merge_adapter
 
@@ -60,16 +59,13 @@ class ModelFiles:
     adjust: Callable[[Any], list[str]] | None = None
     is_plain: bool = False
 
-    def open(
-        self, tokenizer: Any, *, trust_remote_code: bool, unused_weights: str, in_memory: bool
-    ) -> LoadedModel:
+    def open(self, source: ModelSource, tokenizer: Any, *, in_memory: bool) -> LoadedModel:
         """Build the module that transformers would load, without reading a weight.
 
         Its parameters have no memory, and tied ones have one lazy weight.
 
         Args:
             tokenizer: None: the model's own; False: none.
-            unused_weights: as of `ModelSource`.
             in_memory: accept parameters that transformers makes and does not read, which are held in memory.
 
         Raises:
@@ -77,7 +73,7 @@ class ModelFiles:
         """
         if tokenizer is None:
             tokenizer = self.open_tokenizer()
-        empty = empty_module(self.path, self.config, trust_remote_code)
+        empty = empty_module(self.path, self.config, source.trust_remote_code)
         tensors, dtype = self.tensors(empty)
         check_size(self.path, empty, sum(path.stat().st_size for path in self.weights))
         module, unused = self._filled(empty, tensors, dtype)
@@ -85,7 +81,7 @@ class ModelFiles:
         _read_buffers(module)
         if self.adapter is not None:
             merge_adapter(self.adapter, module, lazy_weights)
-        if unused_weights == "error":
+        if source.unused_weights == "error":
             refuse_unused(self.name, module, self.config, unused)
         module.generation_config = self.generation(module, tokenizer)
         return LoadedModel(
@@ -117,7 +113,7 @@ class ModelFiles:
         # The language model's config, if the folder's also has towers.
         where |= dict(config=empty.config, dtype=dtype, output_loading_info=True)
         try:
-            with building, quiet(progress=False):
+            with building, quiet():
                 module, report = type(empty).from_pretrained(**where)
         except VerbatimError:
             raise

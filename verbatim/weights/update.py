@@ -22,9 +22,8 @@ from verbatim.model.packed import packed_buffers
 from verbatim.model.patching import exclusive
 from verbatim.model.quantize import pack_and_measure
 from verbatim.model.shard import Columns
-from verbatim.model.stored import read_stored
+from verbatim.model.stored import read_stored, stored_in
 from verbatim.model.weight_packing import WeightPacking
-from verbatim.weights.headers import stored_in
 from verbatim.weights.lazy import Cut
 from verbatim.weights.load import open_weights
 from verbatim.weights.opening import ADAPTER, open_files

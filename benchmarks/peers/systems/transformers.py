@@ -10,12 +10,12 @@ import numpy as np
 import torch
 import transformers
 
-from benchmarks.peers.protocol import random_ids, serve
+from benchmarks.peers.protocol import PeerSystem, serve
 from benchmarks.peers.shape import Shape
 from verbatim.bench import peers
 
 
-class Transformers:
+class Transformers(PeerSystem):
     """SDPA attention where it has it, else eager; a dynamic cache, no compilation; bf16 alone."""
 
     def about(self) -> dict[str, Any]:
@@ -41,12 +41,6 @@ class Transformers:
         for ids in zip(*forced, strict=True):  # decoded one by one
             logits = self.peer.logits(torch.tensor(ids)[:, None], cache)
         return logits.float().numpy()
-
-    def prefill(self, length: int) -> float:
-        return self.peer.prefill(random_ids(length, 0, self.vocab))
-
-    def decode(self, rows: int, length: int, steps: int, seconds: float) -> list[float]:
-        return self.peer.decode([random_ids(length, 0, self.vocab)] * rows, steps, seconds)
 
 
 if __name__ == "__main__":

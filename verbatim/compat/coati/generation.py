@@ -11,14 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from verbatim.checks import integer, optional_integer
-from verbatim.compat.batches import PaddedRows, check_search, draw_seed, flag, new_rows
+from verbatim.compat.batches import PaddedRows, check_search, flag, new_rows
 from verbatim.core import Request
 from verbatim.engine.handle import EngineHandle
 from verbatim.engine.lockstep import run_together
 from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong, UnsupportedModel
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
-from verbatim.tensors import engine_of, has_known_layers, open_forward
+from verbatim.tensors import draw_seed, engine_of, has_known_layers, open_forward
 
 Hooks = tuple[Callable[..., Any] | None, Callable[..., Any] | None]
 _LARGEST_ID = 2**63 - 1  # of int64
@@ -79,10 +79,10 @@ def generate(
     sampling = num_beams, do_sample, top_k, top_p, temperature
     hooks = prepare_inputs_fn, update_model_kwargs_fn
     rows = input_ids, tokenizer, max_length, early_stopping
-    calls: list[GenerateCall] = []
+    calls: list[_Call] = []
 
     def begin() -> tuple[EngineHandle, list[Request]]:
-        calls.append(GenerateCall(model, *rows, sampling, hooks, model_kwargs))
+        calls.append(_Call(model, rows, sampling, hooks, model_kwargs))
         return calls[0].llm.engine, calls[0].requests
 
     try:
@@ -130,7 +130,7 @@ def generate_streaming(
         )
     hooks = prepare_inputs_fn, update_model_kwargs_fn
     rows = input_ids, tokenizer, max_length, early_stopping
-    return GenerateCall(model, *rows, sampling, hooks, model_kwargs).stream()
+    return _Call(model, rows, sampling, hooks, model_kwargs).stream()
 
 
 def _by_ids(call: Callable[..., Any], early_stopping: bool) -> Callable[..., Any]:
@@ -163,10 +163,11 @@ _sample = _by_ids(generate, early_stopping=True)
 _sample_streaming = _by_ids(generate_streaming, early_stopping=False)
 
 
-class GenerateCall:
-    """The checked arguments and the admitted rows of one call; run `requests`, or `stream` them, once.
+class _Call:
+    """One call, with all arguments checked and its rows admitted; `stream` it, or run its requests. Close it.
 
     Args:
+        rows: the ids, the tokenizer, the maximum length and whether to stop early.
         options: number of beams, whether to sample, top-k, top-p and temperature.
         functions: the two hooks.
         kwargs: the call's `model_kwargs`.
@@ -175,15 +176,13 @@ class GenerateCall:
     def __init__(
         self,
         model: Any,
-        input_ids: Tensor,
-        tokenizer: Any,
-        max_length: Any,
-        early_stopping: Any,
+        rows: tuple[Any, ...],
         options: tuple[Any, ...],
         functions: tuple[Any, Any],
         kwargs: dict[str, Any],
     ) -> None:
-        sampling, hooks = _sampling(*options), _hooks(*functions)
+        input_ids, tokenizer, max_length, early_stopping = rows
+        hooks, self._kwargs = _hooks(*functions), kwargs
         side = getattr(tokenizer, "padding_side", None)
         if side != "left":
             raise InvalidRequest(
@@ -191,49 +190,48 @@ class GenerateCall:
                 "generation begins"
             )
         self._fills_up = not flag("early_stopping", early_stopping)
-        self._kwargs = kwargs = dict(kwargs)
         for name in ("use_cache", "apply_loss_mask"):
             if not isinstance(kwargs.get(name), bool | None):
                 raise InvalidRequest(f"{name}={kwargs[name]!r}: must be True, False or None")
         kwargs.pop("apply_loss_mask", None)  # Coati's trainer passes it on to every call
-        ids: dict[str, Any] = {
-            f"tokenizer.{name}": getattr(tokenizer, name, None)
-            for name in ("eos_token_id", "pad_token_id")
-        }
-        ids["pad_token_id"] = kwargs.pop("pad_token_id", None)
-        checked = [optional_integer(name, i, 0, _LARGEST_ID) for name, i in ids.items()]
-        eos_id, pad_id = checked[0], checked[1] if checked[2] is None else checked[2]
-        mask = kwargs.pop("attention_mask", None)
-        self._before = PaddedRows.of(input_ids, mask, pad_id)
+        params = SamplingParams(
+            seed=kwargs.pop("seed", None),
+            stop_token_ids=_stops(kwargs.pop("stop_token_ids", None)),
+            ignore_eos=True,  # only the tokenizer's counts, as a stop id
+            **_sampling(*options),
+        )
+        eos_id, pad_id, own_pad = (
+            optional_integer(name, value, 0, _LARGEST_ID)
+            for name, value in (
+                ("tokenizer.eos_token_id", getattr(tokenizer, "eos_token_id", None)),
+                ("tokenizer.pad_token_id", getattr(tokenizer, "pad_token_id", None)),
+                ("pad_token_id", kwargs.pop("pad_token_id", None)),
+            )
+        )
+        pad_id = pad_id if own_pad is None else own_pad
+        self._before = PaddedRows.of(input_ids, kwargs.pop("attention_mask", None), pad_id)
         self._device, self._prompts = input_ids.device, self._before.rows()
-        self._beams: int = sampling["num_beams"]
-        seed = SamplingParams(seed=kwargs.pop("seed", None)).seed
+        self._beams = params.num_beams
         self._num_new = _new_tokens(
             input_ids.shape[1], max_length, kwargs.pop("max_new_tokens", None)
         )
-        stops = _stops(kwargs.pop("stop_token_ids", None))
-        interval = kwargs.pop("stream_interval", None)
-        self._interval = 2 if interval is None else integer("stream_interval", interval, 1)
+        interval = optional_integer("stream_interval", kwargs.pop("stream_interval", None), 1)
+        self._interval = 2 if interval is None else interval
         self._pad: int | None = eos_id if pad_id is None else pad_id
-        self.llm, self._owns_engine = self._engine_for(model, hooks)
-        if self._pad is None:
-            self._pad = self.llm.pad_token_id
         self.requests: list[Request] = []
-        if not self._num_new:
-            return
-        if eos_id is not None and eos_id < self.llm.engine.admission.vocab_size:
-            stops = ((eos_id,), *stops)
-        if seed is None and sampling["temperature"] > 0:
-            seed = draw_seed()
+        self._opened: LLM | None = None  # for this call alone
         try:
-            params = SamplingParams(
-                max_tokens=self._num_new,
-                stop_token_ids=stops,
-                ignore_eos=True,  # only the tokenizer's counts, as a stop id
-                seed=seed,
-                **sampling,
-            )
-            self.requests = self.llm._admit_rows(self._prompts, params)
+            self.llm = self._engine_for(model, hooks)
+            self._keep_within_limit(columns=hooks is not None)
+            if self._pad is None:
+                self._pad = self.llm.pad_token_id
+            if self._num_new:
+                if eos_id is not None and eos_id < self.llm.engine.admission.vocab_size:
+                    params = params.replace(stop_token_ids=(eos_id, *params.stop_token_ids))
+                if params.seed is None and params.temperature > 0:
+                    params = params.replace(seed=draw_seed())
+                params = params.replace(max_tokens=self._num_new)
+                self.requests = self.llm._admit_rows(self._prompts, params)
         except BaseException:
             self.close()
             raise
@@ -264,13 +262,12 @@ class GenerateCall:
 
     def close(self) -> None:
         """Close the engine if it was opened for this call."""
-        if self._owns_engine:
-            self.llm.close()
+        if self._opened is not None:
+            self._opened.close()
 
     # ---- the engine
 
-    def _engine_for(self, model: Any, hooks: Hooks | None) -> tuple[LLM, bool]:
-        """Return the engine, and whether the call must close it."""
+    def _engine_for(self, model: Any, hooks: Hooks | None) -> LLM:
         if hooks is not None and self._beams > 1:
             raise NotSupported(
                 f"num_beams={self._beams} with prepare_inputs_fn or update_model_kwargs_fn: hooks keep one "
@@ -283,17 +280,17 @@ class GenerateCall:
                     "what they make; an open LLM makes its own inputs"
                 )
             self._refuse_kwargs("an open LLM")
-            return self._within_limit(model), False
+            return model
         if hooks is None and has_known_layers(model):
             self._refuse_kwargs(type(model).__name__)
             try:
-                return self._within_limit(engine_of(model)), False
+                return engine_of(model)
             except UnsupportedModel as why:
                 try:
-                    return self._open_engine(model, None), True
+                    return self._open_engine(model, None)
                 except UnsupportedModel:
                     raise why from None
-        return self._open_engine(model, hooks), True
+        return self._open_engine(model, hooks)
 
     def _refuse_kwargs(self, name: str) -> None:
         for kwarg in self._constants:
@@ -309,7 +306,7 @@ class GenerateCall:
 
     def _open_engine(self, model: Any, hooks: Hooks | None) -> LLM:
         """Open an engine over the model's own forward, sized for the full length of all rows."""
-        llm = open_forward(
+        self._opened = open_forward(
             model,
             max_length=max(1, self._before.width + self._num_new),
             max_sequences=max(1, len(self._prompts) * self._beams),
@@ -318,15 +315,16 @@ class GenerateCall:
             batch=(self._before.ids, self._before.mask.long()),
             pad_token_id=self._pad,
         )
-        return self._within_limit(llm, columns=hooks is not None)
+        return self._opened
 
-    def _within_limit(self, llm: LLM, *, columns: bool = False) -> LLM:
+    def _keep_within_limit(self, columns: bool) -> None:
         """Keep rows within the model's limit, with a warning; a longer prompt is refused later.
 
         Args:
             columns: the model gets padded rows, whose pads count.
         """
         longest = self._before.width if columns else max(map(len, self._prompts), default=0)
+        llm = self.llm
         room = llm.max_length - longest
         if 0 <= room < self._num_new:
             warnings.warn(
@@ -336,7 +334,6 @@ class GenerateCall:
                 stacklevel=2,
             )
             self._num_new = room
-        return llm
 
 
 def _hooks(prepare: Any, update: Any) -> Hooks | None:
@@ -368,16 +365,14 @@ def _new_tokens(prompt_width: int, max_length: Any, max_new_tokens: Any) -> int:
     length = integer("max_length", max_length, 0)
     if prompt_width > length:
         raise PromptTooLong(f"input_ids is {prompt_width} tokens wide, and max_length={length}")
-    room: int = length - prompt_width
-    return (
-        room if max_new_tokens is None else min(integer("max_new_tokens", max_new_tokens, 0), room)
-    )
+    new = optional_integer("max_new_tokens", max_new_tokens, 0)
+    return length - prompt_width if new is None else min(new, length - prompt_width)
 
 
-def _stops(value: Any) -> tuple[tuple[int, ...], ...]:
+def _stops(value: Any) -> list[Any]:
     """Return sequences of ids: [[20, 21], [10]] are two, [20, 21] is one, and so is 20."""
     if value is None:
-        return ()
+        return []
     value = value.tolist() if hasattr(value, "tolist") else value
     many = list(value) if isinstance(value, list | tuple) else [value]
     nested = [hasattr(entry, "__len__") for entry in many]
@@ -386,6 +381,4 @@ def _stops(value: Any) -> tuple[tuple[int, ...], ...]:
             f"stop_token_ids={value!r}: must be sequences of ids ([[20, 21], [10]]), or a single one "
             "([20, 21]), but not both"
         )
-    if not any(nested):
-        many = [many] if many else []
-    return SamplingParams(stop_token_ids=many).stop_token_ids  # type: ignore[return-value]
+    return many if any(nested) or not many else [many]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verbatim.errors import InvalidRequest
+from verbatim.placement.actor import field_of
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessorList
@@ -51,11 +52,7 @@ def prepare_inputs_fn(input_ids: Tensor, **model_kwargs: Any) -> dict[str, Any]:
 
 def _cache_name(values: Any) -> str:
     """Return the name of the cache among a model's arguments or outputs."""
-    return "past_key_values" if _field(values, "cache") is None else "cache"
-
-
-def _field(values: Any, name: str) -> Any:
-    return values.get(name) if isinstance(values, Mapping) else getattr(values, name, None)
+    return "past_key_values" if field_of(values, "cache") is None else "cache"
 
 
 def update_model_kwargs_fn(
@@ -77,7 +74,7 @@ def update_model_kwargs_fn(
     if isinstance(new_mask, Mapping):
         model_kwargs, new_mask = {**new_mask, **model_kwargs}, None
     name = _cache_name(outputs)
-    updated = {**model_kwargs, name: _field(outputs, name)}
+    updated = {**model_kwargs, name: field_of(outputs, name)}
     types, mask = updated.get("token_type_ids"), updated.get("attention_mask")
     if types is not None:
         updated["token_type_ids"] = torch.cat([types, types[:, -1:]], dim=-1)

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.checks import integer, optional_integer, switch
-from verbatim.compat.batches import PaddedRows, draw_seed, new_rows, pad_id_of, pad_rows
+from verbatim.compat.batches import Opened, PaddedRows, new_rows, pad_id_of
 from verbatim.compat.flexllmgen.config import OptConfig, check_config, config_by_name, find_model
-from verbatim.compat.flexllmgen.policy import ExecutionEnv, Policy, offload_of, options_of
+from verbatim.compat.flexllmgen.policy import ExecutionEnv, Policy, options_of
 from verbatim.compat.flexllmgen.timings import Clock, Spent, Timings
-from verbatim.compat.opened import Opened
 from verbatim.core import Request
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
+from verbatim.tensors import draw_seed, pad_rows
 
 _FEW_TOKENS = 5  # of "fewer_batch": the prefill's, and four of decoding
 _LARGEST_ID = 2**31 - 1  # of int32
@@ -78,10 +78,7 @@ class OptLM(Opened):
         by_name = not isinstance(config, OptConfig)
         expected = config if isinstance(config, OptConfig) else config_by_name(os.fspath(config))
         disk = None if env is None else env.disk.path
-        placement = offload_of(policy, disk)
-        llm = self._source = LLM(
-            find_model(config, path), placement=placement, **options_of(policy)
-        )
+        llm = self._source = LLM(find_model(config, path), **options_of(policy, disk))
         self._close_with(llm)
         try:
             if expected is not None:
@@ -161,7 +158,9 @@ class OptLM(Opened):
         num_new = num_run = integer("max_new_tokens", max_new_tokens, 0)
         if cut_gen_len is not None:
             num_run = min(num_run, integer("cut_gen_len", cut_gen_len, 1))
-        if isinstance(stop, str) and llm.tokenizer is not None:
+        if isinstance(stop, str):
+            if llm.tokenizer is None:
+                raise InvalidRequest(f"stop={stop!r}: the model has no tokenizer; give an id")
             stop_ids = llm.tokenizer.encode(stop, special_tokens=False)
             if len(stop_ids) != 1:
                 raise InvalidRequest(f"stop={stop!r}: must be one token, and has {len(stop_ids)}")
@@ -280,8 +279,9 @@ def _columns(ids: Tensor, attention_mask: Any, pad_id: int) -> PaddedRows:
         mask = (ids != pad_id).cummax(dim=1).values
         mask[:, -1] = True
         return PaddedRows.of(ids, mask, None)
+    mask = attention_mask
     try:
-        mask = torch.from_numpy(np.array(attention_mask))
+        mask = mask if isinstance(mask, Tensor) else torch.from_numpy(np.array(mask))
     except (TypeError, ValueError):
         raise InvalidRequest(
             f"attention_mask={attention_mask!r}: must be 0 and 1, in the shape of inputs"

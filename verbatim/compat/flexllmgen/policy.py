@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import warnings
 import weakref
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verbatim.checks import integer, number, switch
+from verbatim.checks import check_fields, integer, number
 from verbatim.errors import InvalidRequest, NotSupported, TierFailed
 from verbatim.model.quantization import GROUP_SIZES, Quantization
 from verbatim.placement.offload.choice import Offload, percents
@@ -126,10 +125,8 @@ class CompressionConfig:
     enabled: bool = True
 
     def __post_init__(self) -> None:
-        for name, low in (("num_bits", 1), ("group_size", 1), ("group_dim", 0)):
-            object.__setattr__(self, name, integer(name, getattr(self, name), low))
-        for name in ("symmetric", "enabled"):
-            switch(name, getattr(self, name))
+        numbers = {"num_bits": 1, "group_size": 1, "group_dim": 0}
+        check_fields(self, {name: (integer, low) for name, low in numbers.items()})
 
 
 _WEIGHTS = CompressionConfig(num_bits=4, group_size=64, group_dim=1, symmetric=False)
@@ -154,11 +151,12 @@ class Policy:
             pieces anyway, and freed as soon as all batches have passed it.
         pin_weight: pinned RAM for copies to a GPU. Accepted, without effect on a CPU,
             where weights in RAM are used in place.
-        cpu_cache_compute: attention over K and V in RAM runs there.
+        cpu_cache_compute: attention over K and V in RAM runs there. Without effect on a CPU.
         attn_sparsity: 1.0; less is refused.
         compress_weight, comp_weight_config: weights in 8 or 4 bits.
         compress_cache, comp_cache_config: K and V in 8 or 4 bits. Groups of twice the kept size, 64 at
             4 bits, are run in two halves, with a warning.
+        w_disk_percent, cache_disk_percent, act_disk_percent: the rest, on the disk.
 
     Raises:
         InvalidRequest: a value out of its range; the message names it.
@@ -184,8 +182,7 @@ class Policy:
     comp_cache_config: CompressionConfig = _CACHE
 
     def __post_init__(self) -> None:
-        for name in ("gpu_batch_size", "num_gpu_batches"):
-            object.__setattr__(self, name, integer(name, getattr(self, name), 1))
+        check_fields(self, dict.fromkeys(("gpu_batch_size", "num_gpu_batches"), (integer, 1)))
         for kind in ("w", "cache", "act"):
             names = f"{kind}_gpu_percent", f"{kind}_cpu_percent"
             values = tuple(getattr(self, name) for name in names)
@@ -198,12 +195,9 @@ class Policy:
                 ) from None
             for name, share in zip(names, shares, strict=False):
                 object.__setattr__(self, name, share)
-        for each in dataclasses.fields(self):
-            value = getattr(self, each.name)
-            if each.type == "bool":
-                switch(each.name, value)
-            if each.type == "CompressionConfig" and not isinstance(value, CompressionConfig):
-                raise InvalidRequest(f"{each.name}={value!r}: must be a CompressionConfig")
+        for name in _BUILT:
+            if not isinstance(value := getattr(self, name), CompressionConfig):
+                raise InvalidRequest(f"{name}={value!r}: must be a CompressionConfig")
         if number("attn_sparsity", self.attn_sparsity, 0, 1, above=True) < 1:
             raise NotSupported(
                 f"attn_sparsity={self.attn_sparsity!r}: there a prompt attends to all keys and a completion "
@@ -216,28 +210,16 @@ class Policy:
 
     def compressions(self) -> dict[str, CompressionConfig]:
         """Return the configs that are used, by their names."""
-        weights, cache = self.comp_weight_config, self.comp_cache_config
-        found = {}
-        if self.compress_weight and weights.enabled:
-            found["comp_weight_config"] = weights
-        if self.compress_cache and cache.enabled:
-            found["comp_cache_config"] = cache
-        return found
+        kinds = {"weight": self.comp_weight_config, "cache": self.comp_cache_config}
+        return {
+            f"comp_{kind}_config": config
+            for kind, config in kinds.items()
+            if config.enabled and getattr(self, f"compress_{kind}")
+        }
 
-    @property
-    def w_disk_percent(self) -> float:
-        """Percentage of the weights on disk."""
-        return self.percents("w")[2]
-
-    @property
-    def cache_disk_percent(self) -> float:
-        """Percentage of K and V on disk."""
-        return self.percents("cache")[2]
-
-    @property
-    def act_disk_percent(self) -> float:
-        """Percentage of the activations on disk."""
-        return self.percents("act")[2]
+    w_disk_percent = property(lambda self: self.percents("w")[2])
+    cache_disk_percent = property(lambda self: self.percents("cache")[2])
+    act_disk_percent = property(lambda self: self.percents("act")[2])
 
     def percents(self, kind: str) -> tuple[float, float, float]:
         """Return the shares of "w", "cache" or "act" on the three tiers."""
@@ -245,33 +227,27 @@ class Policy:
         return gpu, cpu, max(0.0, 100 - gpu - cpu)
 
 
-def offload_of(policy: Policy | None, disk: Path | None) -> Offload:
-    """Return the offload placement of a policy; without one, Verbatim plans it.
+def options_of(policy: Policy | None, disk: Path | None) -> dict[str, Any]:
+    """Return the options of `LLM` for a policy; without one, Verbatim plans the placement.
 
     Args:
         disk: the folder for offloaded K and V and activations.
     """
     if policy is None:
-        return Offload(disk=disk)
-    return Offload(
-        disk=disk,
-        weights=policy.percents("w"),
-        kv=policy.percents("cache"),
-        activations=policy.percents("act"),
-        batch_size=policy.gpu_batch_size,
-        micro_batches=policy.num_gpu_batches,
-        overlap=policy.overlap,
-        cpu_cache_compute=policy.cpu_cache_compute,
-        policy=None,  # everything is set, so nothing has to be measured
-    )
-
-
-def options_of(policy: Policy | None) -> dict[str, Any]:
-    """Return the other options of `LLM` that a policy sets."""
-    if policy is None:
-        return {}
+        return {"placement": Offload(disk=disk)}
     block = policy.gpu_batch_size * policy.num_gpu_batches
     options: dict[str, Any] = {
+        "placement": Offload(
+            disk=disk,
+            weights=policy.percents("w"),
+            kv=policy.percents("cache"),
+            activations=policy.percents("act"),
+            batch_size=policy.gpu_batch_size,
+            micro_batches=policy.num_gpu_batches,
+            overlap=policy.overlap,
+            cpu_cache_compute=policy.cpu_cache_compute,
+            policy=None,  # everything is set, so nothing has to be measured
+        ),
         "max_sequences": block,
         # Prompts of a block share one reading of each layer.
         "max_batch_tokens": max(2048, block * _ROWS),

@@ -8,22 +8,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from verbatim.compat.kempnerforge.cache import KVCache
-    from verbatim.compat.kempnerforge.generation import generate, sample
+    from verbatim.compat.kempnerforge.generation import KVCache, generate, sample
 
 __all__ = ["KVCache", "generate", "sample"]
 
-# Imported on first use, so that the command's --help does not wait for torch.
-_HOMES = {"KVCache": "cache", "generate": "generation", "sample": "generation"}
-
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
+    """Import on first use, so that the command's --help does not wait for torch."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    return getattr(importlib.import_module(f"{__name__}.generation"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,20 +1,18 @@
-"""`generate` and `sample` with KempnerForge's arguments."""
+"""`generate`, `sample` and `KVCache` with KempnerForge's arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Real
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import verbatim
 from verbatim.checks import integer
-from verbatim.compat.kempnerforge.filters import filters
+from verbatim.compat.kempnerforge.filters import filters, is_zero
 from verbatim.errors import InvalidRequest, PromptTooLong
 from verbatim.llm import LLM
-from verbatim.tensors import engine_of
+from verbatim.tensors import check_padded, engine_of
 
 
 def sample(
@@ -42,9 +40,8 @@ def sample(
         InvalidRequest: a value out of range, a row without a token that can be drawn, or one of seed
             and position without the other.
     """
-    _check_has_data("logits", logits)
     width = logits.shape[-1] if isinstance(logits, Tensor) and logits.dim() else 0
-    if seed is None and position is None and _is_greedy(temperature):
+    if seed is None and position is None and is_zero(temperature):
         seed, position = 0, 0  # greedy: leave torch's generator alone
     return verbatim.sample(
         logits, **filters(temperature, top_k, top_p, width), seed=seed, position=position
@@ -84,11 +81,11 @@ def generate(
     if not isinstance(prompt_tokens, Tensor) or prompt_tokens.dim() not in (1, 2):
         shape = getattr(prompt_tokens, "shape", type(prompt_tokens).__name__)
         raise InvalidRequest(f"prompt_tokens is {shape}; it must be a tensor [B, P] or [P]")
-    _check_has_data("prompt_tokens", prompt_tokens)
-    rows = prompt_tokens if prompt_tokens.dim() == 2 else prompt_tokens[None]
+    rows = prompt_tokens if prompt_tokens.dim() == 2 else prompt_tokens.unsqueeze(0)
+    check_padded(rows, None, name="prompt_tokens")
     num_new = integer("max_new_tokens", max_new_tokens, 0)
     eos = None if eos_token_id is None else integer("eos_token_id", eos_token_id, 0)
-    if seed is None and _is_greedy(temperature):
+    if seed is None and is_zero(temperature):
         seed = 0
     llm = engine_of(model)
     _check_length(llm, rows.shape[1], num_new)
@@ -106,12 +103,93 @@ def generate(
     return tokens if prompt_tokens.dim() == 2 else tokens[0]
 
 
-def _check_has_data(name: str, x: Any) -> None:
-    """Refuse a tensor without data; other types are refused later, with the expected shape."""
-    if isinstance(x, Tensor) and (x.layout != torch.strided or x.is_meta):
-        raise InvalidRequest(
-            f"{name} is {x.layout} on {x.device}; it must be dense, and hold values"
-        )
+class KVCache:
+    """The preallocated K and V of one layer, for a batch.
+
+    `generate` does not use it: the engine stores K and V in blocks.
+
+    Args:
+        batch_size: rows, all of the same length.
+        max_seq_len: capacity in positions.
+        n_kv_heads, head_dim: of the layer.
+        dtype, device: of the cache; new values are converted by `torch.can_cast`'s rules.
+
+    Attributes:
+        k, v: `[batch_size, n_kv_heads, max_seq_len, head_dim]`, zero where unused.
+        seq_len: positions in use.
+
+    Raises:
+        InvalidRequest: a size below 1 or not an integer, or memory that can't be allocated.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        max_seq_len: int,
+        n_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        sizes = {
+            "batch_size": batch_size,
+            "n_kv_heads": n_kv_heads,
+            "max_seq_len": max_seq_len,
+            "head_dim": head_dim,
+        }
+        shape = [integer(name, value, 1) for name, value in sizes.items()]
+        try:
+            with torch.inference_mode(False):  # it may be written to in any mode
+                self.k = torch.zeros(shape, dtype=dtype, device=device)
+                self.v = torch.zeros(shape, dtype=dtype, device=device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise InvalidRequest(f"K and V of {shape}, {dtype} on {device}: {reason}") from None
+        self.seq_len = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K and V together."""
+        return self.k.nbytes + self.v.nbytes
+
+    def update(self, k_new: Tensor, v_new: Tensor) -> tuple[Tensor, Tensor]:
+        """Append positions, without gradients.
+
+        Args:
+            k_new, v_new: `[batch_size, n_kv_heads, T, head_dim]`.
+
+        Returns:
+            Views of all K and V so far, `[batch_size, n_kv_heads, seq_len, head_dim]`.
+
+        Raises:
+            InvalidRequest: wrong shapes, a dtype that can't be converted, or more positions than
+                `max_seq_len`; the cache is then unchanged.
+        """
+        rows, heads, room, width = self.k.shape
+        for name, new in (("k_new", k_new), ("v_new", v_new)):
+            if not isinstance(new, Tensor):
+                raise InvalidRequest(f"{name} is {type(new).__name__}; it must be a tensor")
+            no_data = new.layout != torch.strided or (new.is_meta and not self.k.is_meta)
+            if no_data or not torch.can_cast(new.dtype, self.k.dtype):
+                raise InvalidRequest(
+                    f"{name} is {new.dtype}, {new.layout} on {new.device}; this cache takes dense tensors "
+                    f"that become {self.k.dtype} on {self.k.device}"
+                )
+            if new.dim() != 4 or new.shape != (rows, heads, k_new.shape[2], width):
+                raise InvalidRequest(
+                    f"{name} is {list(new.shape)}; this cache takes [{rows}, {heads}, T, {width}], with "
+                    "one T for both"
+                )
+        end = self.seq_len + k_new.shape[2]
+        if end > room:
+            raise InvalidRequest(
+                f"{self.seq_len} positions and {k_new.shape[2]} new ones make {end}; this cache has "
+                f"room for max_seq_len={room}"
+            )
+        self.k[:, :, self.seq_len : end] = k_new.detach()
+        self.v[:, :, self.seq_len : end] = v_new.detach()
+        self.seq_len = end
+        return self.k[:, :, :end], self.v[:, :, :end]
 
 
 def _check_length(llm: LLM, prompt_length: int, max_new_tokens: int) -> None:
@@ -123,7 +201,3 @@ def _check_length(llm: LLM, prompt_length: int, max_new_tokens: int) -> None:
             f"{prompt_length} tokens of prompt and max_new_tokens={max_new_tokens} make {total}, which "
             f"exceeds model max_seq_len={llm.max_length}{where}"
         )
-
-
-def _is_greedy(temperature: Any) -> bool:
-    return isinstance(temperature, Real) and temperature is not False and temperature == 0

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from verbatim.compat.megatron.context import DynamicInferenceContext
 from verbatim.compat.megatron.controller import InferenceWrappedModel, TextGenerationController
-from verbatim.compat.megatron.params import SamplingParams
-from verbatim.compat.megatron.request import DynamicInferenceRequest, InferenceRequest, Status
-from verbatim.compat.megatron.stream import AsyncStream
+from verbatim.compat.megatron.request import (
+    DynamicInferenceRequest,
+    InferenceRequest,
+    SamplingParams,
+    Status,
+)
+from verbatim.compat.megatron.static import AsyncStream
 
 CommonInferenceParams = SamplingParams
 AbstractModelInferenceWrapper = GPTInferenceWrapper = InferenceWrappedModel

@@ -6,23 +6,26 @@ import math
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from verbatim.checks import integer
-from verbatim.compat.batches import draw_seed
-from verbatim.compat.megatron.request import DynamicInferenceRequest, InferenceRequest, Status
+from verbatim.compat.megatron.request import DynamicInferenceRequest, InferenceRequest
 from verbatim.compat.megatron.translation import Translation
 from verbatim.core import Delta, Request
 from verbatim.engine.handle import EngineHandle
 from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.tensors import draw_seed
 
 StopCallback = Callable[[list[int]], Iterable[int]]
 
 
 class _Token(NamedTuple):
+    request: InferenceRequest
     id: int
     logprob: float
     routing: Tensor | None = None  # experts of the rows computed for it, `[rows, layers, k]`
@@ -30,56 +33,23 @@ class _Token(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _RunningRequest:
-    """A running request, and the part of its output already reported.
-
-    `take` and `end` may be called in any thread.
-    """
+    """A running request and its tokens, of which the first `len(ids)` are reported."""
 
     request: InferenceRequest
     admitted: Request
-    context: DynamicInferenceContext
     number: int  # its id
-    index: int  # order of arrival
+    row: int  # counted from 0 in each batch, in order of arrival
+    tokens: list[_Token] = field(default_factory=list)
+    # Ids and log-probs whose experts were lost with a stage: they follow with those of the next token.
+    held: list[tuple[int, float]] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)  # of the reported tokens
-    num_taken: int = 0  # tokens that can be reported
-    routing: list[Tensor] = field(default_factory=list)  # of each of them, if recorded
-    num_routed: int = 0  # positions with experts in `routing`
     preemptions: int = 0  # reported ones
-    ended: bool = False  # no more output follows
-
-    def end(self) -> None:
-        self.ended = True
-        self.context._mark_fresh(self)
-
-    def take(self, delta: Delta) -> None:
-        if self.admitted.params.record_routing and delta.token_ids:
-            self._take_routing(len(delta.token_ids))
-        self.num_taken += len(delta.token_ids)
-        self.context._mark_fresh(self)
-
-    def _take_routing(self, num_new: int) -> None:
-        """Keep the experts of the rows that were computed for each new token."""
-        sequence = self.admitted.sequences[0]
-        # The last token has not been computed.
-        begin, end = self.num_routed, sequence.num_tokens - 1
-        self.num_routed = end
-        if sequence.routing is not None:  # it has ended, and its blocks are freed
-            rows = sequence.routing[begin:end]
-        else:
-            runner = self.context._handle.runner
-            skipped, offset = divmod(begin, runner.block_size)
-            blocks = sequence.blocks[skipped:]
-            rows = runner.record("routing", blocks, end - begin + offset)[offset:]
-        self.routing += rows.split([len(rows) - num_new + 1, *[1] * (num_new - 1)])
+    ended: bool = False  # no more tokens follow
 
     @property
     def next(self) -> _Token | None:
-        """The token to report next; None if all are reported."""
-        place, sequence = len(self.ids), self.admitted.sequences[0]
-        if place == self.num_taken:
-            return None
-        routing = self.routing[place] if self.routing else None
-        return _Token(sequence.output_ids[place], sequence.tokens[place].logprob, routing)
+        """The first token that is not reported."""
+        return self.tokens[len(self.ids)] if len(self.ids) < len(self.tokens) else None
 
 
 class DynamicInferenceContext:
@@ -93,9 +63,7 @@ class DynamicInferenceContext:
         self._fresh: dict[_RunningRequest, None] = {}
         self._adding = threading.RLock()  # re-entrant, for signal handlers
         self._preemptions = 0  # the engine's count at the last check for paused requests
-        self._seed = 0
-        self._row = 0
-        self._next_index = 0
+        self._seed = self._row = 0
 
     @property
     def requests(self) -> dict[int, InferenceRequest]:
@@ -148,7 +116,7 @@ class DynamicInferenceContext:
         if not self._entries:
             self._seed, self._row = draw_seed(), 0
         admitted = self._translation.admit(req, self._row, self._seed)
-        entry = _RunningRequest(req, admitted, self, req.request_id, self._next_index)
+        entry = _RunningRequest(req, admitted, req.request_id, self._row)
         old_status = req.status
         # Register everything before submitting: another thread's step may deliver tokens at once.
         self._translation.begin(req, admitted)
@@ -156,17 +124,58 @@ class DynamicInferenceContext:
             req.generated_tokens = entry.ids
         self._entries[req.request_id] = entry
         try:
-            self._handle.submit(admitted, entry.take, entry.end)
+            self._handle.submit(admitted, partial(self._take, entry), partial(self._end, entry))
         except BaseException:
             self._entries.pop(req.request_id, None)
             req.status = old_status
             raise
         self._row += 1
-        self._next_index += 1
+
+    def _take(self, entry: _RunningRequest, delta: Delta) -> None:
+        """Keep the tokens of a step; called in the thread that runs it."""
+        entry.held += zip(delta.token_ids, delta.logprobs, strict=True)
+        routing: Iterable[Tensor | None] | None = repeat(None)
+        if entry.admitted.params.record_routing and entry.held:
+            routing = self._read_routing(entry, len(entry.held))
+        if routing is None:
+            return
+        told, entry.held = entry.held, []
+        entry.tokens += [
+            _Token(entry.request, *token, rows) for token, rows in zip(told, routing, strict=False)
+        ]
+        self._mark_fresh(entry)
+
+    def _read_routing(self, entry: _RunningRequest, num_new: int) -> Iterable[Tensor | None] | None:
+        """Return the experts of the rows that were computed for each new token; None if they are lost."""
+        sequence = entry.admitted.sequences[0]
+        # The last token has not been computed.
+        end = sequence.num_tokens - 1
+        begin = end - num_new if entry.tokens else 0
+        rows: Tensor
+        if sequence.routing is not None:  # it has ended, and its blocks are freed
+            rows = sequence.routing[begin:end]
+        else:
+            runner = self._handle.runner
+            skipped, offset = divmod(begin, runner.block_size)
+            blocks = sequence.blocks[skipped:]
+            rows = runner.record("routing", blocks, end - begin + offset)[offset:]
+            if len(rows) < end - begin:
+                return None
+        if len(rows) < end - begin:  # it ended early, while they were lost
+            return chain([rows], repeat(None))
+        first = len(rows) - num_new + 1
+        return [rows[:first], *rows[first:].split(1)]
+
+    def _end(self, entry: _RunningRequest) -> None:
+        entry.ended = True
+        self._mark_fresh(entry)
 
     def _mark_fresh(self, entry: _RunningRequest) -> None:
-        if self._entries.get(entry.number) is entry:
+        if self._runs(entry):
             self._fresh[entry] = None
+
+    def _runs(self, entry: _RunningRequest) -> bool:
+        return self._entries.get(entry.number) is entry
 
     def reset(self) -> None:
         """End all requests, and keep their output so far."""
@@ -190,7 +199,8 @@ class DynamicInferenceContext:
         """Return the output of the step, None without requests. A finished request is reported once."""
         if not self._entries:
             return None
-        rows, fresh = self._unreported(), list(self._fresh)
+        fresh = self._in_order()
+        rows = [(entry, token) for entry in fresh if (token := entry.next)]
         for entry, token in rows:
             entry.ids.append(token.id)
         active = [entry.number for entry, _ in rows]
@@ -201,15 +211,14 @@ class DynamicInferenceContext:
                 entry.ids.pop()
             raise
         finished = []
-        for entry in sorted(fresh, key=lambda entry: entry.index):
+        for entry in fresh:
             self._fresh.pop(entry, None)
             if entry.next:
                 self._fresh[entry] = None
-            elif entry.ended and self._entries.get(entry.number) is entry:
+            elif entry.ended and self._runs(entry):
                 finished.append(entry.number)
         finished += [n for n in active if n in stopped and n not in finished]
-        reported = [(entry.request, token) for entry, token in rows]
-        step = _step(reported, self._newly_paused(), finished)
+        step = _step([token for _, token in rows], self._newly_paused(), finished)
         for number in finished:
             self._stop(number)
         return step
@@ -219,11 +228,11 @@ class DynamicInferenceContext:
         if not self._entries:
             return None
         # Output of another thread's step comes first, as in `step`.
-        drawn = [(entry.request, token) for entry, token in self._unreported()]
+        drawn = self._unreported()
         if not drawn:
             requests = {entry.admitted: entry.request for entry in list(self._entries.values())}
             drawn = [
-                (requests[request], _Token(token, logprob))
+                _Token(requests[request], token, logprob)
                 for request, token, logprob in self._handle.peek()
                 if request in requests
             ]
@@ -231,13 +240,15 @@ class DynamicInferenceContext:
 
     def routing(self) -> dict[int, Tensor] | None:
         """Return the experts that the next `collect` will report, by request; None without any."""
-        return _routing([(entry.request, token) for entry, token in self._unreported()])
+        return _routing(self._unreported())
 
-    def _unreported(self) -> list[tuple[_RunningRequest, _Token]]:
-        """Return the entries that have a token to report, in order of arrival, and the next one."""
-        fresh = sorted(self._fresh, key=lambda entry: entry.index)
-        here = [entry for entry in fresh if self._entries.get(entry.number) is entry]
-        return [(entry, token) for entry in here if (token := entry.next)]
+    def _in_order(self) -> list[_RunningRequest]:
+        """Return the entries with new output, in order of arrival."""
+        return sorted(filter(self._runs, list(self._fresh)), key=lambda entry: entry.row)
+
+    def _unreported(self) -> list[_Token]:
+        """Return the next token to report of each request that has one."""
+        return [token for entry in self._in_order() if (token := entry.next)]
 
     def _newly_paused(self) -> list[int]:
         """Return the ids of requests preempted since the last call and still waiting."""
@@ -257,42 +268,36 @@ class DynamicInferenceContext:
         entry = self._entries.pop(number)
         self._fresh.pop(entry, None)
         request, admitted = entry.request, entry.admitted
-        if admitted.error is not None:
-            request.status, request.error = Status.FAILED, admitted.error
-        elif entry.ended and not entry.next and admitted.result is not None:
-            self._translation.fill(request, admitted)
+        if admitted.error is not None or (entry.ended and not entry.next and admitted.result):
+            self._translation.settle(request, admitted)
         else:  # ended by the caller: only reported tokens count
             self._handle.abort(admitted)
-            self._translation.fill(request, admitted, len(entry.ids))
-            if routing := entry.routing[: len(entry.ids)]:
+            self._translation.settle(request, admitted, len(entry.ids))
+            reported = (token.routing for token in entry.tokens[: len(entry.ids)])
+            if routing := [rows for rows in reported if rows is not None]:
                 request.routing_indices = torch.cat(routing)
 
 
 def _step(
-    rows: list[tuple[InferenceRequest, _Token]],
-    paused: Iterable[int] = (),
-    finished: Iterable[int] = (),
+    tokens: list[_Token], paused: Iterable[int] = (), finished: Iterable[int] = ()
 ) -> dict[str, Any]:
-    """Return the documented result of a step.
-
-    Args:
-        rows: the requests that got a token, and the token.
-    """
-    wants = [bool(r.sampling_params and r.sampling_params.return_log_probs) for r, _ in rows]
-    log_probs = [t.logprob if want else math.nan for want, (_, t) in zip(wants, rows, strict=True)]
+    """Return the documented result of a step."""
+    params = [token.request.sampling_params for token in tokens]
+    wants = [p is not None and p.return_log_probs for p in params]
+    log_probs = [t.logprob if want else math.nan for want, t in zip(wants, tokens, strict=True)]
     return {
-        "active_request_ids": _ids(request.request_id for request, _ in rows),
+        "active_request_ids": _ids(token.request.request_id for token in tokens),
         "newly_paused_request_ids": _ids(paused),
         "finished_request_ids": _ids(finished),
-        "sample": _ids(token.id for _, token in rows),
+        "sample": _ids(token.id for token in tokens),
         "log_probs": torch.tensor(log_probs, dtype=torch.float32) if any(wants) else None,
-        "routing_indices_per_request": _routing(rows),
+        "routing_indices_per_request": _routing(tokens),
         "cuda_graph_request_count": None,  # there are no CUDA graphs on a CPU
     }
 
 
-def _routing(rows: Iterable[tuple[InferenceRequest, _Token]]) -> dict[int, Tensor] | None:
-    by_id = {r.request_id: token.routing for r, token in rows if token.routing is not None}
+def _routing(tokens: Iterable[_Token]) -> dict[int, Tensor] | None:
+    by_id = {t.request.request_id: t.routing for t in tokens if t.routing is not None}
     return by_id or None
 
 

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from verbatim.compat.batches import by_name, pad_rows
+from verbatim.compat.batches import by_name
 from verbatim.compat.megatron.context import DynamicInferenceContext
-from verbatim.compat.megatron.params import SamplingParams
-from verbatim.compat.megatron.request import InferenceRequest
+from verbatim.compat.megatron.request import InferenceRequest, SamplingParams
 from verbatim.compat.megatron.sampling import DraftSteps, draw, top_of_rows
-from verbatim.compat.megatron.static import put_partial, run_static_batch
-from verbatim.compat.megatron.stream import AsyncStream
-from verbatim.compat.megatron.tokenizer import detokenize, eod_of, tokenize
+from verbatim.compat.megatron.static import AsyncStream, put_partial, run_static_batch
+from verbatim.compat.megatron.tokenizer import detokenize, eod_of, tokenize_prompt
 from verbatim.compat.megatron.translation import Translation
 from verbatim.errors import InvalidRequest, NotSupported, UnsupportedModel, VerbatimError
 from verbatim.llm import LLM
-from verbatim.tensors import engine_of, has_known_layers, open_forward
+from verbatim.tensors import engine_of, has_known_layers, open_forward, pad_rows
 
 TopNDict = dict[int, list[dict[str, float]]]
 _KWARGS = ("common_inference_params", "position")
@@ -81,7 +80,6 @@ class TextGenerationController(DraftSteps):
         self.inference_wrapped_model = inference_wrapped_model
         inference_wrapped_model.inference_context = self.inference_context
         self.vocab_size: int = self._translation.llm.engine.admission.vocab_size
-        super().__init__()
         self._stop: Callable[[list[int]], Iterable[int]] | None = None
 
     @property
@@ -109,23 +107,8 @@ class TextGenerationController(DraftSteps):
 
     # ---- text and ids
 
-    @staticmethod
-    def tokenize_prompt(tokenizer: Any, prompt: str, add_BOS: bool = False) -> list[int]:
-        """Return the ids of a prompt, with exactly one leading `bos` if `add_BOS`, else with none."""
-        return tokenize(tokenizer, prompt, add_BOS)
-
-    @staticmethod
-    def detokenize(
-        tokenizer: Any,
-        tokens: Sequence[int],
-        remove_EOD: bool = True,
-        skip_special_tokens: bool = True,
-    ) -> str:
-        """Return the text of ids, without trailing `eod`s if `remove_EOD`.
-
-        `skip_special_tokens` is passed on if the tokenizer accepts it.
-        """
-        return detokenize(tokenizer, tokens, remove_EOD, skip_special_tokens)
+    tokenize_prompt = staticmethod(tokenize_prompt)
+    detokenize = staticmethod(detokenize)
 
     def detokenize_generations(
         self,
@@ -194,14 +177,11 @@ class TextGenerationController(DraftSteps):
         A wrapper's own `prep_inference_input` is called if there is one. With `use_attention_mask`, the mask
         is causal, `[1, 1, S, S]`, True where a position is hidden.
         """
-        prepare = getattr(self.inference_wrapped_model, "prep_inference_input", None)
         length, device = prompts_tokens.shape[1], prompts_tokens.device
-        inputs: dict[str, Any] = {}
-        if prepare is not None:
-            inputs = prepare(prompts_tokens)
-        else:
-            positions = torch.arange(length, device=device).expand(prompts_tokens.shape)
-            inputs = {"tokens": prompts_tokens, "position_ids": positions, "attention_mask": None}
+        prepare = getattr(self.inference_wrapped_model, "prep_inference_input", None)
+        positions = torch.arange(length, device=device).expand(prompts_tokens.shape)
+        own = {"tokens": prompts_tokens, "position_ids": positions, "attention_mask": None}
+        inputs: dict[str, Any] = own if prepare is None else prepare(prompts_tokens)
         if use_attention_mask and inputs.get("attention_mask") is None:
             hidden = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
             inputs["attention_mask"] = hidden
@@ -347,7 +327,9 @@ class TextGenerationController(DraftSteps):
                 if sampling_params.return_segments:
                     segments = self._translation.segments(ids, tokens[row][:start].tolist())
             logprobs = None if row_logprobs is None else row_logprobs[start - 1 :][:length].tolist()
-            put_partial(stream, number, request, sampling_params, ids, logprobs, text, segments)
+            partial = copy.copy(request)
+            partial.request_id = number
+            put_partial(stream, partial, sampling_params, ids, logprobs, text, segments)
             if is_generation_done[row] or length == sampling_params.num_tokens_to_generate:
                 stream.finish()
 
@@ -387,23 +369,25 @@ class TextGenerationController(DraftSteps):
         if loop is None:
             self.inference_context.step()
             return self.inference_context.collect(self._stop)
-        if not loop.is_running():
-            return loop.run_until_complete(self.async_generate_output_tokens_dynamic_batch())
         if asyncio._get_running_loop() is loop:
             raise VerbatimError(
                 "this event loop is running here; await async_generate_output_tokens_dynamic_batch()"
             )
         step = self.async_generate_output_tokens_dynamic_batch()
-        return asyncio.run_coroutine_threadsafe(step, loop).result()
+        if loop.is_running():
+            return asyncio.run_coroutine_threadsafe(step, loop).result()
+        return loop.run_until_complete(step)
 
     def _dynamic_step_sample_bookkeeping(self) -> None:
         """Group the requests of `inference_context` by their parameters, for `_sample_from_logits_2d`."""
         buckets: dict[tuple[float, int, float], list[int]] = {}
-        for index, request in enumerate(self.inference_context.requests.values()):
-            params = request.sampling_params or SamplingParams()
-            key = params.temperature, params.top_k, params.top_p
-            buckets.setdefault(key, []).append(index)
+        for index, params in enumerate(self._running_params()):
+            buckets.setdefault((params.temperature, params.top_k, params.top_p), []).append(index)
         self._torch_sampling_buckets = [(indices, *key) for key, indices in buckets.items()]
+
+    def _running_params(self) -> list[SamplingParams]:
+        requests = self.inference_context.requests.values()
+        return [request.sampling_params or SamplingParams() for request in requests]
 
     def _dynamic_step_sample_logits(self, logits: Tensor) -> Tensor:
         """Draw for each request of the last bookkeeping, from its row of `[N, V]` or `[1, N, V]`."""
@@ -411,9 +395,7 @@ class TextGenerationController(DraftSteps):
 
     def _dynamic_step_log_probs_bookkeeping(self) -> tuple[bool, bool]:
         """Return whether any request wants log-probs, and whether any wants a top-n."""
-        params = [
-            r.sampling_params or SamplingParams() for r in self.inference_context.requests.values()
-        ]
+        params = self._running_params()
         return any(p.return_log_probs for p in params), any(p.top_n_logprobs for p in params)
 
     def _dynamic_step_context_bookkeeping(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 import verbatim
 from verbatim.batch import SamplePlan, SampleRow
 from verbatim.checks import optional_integer
-from verbatim.compat.megatron.params import SamplingParams
+from verbatim.compat.megatron.request import SamplingParams
 from verbatim.core import TopLogprobs
 from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams as EngineParams
@@ -55,10 +55,9 @@ class DraftSteps:
         num_speculative_tokens: draft tokens per decoding request.
     """
 
-    def __init__(self) -> None:
-        self.num_speculative_tokens = 0
-        # Request indices, temperature, top_k, top_p.
-        self._torch_sampling_buckets: list[tuple[Sequence[int], float, int, float]] = []
+    num_speculative_tokens = 0
+    # Request indices, temperature, top_k, top_p.
+    _torch_sampling_buckets: Sequence[tuple[Sequence[int], float, int, float]] = ()
 
     def _get_required_logit_indices(
         self,

@@ -1,21 +1,128 @@
-"""Generation for a static batch, each request with its own params, and its streams."""
+"""Generation for a static batch, each request with its own params, and its `AsyncStream`s."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-from verbatim.compat.batches import draw_seed
-from verbatim.compat.megatron.params import SamplingParams
-from verbatim.compat.megatron.request import InferenceRequest, Status
-from verbatim.compat.megatron.stream import AsyncStream
-from verbatim.compat.megatron.tokenizer import Segments
+from verbatim.compat.batches import accepts
+from verbatim.compat.megatron.request import InferenceRequest, SamplingParams
 from verbatim.compat.megatron.translation import Translation
 from verbatim.core import Delta, FinishReason, Request
 from verbatim.errors import InvalidRequest
+from verbatim.tensors import draw_seed
+
+
+class AsyncStream:
+    """A queue of partial results; `put` and `finish` may be called from any thread.
+
+    Args:
+        request_id: of the streamed request.
+        cancel: called if the reader leaves before the end, with the request's id if it takes an argument.
+        loop: the event loop of the reader; None allows any.
+
+    Attributes:
+        finished: True once `finish` was called or the reader left.
+    """
+
+    def __init__(
+        self,
+        request_id: int | str,
+        cancel: Callable[..., Any],
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self.request_id, self._cancel, self._loop = request_id, cancel, loop
+        self._items: deque[InferenceRequest | BaseException] = deque()
+        self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+        self.finished = False
+
+    def put(self, item: InferenceRequest | Exception) -> None:
+        """Add a partial result, or an exception for the reader; ignored after `finish`."""
+        if not self.finished:
+            self._items.append(item)
+            self._wake_reader()
+
+    def finish(self, exception: Any = None) -> None:
+        """End the stream; the reader gets the remaining items, then the exception if there is one.
+
+        Args:
+            exception: an exception or a class of one; any other object ends the stream without an error.
+        """
+        if self.finished:
+            return
+        if isinstance(exception, type) and issubclass(exception, BaseException):
+            exception = exception()
+        if isinstance(exception, BaseException):
+            self._items.append(exception)
+        self.finished = True
+        self._wake_reader()
+
+    async def __anext__(self) -> InferenceRequest:
+        """Return the next item; `aclose` ends a reader that reads so.
+
+        Raises:
+            InvalidRequest: called in another event loop than `loop`.
+        """
+        loop = asyncio.get_running_loop()
+        if self._loop not in (None, loop):
+            raise InvalidRequest(
+                f"the stream of request {self.request_id} was made for another event loop"
+            )
+        while True:
+            news = asyncio.Event()
+            self._waiting = loop, news
+            # Read before the queue: nothing is added once it is set.
+            finished = self.finished
+            if self._items:
+                item = self._items.popleft()
+                if isinstance(item, BaseException):
+                    raise item
+                return item
+            if finished:
+                raise StopAsyncIteration
+            try:
+                await news.wait()
+            except asyncio.CancelledError:
+                self._leave()
+                raise
+
+    async def aclose(self) -> None:
+        """Stop reading: end the stream, and cancel its request unless it has ended."""
+        self._leave()
+        self._items.clear()
+        self._wake_reader()
+
+    def __aiter__(self) -> AsyncGenerator[InferenceRequest, None]:
+        return self.generator()
+
+    async def generator(self) -> AsyncGenerator[InferenceRequest, None]:
+        """Yield the results as they arrive. Leaving early cancels the request."""
+        with suppress(StopAsyncIteration):
+            try:
+                while True:
+                    yield await anext(self)
+            except GeneratorExit:
+                self._leave()
+                raise
+
+    def _wake_reader(self) -> None:
+        if (waiting := self._waiting) is not None:
+            loop, news = waiting
+            with suppress(RuntimeError):  # the loop is closed, so no reader waits
+                loop.call_soon_threadsafe(news.set)
+
+    def _leave(self) -> None:
+        """End the stream, and cancel its request unless it has ended."""
+        if not self.finished:
+            self.finished = True
+            arguments = [self.request_id] if accepts(self._cancel, self.request_id) else []
+            self._cancel(*arguments)
 
 
 def run_static_batch(
@@ -33,30 +140,17 @@ def run_static_batch(
             raise InvalidRequest(
                 f"{name} is {type(given).__name__}; it must be a dict, by request id"
             )
-    admitted: dict[int, Request] = {}
-    errors: list[BaseException | None] = []
-    begun = False
+    error: BaseException | None = None
     try:
-        by_id, seed = _by_request(streams, requests), draw_seed()
-        for row, (number, request) in enumerate(requests.items()):
-            admitted[number] = translation.admit(request, row, seed)
-        for number, request in requests.items():
-            translation.begin(request, admitted[number])
-        begun = True
-        _generate(translation, requests, admitted, by_id)
-    except BaseException as reason:  # ends the whole batch: refused, or Ctrl-C
-        errors.append(reason)
-    if begun:
-        errors += _fill_all(translation, requests, admitted, *errors)
-    error = next((each for each in errors if each is not None), None)
-    for stream in streams.values():  # unblock readers; finished streams are unchanged
-        stream.finish(error)
-    if error is None:
-        return requests
-    try:
-        raise error
+        _run(translation, requests, _by_request(streams, requests))
+    except BaseException as reason:
+        error = reason
+        raise
     finally:
-        del error, errors  # else the error and this frame would hold each other
+        for stream in streams.values():  # unblock readers; finished streams are unchanged
+            stream.finish(error)
+        del error  # else it and this frame would hold each other
+    return requests
 
 
 def _by_request(
@@ -75,130 +169,75 @@ def _by_request(
     return by_id
 
 
-def _generate(
+def _run(
     translation: Translation,
     requests: Mapping[int, InferenceRequest],
-    admitted: Mapping[int, Request],
     streams: Mapping[int, AsyncStream],
 ) -> None:
-    """Run until all requests have ended; raise nothing for those that failed alone."""
-    handle, rows = translation.llm.engine, list(admitted.values())
-    feeds = {
-        admitted[number].request_id: _StreamFeed(
-            translation, requests[number], admitted[number], stream
-        )
-        for number, stream in streams.items()
-    }
-
-    def deliver(delta: Delta) -> None:
-        if feed := feeds.get(delta.request_id):
-            feed.take(delta)
-
+    """Run all requests to their ends, and fill in their outputs or errors."""
+    handle, seed = translation.llm.engine, draw_seed()
+    rows = [translation.admit(each, row, seed) for row, each in enumerate(requests.values())]
+    for (number, request), admitted in zip(requests.items(), rows, strict=True):
+        translation.begin(request, admitted)
+        if number in streams:
+            _feed(streams[number], translation, request, admitted)
+    reason: BaseException | None = None
     try:
-        if feeds:
+        if streams:
             handle.refuse_collective("active_streams")
-            handle.run_here(rows, deliver)
-        else:
-            handle.run(rows)
-    except Exception as error:
-        if all(error is not request.error for request in rows):
-            raise
-
-
-def _fill_all(
-    translation: Translation,
-    requests: Mapping[int, InferenceRequest],
-    admitted: Mapping[int, Request],
-    batch_error: BaseException | None = None,
-) -> list[BaseException | None]:
-    """Fill in the outputs of finished requests, and the errors of the others; return these errors.
-
-    Args:
-        batch_error: the error that ended the whole batch, also for aborted requests.
-    """
-    for number, request in requests.items():
-        result, error = admitted[number].result, admitted[number].error
-        if error is None and batch_error is not None:
-            aborted = result is None or result.outputs[0].finish_reason is FinishReason.ABORT
-            error = batch_error if aborted else None
-        if error is None:
-            try:
-                translation.fill(request, admitted[number])
-            except Exception as reason:  # of the tokenizer
-                error = reason
-        if error is not None:
-            request.status, request.error = Status.FAILED, error
+        handle.run(rows)
+    except BaseException as error:  # of one request, or of the whole batch, such as Ctrl-C
+        reason = None if any(error is each.error for each in rows) else error
+    for request, admitted in zip(requests.values(), rows, strict=True):
+        translation.settle(request, admitted, reason=reason)
     lengths = [request.generated_length or 0 for request in requests.values()]
     for request in requests.values():
         request.generated_sequence_lengths = torch.tensor(lengths, dtype=torch.int32)
-    return [request.error for request in requests.values()]
+    for first in (reason, *(request.error for request in requests.values())):
+        if first is not None:
+            raise first
 
 
-class _StreamFeed:
-    """Puts the partial results of one request into its stream, and ends the stream with it.
+def _feed(
+    stream: AsyncStream, translation: Translation, request: InferenceRequest, admitted: Request
+) -> None:
+    """Let a request put its partial results into its stream, and end the stream when it ends.
 
     Text that may be part of a stop word or of an incomplete character is delayed. An error here, such
     as one of the tokenizer, ends this request alone.
     """
+    params = request.sampling_params
+    assert params is not None
+    segments, text = list[str](), ""
+    segmenter = translation.segmenter(admitted.prompt_ids) if params.return_segments else None
 
-    def __init__(
-        self,
-        translation: Translation,
-        request: InferenceRequest,
-        admitted: Request,
-        stream: AsyncStream,
-    ) -> None:
-        assert request.sampling_params is not None
-        self._translation, self._request, self._admitted = translation, request, admitted
-        self._params, self._stream = request.sampling_params, stream
-        self._text = ""
-        self._segments = None
-        if translation.text is not None and self._params.return_segments:
-            self._segments = Segments(translation.text, admitted.prompt_ids)
-        admitted.on_end = self._end
-
-    def _end(self) -> None:
-        """End the stream, unless the request was aborted: the end of the batch then has the reason."""
-        result = self._admitted.result
-        if result is None or result.outputs[0].finish_reason is not FinishReason.ABORT:
-            self._stream.finish(self._admitted.error)
-
-    def take(self, delta: Delta) -> None:
-        """Put the output of one step; end the request if the reader has left."""
-        if self._stream.finished:
-            self._translation.llm.engine.abort(self._admitted)
+    def deliver(delta: Delta) -> None:
+        nonlocal text
+        if stream.finished:  # its reader has left
+            translation.llm.engine.abort(admitted)
             return
-        try:
-            self._put(delta)
-        except Exception as error:
-            self._stream.finish(error)
-            raise
+        sequence, last = admitted.sequences[0], delta.finish_reason is not None
+        text += delta.text
+        if last:
+            text = translation.with_end(params, sequence.output_ids, text)
+        if segmenter is not None:
+            segments.extend(map(segmenter.push, delta.token_ids))
+            if last and segments:
+                segments[-1] += segmenter.flush()
+        logprobs = [token.logprob for token in sequence.tokens] if params.return_log_probs else None
+        texts = None if segmenter is None else segments
+        put_partial(stream, request, params, sequence.output_ids, logprobs, text, texts)
 
-    def _put(self, delta: Delta) -> None:
-        sequence, last = self._admitted.sequences[0], delta.finish_reason is not None
-        ids, logprobs = sequence.output_ids, None
-        if self._params.return_log_probs:
-            logprobs = [token.logprob for token in sequence.tokens]
-        self._text += delta.text
-        if last and self._translation.tokenizer is not None:
-            self._text = self._translation.with_end(self._params, ids, self._text)
-        if self._segments is not None:
-            self._segments.extend(delta.token_ids, last=last)
-        put_partial(
-            self._stream,
-            self._request.request_id,
-            self._request,
-            self._params,
-            ids,
-            logprobs,
-            self._text,
-            None if self._segments is None else self._segments.texts,
-        )
+    def end() -> None:  # an aborted request's stream ends with the batch, which has the reason
+        result = admitted.result
+        if result is None or result.outputs[0].finish_reason is not FinishReason.ABORT:
+            stream.finish(admitted.error)
+
+    admitted.deliver, admitted.on_end = deliver, end
 
 
 def put_partial(
     stream: AsyncStream,
-    request_id: int,
     request: InferenceRequest,
     params: SamplingParams,
     ids: list[int],
@@ -209,9 +248,9 @@ def put_partial(
     """Put a copy of the request with its output so far into its stream."""
     shows_text = params.detokenize_generations and not params.no_detokenize_streaming_text
     partial = copy.copy(request)
-    partial.request_id, partial.generated_text = request_id, text if shows_text else ""
+    partial.generated_text = text if shows_text else ""
     partial.generated_segments = list(segments) if segments is not None and shows_text else None
     partial.generated_tokens = torch.tensor(ids, dtype=torch.int64)
-    partial.generated_log_probs = None if logprobs is None else list(logprobs)
+    partial.generated_log_probs = logprobs
     partial.generated_length = len(ids)
     stream.put(partial)

@@ -6,18 +6,26 @@ import copy
 import time
 import warnings
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from verbatim.compat.megatron.params import SamplingParams
-from verbatim.compat.megatron.request import DynamicInferenceRequest, InferenceRequest, Status, TopN
-from verbatim.compat.megatron.tokenizer import Segments, detokenize, eod_of, tokenize, wrap
-from verbatim.core import Request, TopLogprobs
+from verbatim.compat.megatron.request import (
+    DynamicInferenceRequest,
+    InferenceRequest,
+    SamplingParams,
+    Status,
+    TopN,
+)
+from verbatim.compat.megatron.tokenizer import adapted, detokenize, eod_of, tokenize_prompt, wrap
+from verbatim.core import FinishReason, Request, TopLogprobs
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
+from verbatim.params import SamplingParams as EngineParams
 from verbatim.tensors import engine_of
+from verbatim.text.detokenizer import Detokenizer
 from verbatim.text.tokenizer import Tokenizer
 
 
@@ -33,38 +41,34 @@ class Translation:
     def __init__(
         self, model: LLM | nn.Module, tokenizer: Any, max_sequence_length: int | None
     ) -> None:
-        self._model = model
+        self.model, self._max_sequence_length = model, max_sequence_length
         default = engine_of(model).tokenizer
         self.set_tokenizer(default.hf if tokenizer is None and default is not None else tokenizer)
-        self._max_sequence_length = max_sequence_length
 
     def set_tokenizer(self, tokenizer: Any) -> None:
-        """Use `tokenizer`, of either kind or None, in all that follows."""
+        """Use `tokenizer`, of either kind or None, from now on."""
+        if tokenizer is not None and not hasattr(adapted(tokenizer), "decode"):
+            raise InvalidRequest(
+                f"tokenizer={tokenizer!r}: must be Hugging Face's or Megatron's kind, or None"
+            )
         self.tokenizer = tokenizer
-        self._text: Tokenizer | None = None
+        vars(self).pop("text", None)
 
-    @property
+    @cached_property
     def text(self) -> Tokenizer | None:
         """The tokenizer as Verbatim's, made when it is first needed."""
-        if self._text is None and self.tokenizer is not None:
-            self._text = wrap(self.tokenizer)
-        return self._text
+        return None if self.tokenizer is None else wrap(self.tokenizer)
 
     @property
     def llm(self) -> LLM:
         """The engine; a new one if the module's layers have changed."""
-        return engine_of(self._model)
+        return engine_of(self.model)
 
     @property
     def max_sequence_length(self) -> int:
         """Maximum length of prompt and completion together."""
         limit = self.llm.max_length
         return limit if self._max_sequence_length is None else min(limit, self._max_sequence_length)
-
-    @property
-    def records_routing(self) -> bool:
-        """True if the model's config has `moe_enable_routing_replay`, which records experts."""
-        return bool(getattr(self.llm.engine.config, "moe_enable_routing_replay", False))
 
     def need_tokenizer(self, purpose: str) -> Any:
         """Return the tokenizer; raise InvalidRequest if there is none."""
@@ -86,12 +90,23 @@ class Translation:
         params = SamplingParams.of(request.sampling_params)
         self._check_text(params)
         ids = self._prompt_ids(request, params)
-        engine_params = params.to_engine(
+        end, top_n = self._termination_id(params), params.top_n_logprobs
+        reports_prompt = any(params.prompt_outputs(isinstance(request, DynamicInferenceRequest)))
+        engine_params = EngineParams(
+            **params.sampling(),
             max_tokens=self._max_tokens(params, len(ids)),
-            termination_id=self._termination_id(params),
+            stop=tuple(params.stop_words or ()),
+            stop_token_ids=() if end is None else (end,),
+            min_tokens=params.min_tokens,
+            include_stop_str_in_output=params.detokenize_stop_sequence,
+            ignore_eos=True,  # only the termination id ends a completion
             seed=seed if params.seed is None else params.seed,
-            prompt=any(params.prompt_outputs(isinstance(request, DynamicInferenceRequest))),
-            routing=self.records_routing,
+            logprobs=top_n or None,
+            prompt_logprobs=top_n if reports_prompt else None,
+            # Set by users of Megatron's router replay.
+            record_routing=bool(
+                getattr(self.llm.engine.config, "moe_enable_routing_replay", False)
+            ),
         )
         admission = self.llm.engine.admission.with_tokenizer(self.text, self.max_sequence_length)
         return admission.admit(ids, engine_params, first_sample=row if params.seed is None else 0)
@@ -110,12 +125,31 @@ class Translation:
             request.arrival_time = time.time()
         request.status = Status.ACTIVE_AND_GENERATING_TOKENS
 
-    def fill(self, request: InferenceRequest, admitted: Request, count: int | None = None) -> None:
-        """Fill in the outputs of an ended request.
+    def settle(
+        self,
+        request: InferenceRequest,
+        admitted: Request,
+        count: int | None = None,
+        reason: BaseException | None = None,
+    ) -> None:
+        """Fill in the outputs of an ended request, or its error.
 
         Args:
             count: tokens that count, of a request that its caller ended; None: all, with the engine's result.
+            reason: the error of a request that was aborted.
         """
+        error, result = admitted.error, admitted.result
+        if result is None or result.outputs[0].finish_reason is FinishReason.ABORT:
+            error = error or reason
+        if error is None:
+            try:
+                self._fill(request, admitted, count)
+            except Exception as failure:  # of the tokenizer
+                error = failure
+        if error is not None:
+            request.status, request.error = Status.FAILED, error
+
+    def _fill(self, request: InferenceRequest, admitted: Request, count: int | None) -> None:
         params = cast(SamplingParams, request.sampling_params)
         metrics, sequence = admitted.metrics, admitted.sequences[0]
         ids, tokens = sequence.output_ids[:count], sequence.tokens[:count]
@@ -133,28 +167,26 @@ class Translation:
             if prompt_logprobs and whole:
                 request.prompt_log_probs = [token.logprob for token in prompt_tokens]
         if params.top_n_logprobs:
-            request.generated_top_n_logprobs = self.by_text(
-                [token.top_logprobs or [] for token in tokens]
-            )
+            request.generated_top_n_logprobs = self.by_text(t.top_logprobs or [] for t in tokens)
             if prompt_tops and whole:
-                tops = [token.top_logprobs or [] for token in prompt_tokens]
+                tops = (token.top_logprobs or [] for token in prompt_tokens)
                 request.prompt_top_n_logprobs = self.by_text(tops)
+        completion = admitted.result.outputs[0] if count is None and admitted.result else None
         if params.detokenize_generations and self.text is not None:
-            if count is None and admitted.result is not None:
-                text = admitted.result.outputs[0].text
+            if completion is not None:
+                text = completion.text
             else:
                 text = self.detokenize(ids, remove_EOD=not params.detokenize_stop_sequence)
-            prompt_ids = admitted.prompt_ids
-            request.generated_text = self.with_end(params, ids, text)
-            prompt = request.prompt
+            prompt, prompt_ids = request.prompt, admitted.prompt_ids
             if prompt is None:
                 prompt = self.detokenize(prompt_ids, remove_EOD=False)
+            request.generated_text = self.with_end(params, ids, text)
             request.text = prompt + request.generated_text
             if params.return_segments:
                 request.generated_segments = self.segments(ids, prompt_ids)
                 request.segments = self.segments(prompt_ids) + request.generated_segments
-        if count is None and admitted.result is not None:
-            request.routing_indices = admitted.result.outputs[0].routing
+        if completion is not None:
+            request.routing_indices = completion.routing
         if isinstance(request, DynamicInferenceRequest):
             request.ttft = metrics.first_token_s if ids else None
             request.latency = metrics.total_s or time.monotonic() - admitted.arrival
@@ -176,14 +208,27 @@ class Translation:
         """Return the text of ids."""
         return detokenize(self.need_tokenizer("text"), ids, remove_EOD, skip_special_tokens)
 
+    def segmenter(
+        self, prompt: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> Detokenizer | None:
+        """Return a detokenizer that gives the text of each id after a prompt; None without a tokenizer.
+
+        A character of several ids belongs to the last of them; `flush` returns what is left after all.
+        """
+        if self.text is None:
+            return None
+        return Detokenizer(
+            self.text, skip_special_tokens=skip_special_tokens, prompt_tail_ids=list(prompt)
+        )
+
     def segments(
         self, ids: Sequence[int], prompt: Sequence[int] = (), skip_special_tokens: bool = True
     ) -> list[str]:
-        """Return the text of each id, which follow those of `prompt`."""
-        assert self.text is not None
-        segments = Segments(self.text, prompt, skip_special_tokens=skip_special_tokens)
-        segments.extend(ids, last=True)
-        return segments.texts
+        """Return the text of each id, which follow those of `prompt`; they join to the whole text."""
+        segmenter = self.segmenter(prompt, skip_special_tokens)
+        assert segmenter is not None
+        texts = [segmenter.push(token) for token in ids]
+        return texts and [*texts[:-1], texts[-1] + segmenter.flush()]
 
     def with_end(self, params: SamplingParams, ids: list[int], text: str) -> str:
         """Return the text of a completion, with its `eod` if the params keep it."""
@@ -201,7 +246,7 @@ class Translation:
                 f"request {request.request_id} has neither prompt nor prompt_tokens"
             )
         tokenizer = self.need_tokenizer("a prompt given as text")
-        return tokenize(tokenizer, request.prompt, params.add_BOS)
+        return tokenize_prompt(tokenizer, request.prompt, params.add_BOS)
 
     def _max_tokens(self, params: SamplingParams, prompt_length: int) -> int | None:
         """Return the requested number of tokens, clamped to the limit; admission checks the prompt."""

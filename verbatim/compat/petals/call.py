@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.compat.batches import PaddedRows, check_complete, new_rows, pad_rows
-from verbatim.compat.petals.processors import ProcessorChain, Processors
+from verbatim.compat.batches import PaddedRows, check_complete, new_rows
+from verbatim.compat.petals.processors import Kept, Processors
 from verbatim.compat.petals.settings import Settings
 from verbatim.core import Completion, FinishReason, Request, SessionCache
 from verbatim.errors import InvalidRequest, NotSupported, RequestFailed
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
+from verbatim.tensors import pad_rows
 
 
 class RemotePastKeyValues:
@@ -109,14 +110,19 @@ class GenerateCall:
                 draft=False,
             )
         self.requests: dict[int, Request] = {}
-        self._chains: dict[int, ProcessorChain | None] = {}
+        # By row and name, the logits before ("logits") and after ("scores") processing; if requested.
+        self._kept: dict[int, dict[str, Kept]] = {}
         # The number of new tokens after which a criterion ended a row.
         self._stops: dict[int, int] = {}
         for row, (prompt, end) in enumerate(zip(before.rows(), before.ends, strict=True)):
             if end is not None and None in before.ends:
                 continue
-            chain = self._chains[row] = chains.chain(row, prompt, new_tokens)
-            own = params if chain is None else params.replace(logits_processors=chain.processors)
+            kept = {n: Kept() for n in ("logits", "scores") if settings[f"output_{n}"]}
+            self._kept[row], own = kept, params
+            if chains.chained:
+                first, last = (([kept[n]] if n in kept else []) for n in ("logits", "scores"))
+                chain = chains.chain(row, prompt, new_tokens)
+                own = params.replace(logits_processors=(*first, *chain, *last))
             cache = None if session_caches is None else session_caches[row]
             self.requests[row] = admission.admit(prompt, own, first_sample=row, session_cache=cache)
 
@@ -181,8 +187,7 @@ class GenerateCall:
             step = certain.repeat(self.columns.num_rows, 1)
             for row, request in self.requests.items():
                 if self.columns.mask[row, column]:
-                    kept = getattr(self._chains[row], name)
-                    step[row] = kept[len(request.prompt_ids) + column - first]
+                    step[row] = self._kept[row][name][len(request.prompt_ids) + column - first]
             steps.append(step)
         return tuple(steps)
 
@@ -216,12 +221,10 @@ class GenerateCall:
                 continue
             new_ids = list(request.sequences[0].output_ids)
             num_checked, self._num_checked[row] = self._num_checked[row], len(new_ids)
-            chain, length = self._chains[row], len(request.prompt_ids)
+            kept, length = self._kept[row].get("scores"), len(request.prompt_ids)
             for count in range(num_checked + 1, len(new_ids) + 1):
                 ids = torch.tensor([request.prompt_ids + new_ids[:count]])
-                scores = None
-                if chain is not None and chain.scores:
-                    scores = tuple(chain.scores[length + i][None] for i in range(count))
+                scores = kept and tuple(kept[length + i][None] for i in range(count))
                 stopped = [stop(ids, scores) for stop in self._criteria]
                 if any(s.any() if isinstance(s, Tensor) else s for s in stopped):
                     self._stops[row] = count

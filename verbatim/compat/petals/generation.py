@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.compat.batches import PaddedRows, draw_seed
+from verbatim.compat.batches import PaddedRows
 from verbatim.compat.petals.call import GenerateCall, check_criteria
 from verbatim.compat.petals.session import InferenceSession, active_session, entered
 from verbatim.compat.petals.settings import NOT_OWN, Settings, is_off
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
+from verbatim.tensors import check_padded, draw_seed
 
 _log = logging.getLogger("verbatim.compat.petals")
 
@@ -86,6 +87,8 @@ class RemoteGenerationMixin:
         if inputs is not None and ids is not None:
             raise InvalidRequest("inputs and input_ids are both given; they are the same thing")
         inputs = ids if inputs is None else inputs
+        if inputs is not None:
+            check_padded(inputs, None, name="inputs")
         session = self._session(session)
         SamplingParams(seed=seed)  # validates it
         arguments = {
@@ -194,7 +197,7 @@ class RemoteGenerationMixin:
 
 
 def _is_of_no_model(arguments: dict[str, Any]) -> bool:
-    """Return whether a call names what transformers' own `generate` does not do either."""
+    """Return whether a call has a parameter that transformers' own `generate` lacks, too."""
     config = arguments["generation_config"]
     return any(
         not is_off(name, value)

@@ -6,13 +6,12 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Self, TypeVar, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import nn
 
-from verbatim.compat.batches import by_name
-from verbatim.compat.opened import Opened
+from verbatim.compat.batches import Opened, by_name
 from verbatim.compat.petals.generation import RemoteGenerationMixin
 from verbatim.compat.petals.session import InferenceSession
 from verbatim.errors import InvalidRequest, NotSupported
@@ -123,7 +122,7 @@ class DistributedModelForCausalLM(Opened, RemoteGenerationMixin):  # type: ignor
     def from_pretrained(
         cls, model_name_or_path: str | os.PathLike[str] | LLM | nn.Module | None, **options: Any
     ) -> Self:
-        """Open a model.
+        """Open a model; as the class of its architecture, if this class is for any.
 
         Args:
             model_name_or_path: a folder in Hugging Face's format, a hub id, or None for the model inside
@@ -140,7 +139,24 @@ class DistributedModelForCausalLM(Opened, RemoteGenerationMixin):  # type: ignor
                 architecture than the class is for.
             As `LLM` and the placement.
         """
-        return _open(model_name_or_path, options, cls)
+        model, opened_here = model_name_or_path, not isinstance(model_name_or_path, LLM | nn.Module)
+        for name, value in options.items():
+            if not opened_here and value is not None:
+                raise InvalidRequest(
+                    f"{name}={value!r}: the model is open already; options are for those that are opened here"
+                )
+        source: Any = _open_llm(model, options) if opened_here else model
+        try:
+            config = getattr(source.engine if isinstance(source, LLM) else source, "config", None)
+            kinds = _CLASSES if cls is DistributedModelForCausalLM else {}
+            opened: Any = kinds.get(getattr(config, "model_type", None), cls)(source)
+        except BaseException:
+            if opened_here:
+                source.close()
+            raise
+        if opened_here:
+            opened._close_with(source)
+        return cast(Self, opened)
 
     @property
     def device(self) -> torch.device:
@@ -230,51 +246,8 @@ class DistributedMixtralForCausalLM(DistributedModelForCausalLM):
     _model_type = "mixtral"
 
 
-class AutoDistributedModelForCausalLM:
-    """Opens a model of any architecture."""
-
-    @classmethod
-    def from_pretrained(
-        cls, model_name_or_path: str | os.PathLike[str] | LLM | nn.Module | None, **options: Any
-    ) -> DistributedModelForCausalLM:
-        """Open a model as the class of its architecture; see `DistributedModelForCausalLM`."""
-        return _open(model_name_or_path, options, None)
-
-
-_Model = TypeVar("_Model", bound=DistributedModelForCausalLM)
-_CLASSES = (
-    DistributedLlamaForCausalLM,
-    DistributedBloomForCausalLM,
-    DistributedFalconForCausalLM,
-    DistributedMixtralForCausalLM,
-)
-
-
-def _open(model: Any, options: dict[str, Any], kind: type[_Model] | None) -> _Model:
-    """Open a model as `kind`, by default as the class of its architecture."""
-    opened_here = not isinstance(model, LLM | nn.Module)
-    for name, value in options.items():
-        if not opened_here and value is not None:
-            raise InvalidRequest(
-                f"{name}={value!r}: the model is open already; options are for those that are opened here"
-            )
-    source = _open_llm(model, options) if opened_here else model
-    try:
-        config = (
-            source.engine.config if isinstance(source, LLM) else getattr(source, "config", None)
-        )
-        model_type = getattr(config, "model_type", None)
-        own = next(
-            (k for k in _CLASSES if k._model_type == model_type), DistributedModelForCausalLM
-        )
-        opened: Any = (kind or own)(source)
-    except BaseException:
-        if opened_here:
-            source.close()
-        raise
-    if opened_here:
-        opened._close_with(source)
-    return cast("_Model", opened)
+AutoDistributedModelForCausalLM = DistributedModelForCausalLM
+_CLASSES = {kind._model_type: kind for kind in DistributedModelForCausalLM.__subclasses__()}
 
 
 def _open_llm(model: Any, options: Mapping[str, Any]) -> LLM:

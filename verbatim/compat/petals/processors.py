@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +23,12 @@ _CHAINED = (
 ).split()
 _FILTERS = ("top_h", "epsilon_cutoff", "eta_cutoff")  # where tokens are sampled
 _BEAMS = ("renormalize_logits",)  # where beams are searched for
+# The filters of the engine's sampler, with the value that None stands for.
+_NATIVE = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "temperature": 1.0}
 
 
-class _Kept(dict[int, Tensor]):
-    """Logits `[V]` float32 by position; a processor that keeps what it is called with."""
+class Kept(dict[int, Tensor]):
+    """A processor that stores the logits `[V]` float32 of each call, by position."""
 
     def __call__(self, ids: Tensor, row: Tensor) -> Tensor:
         self[len(ids)] = row.float().clone()
@@ -45,22 +47,14 @@ def _batched(processor: Any) -> Callable[[Tensor, Tensor], Any]:
     return process
 
 
-class ProcessorChain(NamedTuple):
-    """The processors of one row, in order, for `SamplingParams.logits_processors`.
-
-    Attributes:
-        logits, scores: `[V]` float32 for each position, before and after processing; if kept.
-    """
-
-    processors: tuple[Any, ...]
-    logits: _Kept
-    scores: _Kept
-
-
 class Processors:
     """The processors of a call: the engine's sampler implements them all, or transformers' are chained.
 
+    Args:
+        custom, prefix_fn: the caller's logits processors and `prefix_allowed_tokens_fn`.
+
     Attributes:
+        chained: transformers' are.
         native: fields of `SamplingParams`.
     """
 
@@ -68,7 +62,7 @@ class Processors:
         self,
         settings: Settings,
         custom: Any,
-        prefix_fn: Callable[[int, Tensor], Any] | None,
+        prefix_fn: Any,
         *,
         min_tokens: int,
         vocab_size: int,
@@ -84,11 +78,15 @@ class Processors:
         names = [*_CHAINED, *(_FILTERS if samples else ()), *(_BEAMS if beams > 1 else ())]
         names += ["exponential_decay_length_penalty"] if settings.eos_ids else []
         functions = self._custom or prefix_fn or self._watermark
-        self._chained = bool(functions or any(map(settings.is_on, names)))
-        self.native = _native_filters(settings) if samples else {}
+        self.chained = bool(functions or any(map(settings.is_on, names)))
+        self.native: dict[str, Any] = {}
+        if samples:
+            self.native = _NATIVE | {n: settings[n] for n in _NATIVE if settings[n] is not None}
+            if settings["top_p"] == 0:  # transformers keeps the likeliest
+                self.native |= {"top_p": 1.0, "top_k": 1}
         SamplingParams(**self.native)  # validates them
-        self._chain(0, [0], 1)  # validates the parameters
-        self.native = {} if self._chained else self.native | self._native_edits()
+        self.chain(0, [0], 1)  # validates the parameters
+        self.native = {} if self.chained else self.native | self._native_edits()
         if not samples and beams == 1:
             self.native["temperature"] = 0.0
 
@@ -105,11 +103,7 @@ class Processors:
             fields["min_tokens"] = self._min_tokens
         return fields
 
-    def chain(self, row: int, prompt: list[int], new_tokens: int) -> ProcessorChain | None:
-        """Return the processors of a row, as of `_chain`; None if the sampler implements them all."""
-        return self._chain(row, prompt, new_tokens) if self._chained else None
-
-    def _chain(self, row: int, prompt: list[int], new_tokens: int) -> ProcessorChain:
+    def chain(self, row: int, prompt: list[int], new_tokens: int) -> list[Callable[..., Any]]:
         """Return the processors of one row, as transformers makes them for a batch of this row.
 
         Args:
@@ -140,9 +134,7 @@ class Processors:
                 SimpleNamespace(**values),
                 input_ids_seq_length=len(prompt),
                 encoder_input_ids=torch.tensor([prompt]),
-                prefix_allowed_tokens_fn=None
-                if prefix_fn is None
-                else lambda _, ids: prefix_fn(row, ids),
+                prefix_allowed_tokens_fn=prefix_fn and (lambda _, ids: prefix_fn(row, ids)),
                 logits_processor=self._custom,
                 device="cpu",
             )
@@ -152,21 +144,7 @@ class Processors:
             raise InvalidRequest(
                 f"transformers can't make the logits processors: {type(error).__name__}: {error}"
             ) from error
-        logits, scores = _Kept(), _Kept()
-        own = map(_batched, processors)
-        first = (logits,) if self._settings["output_logits"] else ()
-        last = (scores,) if self._settings["output_scores"] else ()
-        return ProcessorChain((*first, *own, *last), logits, scores)
-
-
-def _native_filters(settings: Settings) -> dict[str, Any]:
-    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "temperature": 1.0}
-    fields = {
-        name: value if settings[name] is None else settings[name] for name, value in off.items()
-    }
-    if fields["top_p"] == 0:  # transformers keeps the likeliest
-        fields |= {"top_p": 1.0, "top_k": 1}
-    return fields
+        return list(map(_batched, processors))
 
 
 def _watermark(config: Any) -> Any:
@@ -187,12 +165,11 @@ def _watermark(config: Any) -> Any:
 
 def _checked(processors: Any) -> list[Any]:
     """Return the caller's processors; refuse those that need more than ids and scores."""
-    custom = [] if processors is None else processors
-    if not isinstance(custom, list | tuple):
+    if not isinstance(processors, list | tuple | None):
         raise InvalidRequest(
             f"logits_processor={processors!r}: must be a LogitsProcessorList or a list"
         )
-    for processor in custom:
+    for processor in processors or ():
         if not callable(processor):
             raise InvalidRequest(f"logits_processor: {processor!r} can't be called")
         if not accepts(processor, None, None, unknown=True):
@@ -200,4 +177,4 @@ def _checked(processors: Any) -> list[Any]:
                 f"logits_processor: {type(processor).__name__}: a processor here is called with input_ids "
                 "and scores, and this one can't be"
             )
-    return list(custom)
+    return list(processors or ())

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from verbatim.checks import integer
-from verbatim.compat.batches import PaddedRows, draw_seed
+from verbatim.compat.batches import PaddedRows
 from verbatim.compat.petals.call import GenerateCall
 from verbatim.compat.petals.settings import Settings
 from verbatim.core import SessionCache
 from verbatim.errors import EngineClosed, InvalidRequest, NotSupported, PromptTooLong, SessionBusy
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
+from verbatim.placement.actor import run_layers
+from verbatim.tensors import draw_seed
 
 Entered = tuple[LLM, "InferenceSession | None"]
 
@@ -32,6 +34,7 @@ class InferenceSession:
 
     The first call sets the number of rows. All draws have one seed, and row b's sample
     index b. A failing call of `generate` leaves the session unchanged.
+
     """
 
     def __init__(self, llm: LLM, *, max_length: int, seed: int | None = None) -> None:
@@ -45,7 +48,7 @@ class InferenceSession:
                 f"max_length={length}: at most {llm.max_length} ({llm.engine.admission.limit_source})"
             )
         self._llm, self._max_length = llm, length
-        self._seed = SamplingParams(seed=seed).seed  # validates it
+        self.seed = seed
         self._columns: PaddedRows | None = None
         self._caches: list[SessionCache] = []
         self._call: GenerateCall | None = None
@@ -59,6 +62,15 @@ class InferenceSession:
             self, _release, llm.engine.sessions.close_session, self._caches
         )
         self._end.atexit = False  # nothing outlives the process
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of all draws; None until the first call, which takes one from torch's generator."""
+        return self._seed
+
+    @seed.setter
+    def seed(self, seed: int | None) -> None:
+        self._seed = SamplingParams(seed=seed).seed  # validates it
 
     @property
     def output_ids(self) -> Tensor | None:
@@ -89,11 +101,6 @@ class InferenceSession:
     def max_length(self) -> int:
         """Maximum number of columns."""
         return self._max_length
-
-    @property
-    def seed(self) -> int | None:
-        """The seed of all draws; None until the first call, which takes one from torch's generator."""
-        return self._seed
 
     @property
     def last_token_id(self) -> Tensor | None:
@@ -132,9 +139,10 @@ class InferenceSession:
                 )
             if not inputs.shape[1]:
                 return inputs
+            outputs: Tensor
             try:
                 with torch.no_grad():
-                    outputs, cache = self._llm.engine.run_layers(inputs, self._hidden)
+                    outputs, cache = self._llm.engine.call_module(run_layers, inputs, self._hidden)
             except BaseException:
                 try:
                     self._keep_hidden(self._num_hidden)
@@ -220,7 +228,7 @@ class InferenceSession:
                 if self._columns is None:
                     self._reset()
                 raise
-            self._columns, self._seed = call.columns, seed
+            self._columns, self.seed = call.columns, seed
         return output
 
     def _reset(self) -> None:
@@ -248,13 +256,13 @@ class InferenceSession:
         return self._columns
 
     def _resolve_seed(self, seed: int | None) -> int:
-        if self._seed is None:
+        if self.seed is None:
             return draw_seed() if seed is None else seed
-        if seed not in (None, self._seed):
+        if seed not in (None, self.seed):
             raise InvalidRequest(
-                f"seed={seed}: this session's is {self._seed}; leave it None, or open another one"
+                f"seed={seed}: this session's is {self.seed}; leave it None, or open another one"
             )
-        return self._seed
+        return self.seed
 
     @contextmanager
     def _use_caches(self, call: GenerateCall) -> Iterator[None]:
@@ -298,7 +306,7 @@ def active_session(llm: LLM) -> InferenceSession | None:
 
 @contextmanager
 def entered(llm: LLM, session: InferenceSession | None) -> Iterator[InferenceSession | None]:
-    """Make a session, or none, the model's innermost one; the end may be in another thread."""
+    """Make a session, or None, the model's innermost one in a block, which may end in another thread."""
     block = llm, session
     _entered.set((*_entered.get(), block))
     try:

@@ -90,8 +90,9 @@ _HOW = by_name(
     }
 )
 # Accepted; no token depends on them.
-_HARMLESS = frozenset({"use_cache", "disable_compile"})
-_META = frozenset({"transformers_version", "return_legacy_cache"})
+_HARMLESS = {"use_cache", "disable_compile", "transformers_version", "return_legacy_cache"}
+_KNOWN = DONE.keys() | REFUSED.keys() | _HOW.keys() | _HARMLESS
+_SHOWN = (bool, int, float, str, list, tuple, dict)  # values that messages show
 
 
 class Settings(dict[str, Any]):
@@ -101,8 +102,11 @@ class Settings(dict[str, Any]):
     model's, and transformers' default.
 
     Attributes:
+        num_beams: of each row.
+        num_copies: number of result rows per input row.
         eos_ids: ids that end a row.
         pad_id: fills a row after its end; None if unspecified.
+        fill_id: the id after a row's end: the pad id, else the first end of sequence, else 0.
     """
 
     def __init__(self, llm: LLM, given: Mapping[str, Any], config: Any) -> None:
@@ -139,25 +143,12 @@ class Settings(dict[str, Any]):
         self.pad_id: int | None = self["pad_token_id"]
         if self.pad_id is None:
             self.pad_id = pad_id_of(llm.engine.config, getattr(llm.tokenizer, "hf", None))
+        self.fill_id = next(iter(self.eos_ids), 0) if self.pad_id is None else self.pad_id
 
     def is_on(self, name: str) -> bool:
         """Return whether a parameter is neither None nor transformers' default."""
         value = self[name]
         return value is not None and value != DONE[name]
-
-    @property
-    def num_beams(self) -> int:
-        return int(self["num_beams"])
-
-    @property
-    def num_copies(self) -> int:
-        """Number of result rows per input row."""
-        return int(self["num_return_sequences"])
-
-    @property
-    def fill_id(self) -> int:
-        """The id after a row's end: the pad id, else the first end of sequence, else 0."""
-        return self.pad_id if self.pad_id is not None else next(iter(self.eos_ids), 0)
 
     def new_tokens(self, num_given: int) -> int:
         """Return the maximum number of new tokens after `num_given` columns.
@@ -194,7 +185,9 @@ class Settings(dict[str, Any]):
             if self[name] is not None:
                 high = 2**63 - 1 if name.endswith("_id") else None
                 self[name] = integer(name, self[name], low, high)
-        beams, copies = self.num_beams, self.num_copies
+        beams, copies = self["num_beams"], self["num_return_sequences"]
+        self.num_beams: int = beams
+        self.num_copies: int = copies
         check_search(beams, self["do_sample"], self["temperature"])
         if beams > 1 and copies > beams:
             raise InvalidRequest(
@@ -217,25 +210,22 @@ class Settings(dict[str, Any]):
 
 def _refuse(given: Mapping[str, Any], config: Any, model_config: Any) -> None:
     """Raise for unsupported and unknown parameters."""
-    for name, value in given.items():
-        if name in REFUSED or name in _HOW:
-            if not is_off(name, value):
-                shown = f"={value!r}" if isinstance(value, bool | int | float | str) else ""
-                raise NotSupported(f"{name}{shown}: {REFUSED.get(name) or _HOW[name]}")
-        elif name not in DONE and name not in _HARMLESS:
-            raise InvalidRequest(f"{name} is not known: it is no parameter of generate")
     if config is not None and not hasattr(config, "to_diff_dict"):
         raise InvalidRequest(f"generation_config={config!r}: must be a GenerationConfig or None")
-    for name, value in [] if config is None else list(vars(config).items()):
-        known = name in DONE or name in REFUSED or name in _HOW or name in _HARMLESS | _META
-        if not known and not name.startswith("_") and value is not None:
-            raise InvalidRequest(f"generation_config: {name} is not known")
-    sources = ((config, "generation_config"), (model_config, "the model's generation_config"))
-    for source, label in sources:
-        for name, why in REFUSED.items():
-            value = getattr(source, name, None)
-            if name not in given and not is_off(name, value):
-                raise NotSupported(f"{label}: {name}={value!r}: {why}")
+    own = {} if config is None else vars(config)
+    labels = {n: "generation_config: " for n, v in own.items() if v is not None and n[0] != "_"}
+    for name, label in {**labels, **dict.fromkeys(given, "")}.items():
+        if name not in _KNOWN:
+            raise InvalidRequest(f"{label}{name} is not known: it is no parameter of generate")
+    for label, values, refused in (
+        ("", given, REFUSED | _HOW),
+        ("generation_config: ", own, REFUSED),
+        ("the model's generation_config: ", getattr(model_config, "__dict__", {}), REFUSED),
+    ):
+        for name, value in values.items():
+            if name in refused and not (label and name in given) and not is_off(name, value):
+                shown = f"={value!r}" if isinstance(value, _SHOWN) else ""
+                raise NotSupported(f"{label}{name}{shown}: {refused[name]}")
 
 
 def is_off(name: str, value: Any) -> bool:

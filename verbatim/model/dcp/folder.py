@@ -21,7 +21,7 @@ from torch.storage import _storage_type_to_dtype_map
 from verbatim.errors import ModelError
 from verbatim.model.dcp.records import METADATA, TENSOR, Record, unpickle
 from verbatim.model.stored import Stored, read_stored, stamp_of
-from verbatim.untrusted import reason
+from verbatim.untrusted import check_names, reason
 
 FILE = ".metadata"
 _MOST_DIMENSIONS = 64  # torch's limit
@@ -164,8 +164,7 @@ class DcpFolder:
 
     def _read(self, key: str, chunk: _Chunk, read: Callable[[Stored], Tensor]) -> Tensor:
         path = self._path(chunk.relative_path)
-        with path.open("rb") as file:
-            stamp = stamp_of(file.fileno())
+        stamp = stamp_of(path)
         end = chunk.begin + chunk.length
         if end > stamp[2]:
             raise ModelError(
@@ -192,12 +191,8 @@ class DcpFolder:
         The file may be a link, as in the hub's cache: creating one requires access to the folder, and its
         target is only read as a tensor.
         """
-        name = Path(relative_path)
-        if name.anchor or ".." in name.parts:
-            raise ModelError(
-                f"{self._file} is refused: it leads to {shown(relative_path)}, out of its folder"
-            )
-        path = self.folder / name
+        check_names(self._file, [relative_path])
+        path = self.folder / relative_path
         try:
             if not path.is_file():
                 raise ModelError(f"{path} is missing")

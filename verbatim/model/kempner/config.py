@@ -84,22 +84,16 @@ class ModelConfig:
                 )
         if self.n_kv_heads is None:
             object.__setattr__(self, "n_kv_heads", self.n_heads)
-        self._check_ranges()
-
-    def _check_ranges(self) -> None:
-        positive = ["dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len"]
-        positive += ["ffn_dim_multiplier", "rope_theta", "norm_eps"]
-        positive += ["ffn_hidden_dim"] if self.ffn_hidden_dim is not None else []
-        if self.num_experts > 0:
-            positive += ["moe_top_k", "moe_frequency", "moe_expert_ffn_multiplier"]
-        for name in positive:
-            if not 0 < getattr(self, name) < 2**40:
-                value = shown(getattr(self, name))
-                raise ModelError(f"[model] {name}={value}: must be above 0 and below 2**40")
-        for name in ("num_experts", "moe_shared_experts", "moe_capacity_factor"):
-            if not 0 <= getattr(self, name) < 2**40:
-                value = shown(getattr(self, name))
-                raise ModelError(f"[model] {name}={value}: must be 0 or more and below 2**40")
+        for field in dataclasses.fields(self):
+            value, has_none = getattr(self, field.name), field.default == 0
+            is_unused = field.name.startswith("moe_") and not (self.num_experts or has_none)
+            if isinstance(value, bool | str | None) or is_unused:
+                continue
+            if not 0 <= value < 2**40 or not (value or has_none):
+                least = "0 or more" if has_none else "above 0"
+                raise ModelError(
+                    f"[model] {field.name}={shown(value)}: must be {least} and below 2**40"
+                )
         if self.dim % self.n_heads or self.head_dim % 2:
             raise ModelError(
                 f"[model] dim={self.dim}: must be n_heads={self.n_heads} times an even number"

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from verbatim.errors import ModelError, UnsupportedModel
 from verbatim.model.kempner.config import ModelConfig
-from verbatim.model.kempner.router import SigmoidRouter
 
 _QK_NORM_EPS = 1e-5  # of q_norm and k_norm, independent of norm_eps
 FIRST = "token_embedding.embedding.weight"  # a tensor of every checkpoint
@@ -252,3 +252,37 @@ def adjust(module: Any, model: ModelConfig, tensors: dict[str, Tensor]) -> None:
                     )
                 weight, bias = (x.to(module.dtype) for x in (layer.mlp.gate.weight, given))
                 layer.mlp.gate = SigmoidRouter(weight, bias, model.moe_top_k)
+
+
+class SigmoidRouter(nn.Module):
+    """KempnerForge's `sigmoid_topk`: an expert's bias affects its weight, not only the choice.
+
+    Replaces the gate of a mixture-of-experts layer, with the same interface.
+    """
+
+    def __init__(self, weight: Tensor, expert_bias: Tensor, top_k: int) -> None:
+        """Args:
+        weight: `[E, H]`.
+        expert_bias: `[E]`.
+        """
+        super().__init__()
+        self.top_k = top_k
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.expert_bias = nn.Parameter(expert_bias, requires_grad=False)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Choose `k` experts for each token.
+
+        Args:
+            hidden_states: `[..., H]`, T tokens.
+
+        Returns:
+            The gate's logits `[T, E]`, the weights of the chosen `[T, k]`, which sum to 1, and their
+            numbers `[T, k]`.
+        """
+        hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits = F.linear(hidden, self.weight)
+        scores = torch.sigmoid(logits.float() + self.expert_bias.float())
+        weights, experts = torch.topk(scores, self.top_k, dim=-1)
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+        return logits, weights.to(logits.dtype), experts

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verbatim.checks import budget, integer, number, optional_integer
+from verbatim.checks import integer, number, optional_integer
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.placement.offload.choice import Offload
 
@@ -18,8 +18,8 @@ class Cluster:
     """A model in pipeline stages: processes with some of its layers each, on one machine or several.
 
     Outputs do not depend on the assignment of layers, on the machines, or on failures: a lost stage is
-    replaced, its layers recompute the requests in progress, and these continue with the same tokens. Use
-    only machines that trust each other: see docs/cluster.md.
+    replaced, the requests in progress are recomputed, and continue with the same tokens. Use only machines
+    that trust each other: see docs/cluster.md.
 
     Args:
         stages: number of stages. None: one per machine, and two on a single machine.
@@ -27,12 +27,11 @@ class Cluster:
             this process is connected to, or `RAY_ADDRESS`; otherwise processes of this machine, which end
             when the model is closed, and no Ray.
         layers: number of layers of each stage, in order. None: assigned by memory and measured speed.
-        keep: budget per stage for sent activations, from which a lost stage behind it is recomputed: bytes,
-            or "1GB". 0: recompute from the ids, through all stages.
         spares: idle processes that replace lost stages, 0 to 64.
         micro_batches: micro-batches of one forward, which overlap in different stages. None: the number of
             stages if a forward has many rows, else one.
-        max_restarts: maximum stage replacements in one step, 0 to 64; above it the step's requests fail.
+        max_restarts: maximum stage replacements between two tokens of a request, 0 to 64; above it the
+            request fails.
         patience_s: seconds of silence after which a stage is lost.
         step_timeout_s: seconds of computing one micro-batch after which a stage is lost.
         hosts: another source of processes: an object with the members of
@@ -48,7 +47,6 @@ class Cluster:
     stages: int | None = None
     address: str | None = None
     layers: Sequence[int] | None = None
-    keep: int | str = "1GB"
     spares: int = 1
     micro_batches: int | None = None
     max_restarts: int = 3
@@ -59,9 +57,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in ("stages", "micro_batches"):
-            value = optional_integer(name, getattr(self, name))
-            if value is not None and value > MAX_STAGES:
-                raise InvalidRequest(f"{name}={value}: at most {MAX_STAGES}")
+            value = optional_integer(name, getattr(self, name), 1, MAX_STAGES)
             object.__setattr__(self, name, value)
         for name in ("spares", "max_restarts"):
             object.__setattr__(self, name, integer(name, getattr(self, name), 0, 64))
@@ -78,7 +74,6 @@ class Cluster:
             raise InvalidRequest(f"address={self.address!r}: must be a string such as 'host:6379'")
         if self.layers is not None:
             self._resolve_layers()
-        budget("keep", self.keep)
 
     def _resolve_layers(self) -> None:
         given = self.layers
@@ -90,10 +85,6 @@ class Cluster:
                 f"layers={layers} are {len(layers)} stages, and stages={self.stages}"
             )
         object.__setattr__(self, "layers", layers)
-
-    @property
-    def keep_bytes(self) -> int:
-        return budget("keep", self.keep)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from verbatim import kernels
-from verbatim.errors import NotSupported
 from verbatim.model.experts import flat_experts, is_stacked
 from verbatim.model.loader import Checkpoint, LoadedModel, ModelSource
 from verbatim.model.patching import replacement_of
 from verbatim.model.recurrent_layers import reads_weight
 from verbatim.model.shard import COLUMNS, Columns, RankExperts, Ranks, bounds_of, splits_exactly
-from verbatim.model.spec import inner_model
-from verbatim.numerics import numerics_key
-from verbatim.options import dtype_name
-from verbatim.placement.distributed.wire import dtype_named
-from verbatim.placement.options import EngineOptions
 from verbatim.weights.files import read_whole
 from verbatim.weights.lazy import Cut as Range
 from verbatim.weights.lazy import materialize
@@ -32,30 +25,6 @@ class Cut(NamedTuple):
 
     ranges: dict[str, Range]  # what the rank holds of a weight
     info: dict[str, Any]  # of the whole model, for `Runner.info`
-
-
-def key_of(loaded: LoadedModel, options: EngineOptions) -> str:
-    """Return the numerics key of a model that is about to be opened, which all ranks must have in common."""
-    kv_dtype, kind = options.kv_dtype, loaded.quantization
-    return numerics_key(
-        dtype_name(inner_model(loaded.module).config.dtype),
-        "auto" if kv_dtype is None else dtype_named(kv_dtype),
-        None if kind is None else kind.name,
-    )
-
-
-def check_keys(keys: Sequence[str]) -> None:
-    """Check that all ranks have the same numerics key.
-
-    Raises:
-        NotSupported: they don't, so their results would not be bit-identical.
-    """
-    for rank, key in enumerate(keys):
-        if key != keys[0]:
-            raise NotSupported(
-                f"rank {rank} has the numerics key {key!r} and rank 0 {keys[0]!r}: together they would not "
-                "give the bits of either; all ranks need the same processor features, kernels and dtypes"
-            )
 
 
 def take_share(

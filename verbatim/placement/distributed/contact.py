@@ -22,9 +22,18 @@ def answers(address: tuple[str, int]) -> bool:
     """Return whether a process accepts connections at this address."""
     try:
         socket.create_connection(address, timeout=_REACH_S).close()
-    except OSError:
+    except (OSError, UnicodeError):  # the latter of "a..b"
         return False
     return True
+
+
+def listens(address: str) -> bool:
+    """Return whether `answers` an address "host:port", for which Ray itself would wait half a minute.
+
+    True for anything else that Ray may accept.
+    """
+    host, colon, port = address.rpartition(":")
+    return not (colon and port.isdigit()) or "/" in host or answers((host, int(port)))
 
 
 def token_path() -> Path:
@@ -88,11 +97,10 @@ def begin_ray(given: str) -> None:
     """
     import ray
 
+    if not listens(given):
+        raise NoHost(f"no Ray cluster at {given}: no answer")
     try:
-        _look_for(given)
         ray.init(given, **ray_options())
-    except NoHost:
-        raise
     except ray.exceptions.AuthenticationError:
         raise NoHost(
             f"the Ray cluster at {given} asks for another token than this machine has in "
@@ -102,9 +110,8 @@ def begin_ray(given: str) -> None:
         where = "on this machine" if given == "auto" else f"at {given}"
         if "Could not find any running" in str(error):
             raise NoHost(f"no Ray cluster {where}: `verbatim cluster start` makes one") from None
-        if "Failed to connect" in str(
-            error
-        ):  # although the address answers: Ray gives no other reason
+        # Although the address answers: Ray gives no other reason.
+        if "Failed to connect" in str(error):
             raise NoHost(
                 f"no Ray cluster {where} that takes the token of this machine (~/.ray/auth_token, "
                 "RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN)"
@@ -135,20 +142,13 @@ def ray_options() -> dict[str, Any]:
     }
 
 
-def _look_for(address: str) -> None:
-    """Raise NoHost if no process listens at "host:port": Ray itself would try for half a minute."""
-    host, colon, port = address.rpartition(":")
-    if colon and port.isdigit() and "/" not in host and not answers((host, int(port))):
-        raise NoHost(f"no Ray cluster at {address}: no answer")
-
-
 def cluster_status(address: str | None) -> dict[str, Any]:
     """Return the status of the Ray cluster at `address`, as plain values; None: the one of this machine.
 
     Returns:
         `address`; `machines`, each with `machine` (its address), `cores`, `memory_bytes`, and whether it is
         `reachable` from here; and `clusters`, the stages of each open model, in the order of their layers:
-        `Stage.status`, or `silent` for one that does not answer.
+        `StageShare.status`, or `silent` for one that does not answer.
 
     Raises:
         NotSupported: Ray is not installed.

@@ -17,8 +17,9 @@ from verbatim.model.experts import ExpertShare, is_stacked, run_experts
 from verbatim.model.spec import inner_model
 from verbatim.options import available_memory, rank_of
 from verbatim.placement.distributed.choice import ExpertParallel
-from verbatim.placement.distributed.columns import check_keys, key_of, take_share
-from verbatim.placement.distributed.torchrun import gather_text
+from verbatim.placement.distributed.columns import take_share
+from verbatim.placement.distributed.served import check_keys, key_of
+from verbatim.placement.distributed.torchrun import gather, gather_text
 from verbatim.placement.options import DEFAULT_KV_SHARE, Placed, ToOpen
 from verbatim.placement.resident import open_resident
 
@@ -46,12 +47,6 @@ class ExpertGroup:
         """Release the process group, so that its owner's `destroy_process_group` ends its threads."""
         self.group = None
 
-    def gather(self, own: Tensor) -> Tensor:
-        """Return the tensors of all ranks, of one shape, stacked."""
-        found = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(found, own, group=self.group)
-        return torch.stack(found)
-
     def send_rows(self, rows: Tensor, counts: list[int], coming: list[int]) -> Tensor:
         """Send `counts[r]` of the rows `[n, H]` to rank r; return `coming[r]` rows from each, `[sum, H]`."""
         rows = rows.contiguous()
@@ -77,7 +72,7 @@ class ExchangedExperts(ExpertShare):
         """Return the result of `run_experts` with all experts in one place; all ranks call it together."""
         group, bounds = self._group, self.bounds
         sent = [sum(counts[a:b]) for a, b in pairwise(bounds)]
-        everybodys = group.gather(torch.tensor(counts, dtype=torch.int64))  # [ranks, experts]
+        everybodys = gather(torch.tensor(counts, dtype=torch.int64), group.group)
         here = everybodys[:, bounds[group.rank] : bounds[group.rank + 1]]
         coming = here.sum(1).tolist()
         got = group.send_rows(rows[: sum(counts)], sent, coming)
@@ -99,7 +94,8 @@ def open_expert_parallel(model: ToOpen, choice: ExpertParallel) -> Placed:
             f"placement=ExpertParallel: {type(inner_model(module)).__name__} hands no tokens to experts "
             "through transformers' experts interface; TensorParallel shares its products"
         )
-    check_keys(gather_text(key_of(loaded, options), group.group))
+    keys = gather_text(key_of(loaded, options), group.group)
+    check_keys((f"rank {rank}", key) for rank, key in enumerate(keys))
     cut = take_share(loaded, source, group, head=None, linears=False, share=ExchangedExperts)
     decoder = Decoder(module, fused=options.fused)
     if options.kv_bytes is None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from verbatim.batch import Choices
 from verbatim.core import Request, Result
 from verbatim.errors import InvalidRequest, NotSupported, RequestFailed, TierFailed
-from verbatim.placement.distributed.group import StageHandle
-from verbatim.placement.distributed.stage import Stage
-from verbatim.placement.distributed.wire import Message, encode
+from verbatim.placement.distributed.group import StageGroup, StageHandle
+from verbatim.placement.distributed.served import Served
+from verbatim.placement.distributed.wire import Message
 from verbatim.protocols import Runner
 
 _END_S = 5.0
@@ -22,6 +22,7 @@ _ATTRIBUTES = (
     "num_states",
     "hidden_reason",
     "choices",
+    "draft_info",
 )
 
 
@@ -79,14 +80,12 @@ class Leading:
 
     may_be_empty = False
 
-    def __init__(self, members: Sequence[StageHandle]) -> None:
-        self._members = members
+    def __init__(self, group: StageGroup, members: list[StageHandle]) -> None:
+        self._group, self._members = group, members
 
     def tell(self, told: Mapping[str, Any]) -> None:
         """Send the programs of the other ranks a message; TierFailed if one is gone."""
-        encoded = encode({"do": "tell", "told": told})
-        for member in self._members:
-            member.send(encoded)
+        self._group.tell("tell", self._members, told=told)
         for member in self._members:
             if member.lost is not None:
                 raise TierFailed(str(member))
@@ -109,16 +108,16 @@ class Leading:
 
 
 class Following:
-    """Another rank, with its stage: waits until rank 0's call is over, and returns the same results."""
+    """Another rank, with its share: waits until rank 0's call is over, and returns the same results."""
 
     may_be_empty = False
 
-    def __init__(self, stage: Stage) -> None:
-        self._stage = stage
+    def __init__(self, share: Served) -> None:
+        self._share = share
 
     def wait(self) -> Message:
         """Return what rank 0 tells this program next; TierFailed if it is gone, or has closed its LLM."""
-        told = self._stage.told.get()
+        told = self._share.told.get()
         if told is None:
             raise TierFailed("rank 0 is gone")
         if told.get("do") == "close":
@@ -147,6 +146,6 @@ class Following:
         return told["results"]
 
     def close(self) -> None:
-        """Close the stage, and wait until it has ended."""
-        self._stage.close()
-        self._stage.join(_END_S)
+        """Close the share, and wait until it has ended."""
+        self._share.hang_up()
+        self._share.join(_END_S)

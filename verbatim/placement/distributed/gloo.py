@@ -47,7 +47,6 @@ class Gloo:
     def __init__(self, meeting: str, rank: int, size: int, timeout_s: float) -> None:
         self.rank = rank
         self.size = size
-        self.timeout_s = timeout_s
         self._everywhere = False
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()

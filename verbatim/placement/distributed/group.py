@@ -8,6 +8,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from itertools import repeat, zip_longest
 from typing import Any
 
 from verbatim.errors import (
@@ -17,13 +19,15 @@ from verbatim.errors import (
     NotSupported,
     OutOfBlocks,
     StageFailed,
+    UnsupportedModel,
     VerbatimError,
 )
-from verbatim.placement.distributed.hosts import Host, Hosts, NoHost
+from verbatim.placement.distributed.hosts import Host, Hosts
 from verbatim.placement.distributed.link import Link, LinkLost, Refused, connect
 from verbatim.placement.distributed.served import versions
-from verbatim.placement.distributed.wire import Buffer, Message
+from verbatim.placement.distributed.wire import Buffer, Message, encode
 from verbatim.shield import Shield
+from verbatim.weights.update import NewWeights
 
 _PING_S = 0.5  # between two looks at who is still there, while something is waited for
 _LOADING_S = 60.0  # who reads weights and imports libraries may be silent for so long
@@ -33,16 +37,15 @@ _log = logging.getLogger("verbatim.cluster")
 
 _ERRORS = {
     kind.__name__: kind
-    for kind in (InvalidRequest, ModelChanged, ModelError, NotSupported, OutOfBlocks, MemoryError)
+    for kind in (
+        *(InvalidRequest, ModelChanged, ModelError, NotSupported, OutOfBlocks, UnsupportedModel),
+        MemoryError,
+    )
 }
 
 
 class StageGone(StageFailed):
-    """Some stages no longer answer."""
-
-    def __init__(self, members: Iterable[StageHandle]) -> None:
-        self.members = list(members)
-        super().__init__("; ".join(str(member) for member in self.members))
+    """Some stages no longer answer, or do not at first."""
 
 
 class StageHandle:
@@ -52,7 +55,6 @@ class StageHandle:
         first, end: its layers.
         shape: what it told of its part of the model.
         lost: why it is given up; None while it is there.
-        behind: its K and V are not those that the others hold.
         restarts: how often this place in the line was filled anew.
     """
 
@@ -66,7 +68,6 @@ class StageHandle:
         self.facts: Message = {}
         self.restarts = 0
         self.lost: str | None = None
-        self.behind = False
         self.asked: float | None = None  # when a ping went out that isn't answered
         self._listener = threading.Thread(target=self._listen, args=(inbox,), daemon=True)
         self._listener.start()
@@ -119,8 +120,8 @@ class StageGroup:
         self.step_timeout_s = step_timeout_s
         self._inbox: Inbox = queue.SimpleQueue()
         self._calls = 0
-        self._expected: dict[int, StageHandle] = {}
-        self._answers: dict[int, Message] = {}
+        self._asked: list[StageHandle] = []  # by the last call
+        self._answers: dict[int, Message] = {}  # to it, by number; empty so far
         self._reports: list[tuple[StageHandle, Message]] = []  # of work that ended or failed
         self._next_ping = 0.0
         self._last_pump = 0.0
@@ -133,6 +134,7 @@ class StageGroup:
 
         Raises:
             NoHost: there is no machine for them.
+            StageGone: one has ended, or does not answer.
             NotSupported: one of them runs other versions.
         """
         found: list[StageHandle] = []
@@ -141,8 +143,7 @@ class StageGroup:
             for host in hosts:
                 link = connect(host.address, self.hosts.key, {"role": "head"}, self.patience_s)
                 found.append(StageHandle(host, link, self._inbox))
-            orders: list[tuple[StageHandle, Message]] = [(m, {"do": "facts"}) for m in found]
-            answers = self.call_each(orders, patient=True, alone=True)
+            answers = self.call("facts", found, patient=True, alone=True)
             for member, facts in zip(found, answers, strict=True):
                 member.facts = facts
                 self._check_versions(member)
@@ -151,8 +152,8 @@ class StageGroup:
                 member.give_up()
             for host in hosts:
                 host.kill()
-            if isinstance(error, LinkLost | Refused | StageGone):
-                raise NoHost(str(error)) from None
+            if isinstance(error, LinkLost | Refused):
+                raise StageGone(str(error)) from None
             raise
         return found
 
@@ -169,17 +170,23 @@ class StageGroup:
     def lost(self) -> list[StageHandle]:
         return [member for member in self.members if member.lost is not None]
 
-    def call_each(
+    def call(
         self,
-        orders: list[tuple[StageHandle, Message]],
+        do: str,
+        members: list[StageHandle] | None = None,
+        own: Iterable[Message] | None = None,
         *,
         patient: bool = False,
         alone: bool = False,
         meanwhile: Callable[[], object] = lambda: None,
+        **fields: Any,
     ) -> list[Any]:
-        """Call these stages at the same time, and return their answers.
+        """Let stages make a call at the same time, and return their answers.
 
         Args:
+            members: which ones; None: all.
+            own: further fields for each of them.
+            fields: the arguments of all.
             patient: what they do may take any time, as reading weights does.
             alone: other members may be lost.
             meanwhile: called whenever something has come in; it may raise.
@@ -188,58 +195,60 @@ class StageGroup:
             StageGone: one of them is lost, or another member, unless `alone`.
             VerbatimError: one could not do what was asked for.
         """
-        calls = []
-        try:
-            for member, message in orders:
-                self._calls += 1
-                calls.append(self._calls)
-                self._expected[self._calls] = member
-                member.send({**message, "call": self._calls})
-            while any(call not in self._answers for call in calls):
-                self.check([member for member, _ in orders], alone=alone)
-                meanwhile()
-                self.pump(patient=patient)
-            answers = [self._answers[call] for call in calls]
-        finally:
-            for call in calls:
-                self._expected.pop(call, None)
-                self._answers.pop(call, None)
-        for (member, message), answer in zip(orders, answers, strict=True):
+        members = self.members if members is None else members
+        self._asked, self._answers = members, {}
+        for member, more in zip(members, own or repeat({}, len(members)), strict=True):
+            self._calls += 1
+            self._answers[self._calls] = {}
+            member.send({"do": do, **fields, **more, "call": self._calls})
+        while not all(self._answers.values()):
+            self.check(members, alone=alone)
+            meanwhile()
+            self.pump(patient=patient)
+        answers, self._answers = [*self._answers.values()], {}
+        for member, answer in zip(members, answers, strict=True):
             if "error" in answer:
-                raise error_of(answer["error"], f"{member}, {message['do']}")
+                raise error_of(answer["error"], f"{member}, {do}")
         return [answer["result"] for answer in answers]
+
+    def send_weights(
+        self, do: str, new: NewWeights, names: Iterable[Iterable[str]], **fields: Any
+    ) -> list[Any]:
+        """Send all members new weights, each those of its names, by a call for each piece of them.
+
+        Returns:
+            The answers to the last piece; errors as of `call`.
+        """
+        answers: list[Any] = []
+        for pieces in zip_longest(*map(new.messages, names), fillvalue={}):
+            own = [{"tensors": piece} for piece in pieces]
+            answers = self.call(do, own=own, patient=True, **fields)
+        return answers
+
+    def tell(self, do: str, members: Iterable[StageHandle], **fields: Any) -> None:
+        """Let stages make a call, and wait for no answer; mark those that can't be reached as lost."""
+        encoded = encode({"do": do, **fields})
+        # A stage without its work would hang up on the one that sends it hidden states.
+        with Shield().up():
+            for member in members:
+                member.send(encoded)
 
     def check(self, also: Iterable[StageHandle] = (), *, alone: bool = False) -> None:
         """Raise StageGone if a member, unless `alone`, or one of these, is lost."""
         asked = dict.fromkeys([*([] if alone else self.members), *also])
         gone = [member for member in asked if member.lost is not None]
         if gone:
-            raise StageGone(gone)
+            raise StageGone("; ".join(map(str, gone)))
 
     def reports(self) -> list[tuple[StageHandle, Message]]:
         """Return reports since the last call: work that has ended or failed."""
         found, self._reports = self._reports, []
         return found
 
-    def wait_for_report(self) -> list[tuple[StageHandle, Message]]:
-        """Wait for a report; return all that have arrived.
-
-        Raises:
-            StageGone: a stage is lost.
-        """
-        while not (found := self.reports()):
-            self.check()
-            self.pump()
-        return found
-
     def pump(self, timeout_s: float = _PING_S, *, patient: bool = False) -> None:
         """Receive the next message, and ping the stages now and then."""
-        try:
-            member, message = self._inbox.get(timeout=timeout_s)
-        except queue.Empty:
-            pass
-        else:
-            self._take(member, message, patient=patient)
+        with suppress(queue.Empty):
+            self._take(*self._inbox.get(timeout=timeout_s), patient=patient)
         now = time.monotonic()
         if now >= self._next_ping:
             self._look_around(now, max(self.patience_s, _LOADING_S if patient else 0.0))
@@ -248,15 +257,11 @@ class StageGroup:
         # No message was read for a while: unread answers may be here, so no stage counts as late.
         idle = now - self._last_pump > 2 * _PING_S + 0.5
         self._next_ping, self._last_pump = now + _PING_S, now
-        for call in [c for c, member in self._expected.items() if member.lost is not None]:
-            del self._expected[call]  # no answer comes any more
-        waited_for = [m for m in {*self.members, *self._expected.values()} if m.lost is None]
+        waited_for = [m for m in {*self.members, *self._asked} if m.lost is None]
         for member in waited_for:
             if member.asked is None or idle:
                 member.asked = now
-                self._calls += 1
-                self._expected[self._calls] = member
-                member.send({"do": "ping", "call": self._calls})
+                member.send({"do": "ping"})
             elif now - member.asked > patience_s:
                 member.lost = f"silent for {now - member.asked:.1f} s"
 
@@ -265,19 +270,13 @@ class StageGroup:
             member.lost = member.lost or message
             return
         member.asked = None  # it is there, whatever it says
-        call = message.get("call")
-        if call is None:
+        if "busy_s" in message:  # a ping's answer
+            if message["busy_s"] > self.step_timeout_s and not patient:
+                member.lost = f"busy with one piece of work for {message['busy_s']:.1f} s"
+        elif message.get("call") is None:
             self._reports.append((member, message))
-            return
-        if call not in self._expected:
-            return
-        result = message.get("result")
-        if isinstance(result, dict) and "busy_s" in result and "step" in result:  # a ping's
-            del self._expected[call]
-            if result["busy_s"] > self.step_timeout_s and not patient:
-                member.lost = f"busy with one piece of work for {result['busy_s']:.1f} s"
-            return
-        self._answers[call] = message
+        elif message["call"] in self._answers:
+            self._answers[message["call"]] = message
 
     def close(self, process: int | None = None) -> None:
         """End all stages.

@@ -91,7 +91,7 @@ class HeadStore(KVStore):
         if isinstance(options, IndexOptions):
             return super().attend(layer, q, batch, options)
         rank, bounds = self._ranks.rank, self._heads[layer][0]
-        own, width = slice(bounds[rank], bounds[rank + 1]), self._value_sizes[layer]
+        own, width = slice(bounds[rank], bounds[rank + 1]), self.shapes[layer].value_dim
         if options.sinks is not None or options.alibi is not None:
             options = replace(
                 options,

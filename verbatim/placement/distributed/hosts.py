@@ -47,30 +47,30 @@ class Hosts:
         Raises:
             NoHost: they can't be had.
         """
-        avoid, hosts, coming = set(avoid), list[Any](), list[Any]()
-        deadline = time.monotonic() + self.start_s
+        avoid, hosts, deadline = set(avoid), list[Any](), time.monotonic() + self.start_s
+        usable = [h for h in self._prepared if h.machine not in avoid and self.reachable(h)]
+        for host in set(self._prepared).difference(usable):
+            host.kill()
+        coming, self._prepared = usable[:count], usable[count:]
         try:
-            while len(hosts) < count:
-                missing = count - len(hosts)
-                usable = [host for host in self._prepared if self._usable(host, avoid)]
-                for host in set(self._prepared).difference(usable):
+            if len(coming) < count:
+                coming += self._create(count - len(coming), avoid, None)
+            for host in coming:  # more of them where one does not come
+                try:
+                    self._wait(host, deadline)
+                    hosts.append(host)
+                except NoHost:
                     host.kill()
-                coming, self._prepared = usable[:missing], usable[missing:]
-                prepared = len(coming)
-                if prepared < missing:
-                    coming += self._create(missing - prepared, avoid, None)
-                for number, host in enumerate(coming):
-                    try:
-                        self._wait(host, deadline)
-                        hosts.append(host)
-                    except NoHost:
-                        host.kill()
-                        if number >= prepared:
-                            if self.reachable(host):
-                                raise
-                            avoid.add(host.machine)
+                    if host not in usable:
+                        if self.reachable(host):
+                            raise
+                        avoid.add(host.machine)
+                    if self._prepared:
+                        coming.append(self._prepared.pop(0))
+                    else:
+                        coming += self._create(1, avoid, None)
         except NoHost:
-            for host in [*hosts, *coming]:
+            for host in coming:
                 host.kill()
             raise
         return hosts
@@ -94,10 +94,6 @@ class Hosts:
     def _wait(self, host: Any, deadline: float) -> None:
         """Set the address of a process as soon as it listens; NoHost if it has ended, or is late."""
 
-    def _usable(self, host: Any, avoid: set[str]) -> bool:
-        """Return whether a prepared process is still there, on a machine that is not to be avoided."""
-        return host.machine not in avoid and self.reachable(host)
-
     def machines(self) -> list[str]:
         """Return all machines that are available now."""
         return [host.machine for host in self._hosts]
@@ -117,20 +113,19 @@ class LocalHosts(Hosts):
 
     Args:
         key: the cluster's secret.
-        share: what they serve, of `worker.SHARES`.
+        share: the `Served` that they run, as "module:class" of this package.
     """
 
-    def __init__(self, key: bytes, share: str = "layers") -> None:
+    def __init__(self, key: bytes, share: str = "stage_share:StageShare") -> None:
         super().__init__(key)
-        self._share = share
-        self._launcher = Launcher("verbatim.placement.distributed.worker:serve")
+        self._launcher = Launcher(f"{__package__}.{share}.serve")
 
     def _create(
         self, count: int, avoid: set[str], model: dict[str, Any] | None
     ) -> list[WorkerProcess]:
         if HOST in avoid:
             raise NoHost("there is no other machine for a stage")
-        arguments = {"share": self._share, "key": self.key.hex(), "model": model}
+        arguments = {"key": self.key.hex(), "host": HOST, "model": model}
         return [self._launcher.start(**arguments) for _ in range(count)]
 
     def _wait(self, host: WorkerProcess, deadline: float) -> None:
@@ -138,9 +133,8 @@ class LocalHosts(Hosts):
             host.address = (HOST, host.wait_for_message(deadline))
         except VerbatimError as error:
             raise NoHost(str(error)) from None
-
-    def _usable(self, host: WorkerProcess, avoid: set[str]) -> bool:
-        return super()._usable(host, avoid) and host.returncode is None
+        if host.returncode is not None:
+            raise NoHost(f"the process has ended: {host.ended}")
 
     def machines(self) -> list[str]:
         return [HOST]

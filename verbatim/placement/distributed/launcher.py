@@ -10,12 +10,14 @@ import gc
 import importlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any
 
@@ -90,8 +92,8 @@ class Launcher:
     """Forks workers that call one function. All of them end with this process.
 
     Args:
-        target: "module:function"; called with the keywords of `start` and `report`, a function that sends
-            one JSON value to `WorkerProcess.message`.
+        target: "module:function", or "module:class.method"; called with the keywords of `start` and
+            `report`, a function that sends one JSON value to `WorkerProcess.message`.
     """
 
     def __init__(self, target: str) -> None:
@@ -178,42 +180,48 @@ def _report(worker: int, pipe: int = 1, **facts: Any) -> None:
 def main() -> None:
     """Fork workers until the process that started this one is gone."""
     module, _, name = sys.argv[1].partition(":")
-    target: Callable[..., object] = getattr(importlib.import_module(module), name)
+    target: Callable[..., object] = attrgetter(name)(importlib.import_module(module))
     gc.freeze()  # a worker's collections look at none of this, and copy none of its memory
     alive, held = os.pipe()  # its end tells workers that this process is gone
-    workers: dict[int, int] = {}  # pid to number, of those that run
-
-    def reap(*_: object) -> None:
-        for pid in list(workers):
-            try:
+    workers: dict[int, int] = {}  # pid to number, of those that run or are not yet reaped
+    # Signals only wake the loop. So a pid in `workers` can't become another process's meanwhile.
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    unread = b""
+    while True:
+        ready, _, _ = select.select([0, woken], [], [])
+        if woken in ready:
+            os.read(woken, 4096)
+            for pid in list(workers):
                 ended, status = os.waitpid(pid, os.WNOHANG)
-            except ChildProcessError:  # the signal of another one came meanwhile, and reaped it
-                continue
-            if ended:
-                _report(workers.pop(pid), returncode=os.waitstatus_to_exitcode(status))
-
-    signal.signal(signal.SIGCHLD, reap)
-    for line in sys.stdin:
-        order = json.loads(line)
-        if "kill" in order:
-            for pid, number in list(workers.items()):
-                if number == order["kill"]:
-                    os.kill(pid, signal.SIGKILL)
+                if ended:
+                    _report(workers.pop(pid), returncode=os.waitstatus_to_exitcode(status))
+        if 0 not in ready:
             continue
-        number = order["start"]
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-        pid = os.fork()
-        if pid == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-            os.close(held)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            threading.Thread(target=_end_with, args=(alive,), daemon=True).start()
-            _run(target, number, order["arguments"])
-        workers[pid] = number
-        _report(number, pid=pid)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-    os._exit(0)
+        got = os.read(0, 65536)
+        if not got:
+            os._exit(0)
+        *lines, unread = (unread + got).split(b"\n")
+        for order in map(json.loads, lines):
+            if "kill" in order:
+                for pid, number in workers.items():
+                    if number == order["kill"]:
+                        os.kill(pid, signal.SIGKILL)
+                continue
+            number = order["start"]
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for pipe in (held, woken, wake):
+                    os.close(pipe)
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                threading.Thread(target=_end_with, args=(alive,), daemon=True).start()
+                _run(target, number, order["arguments"])
+            workers[pid] = number
+            _report(number, pid=pid)
 
 
 def _end_with(alive: int) -> None:

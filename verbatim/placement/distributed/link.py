@@ -13,7 +13,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from verbatim.errors import VerbatimError
@@ -21,13 +21,12 @@ from verbatim.placement.distributed.wire import (
     PREFIX,
     Buffer,
     Garbage,
-    Mark,
     decode,
     encode,
     sizes,
 )
 
-PROTOCOL = 2
+PROTOCOL = 3
 _GREETING = b"verbatim-cluster-%d\n" % PROTOCOL
 _NONCE = 32
 _SHAKE_S = 10.0
@@ -36,12 +35,19 @@ _MAX_STRANGERS = 64  # who may be shaking hands at once
 _SAY_S = 10.0  # in which a message has to be on its way, or the other side is taken for dead
 _AHEAD = 1 << 16  # bytes that are sent, or read, by one call to the system
 _AT_ONCE = 1 << 26  # bytes
+_SILENT_S = 2  # without data, until `fill` sends an empty message
+_EMPTY = b"".join(encode({}))
+_CLOSED = "the connection is lost: the other side has closed it"
 
 Address = tuple[str, int]
 
 
 class LinkLost(VerbatimError):
     """The other side is gone, or can't be reached."""
+
+
+class CutOff(LinkLost):
+    """The network is cut: the other side has not closed the connection, and acknowledges nothing."""
 
 
 class Refused(VerbatimError):
@@ -52,15 +58,11 @@ class Link:
     """Messages both ways, over TCP; over a Unix socket, which is faster, between processes of one machine.
 
     One thread at a time may receive, any may send.
-
-    Attributes:
-        room: returns memory for the hidden states of a piece of work and so many bytes, or None.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.room: Callable[[Mark, int], memoryview | None] = lambda mark, size: None
         self._connection = connection
         self._sending = threading.Lock()
         # It reads ahead, so that a small message is one call to the system.
@@ -75,6 +77,11 @@ class Link:
             socket, "TCP_USER_TIMEOUT"
         ):  # what was sent and isn't acknowledged in it
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * whole)
+
+    def detect_cuts(self) -> None:
+        """Let `fill` send an empty message while nothing comes: else it would wait forever after a cut."""
+        limit = struct.pack("ll", _SILENT_S, 0)
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     def shake_hands(self, key: bytes, role: bytes, other: bytes) -> None:
         """Prove to the other side that this one knows the key, and check that it does, too.
@@ -100,23 +107,48 @@ class Link:
         if not hmac.compare_digest(self._take(_NONCE), expected):
             raise Refused("it does not know the cluster's key")
 
-    def send(self, message: Mapping[str, Any] | Iterable[Buffer]) -> None:
-        """Send one message whole; it may be encoded already, or be encoded piece by piece meanwhile.
+    def send(self, message: Mapping[str, Any] | list[Buffer]) -> None:
+        """Send one message whole; it may be encoded already.
 
         Raises:
             LinkLost: the other side is gone, or takes nothing.
         """
         buffers = encode(message) if isinstance(message, Mapping) else message
-        if isinstance(buffers, list) and sum(map(len, buffers)) < _AHEAD:
+        if sum(map(len, buffers)) < _AHEAD:
             buffers = [b"".join(buffers)]
         with self._sending:
-            try:
-                for buffer in buffers:
-                    self._connection.sendall(buffer)
-            except OSError as error:
-                self.close()
-                why = "nothing is accepted" if isinstance(error, BlockingIOError) else error
-                raise LinkLost(f"the connection is lost: {why}") from None
+            for buffer in buffers:
+                self.put(buffer)
+
+    def put(self, buffer: Buffer) -> None:
+        """Send bytes that are no message; errors as of `send`."""
+        try:
+            self._connection.sendall(buffer)
+        except OSError as error:
+            self.close()
+            why = "nothing is accepted" if isinstance(error, BlockingIOError) else error
+            raise LinkLost(f"the connection is lost: {why}") from None
+
+    def fill(self, buffer: memoryview) -> None:
+        """Wait for bytes that are no message; there must be no message before them.
+
+        Raises:
+            CutOff: the network is cut; found only after `detect_cuts`.
+            LinkLost: the other side is gone.
+        """
+        try:
+            while buffer:
+                try:
+                    count = self._connection.recv_into(buffer, 0, socket.MSG_WAITALL)
+                except BlockingIOError:
+                    self._connection.sendall(_EMPTY)
+                    continue
+                if not count:
+                    raise LinkLost(_CLOSED)
+                buffer = buffer[count:]
+        except OSError as error:
+            closed = isinstance(error, ConnectionError) or self._connection.fileno() < 0
+            raise (LinkLost if closed else CutOff)(f"the connection is lost: {error}") from None
 
     def receive(self, most: int | None = None) -> dict[str, Any]:
         """Wait for the next message, and return it.
@@ -129,19 +161,12 @@ class Link:
             Garbage: it does not speak our language, or the message is larger.
         """
         try:
-            header_size, array_size, mark = sizes(self._take(PREFIX.size))
+            header_size, array_size = sizes(self._take(PREFIX.size))
             if most is not None and header_size + array_size > most:
                 raise Garbage(
                     f"a message has {header_size + array_size:,} bytes, and at most {most:,} were announced"
                 )
-            if mark is None:
-                return decode(self._take(header_size), self._take(array_size))
-            states: bytearray | memoryview | None = self.room(mark, array_size)
-            if states is None:
-                states = self._take(array_size)
-            else:
-                self._fill(states)
-            return {"do": "rows", "mark": mark, "states": states}
+            return decode(self._take(header_size), self._take(array_size))
         except OSError as error:
             raise LinkLost(f"the connection is lost: {error}") from None
 
@@ -155,9 +180,9 @@ class Link:
             found += more
         return found
 
-    def _fill(self, buffer: bytearray | memoryview) -> None:
+    def _fill(self, buffer: bytearray) -> None:
         if self._reader.readinto(buffer) < len(buffer):
-            raise LinkLost("the connection is lost: the other side has closed it")
+            raise LinkLost(_CLOSED)
 
     def close(self) -> None:
         """Close the connection; a waiting `receive` raises."""
@@ -271,7 +296,7 @@ def connect(address: Address, key: bytes, who: Mapping[str, Any], timeout_s: flo
             raise
     except Refused as error:
         raise Refused(f"{host}:{port}: {error}") from None
-    except (OSError, LinkLost, Garbage) as error:
+    except (OSError, ValueError, LinkLost, Garbage) as error:  # ValueError: of the host "a..b"
         raise LinkLost(f"no connection to {host}:{port}: {error}") from None
     return link
 

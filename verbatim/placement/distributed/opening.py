@@ -14,17 +14,19 @@ from typing import Any
 
 from verbatim.errors import InvalidRequest, OutOfBlocks
 from verbatim.model.early_exit import EarlyExit
+from verbatim.model.loader import LoadedModel
+from verbatim.model.mtp_source import Mtp, mtp_size
+from verbatim.model.spec import inner_model
 from verbatim.placement.distributed.choice import Cluster
-from verbatim.placement.distributed.drafts import describe, extra_bytes
 from verbatim.placement.distributed.group import StageHandle
 from verbatim.placement.distributed.hosts import Hosts, LocalHosts
-from verbatim.placement.distributed.layers import LIMITS
 from verbatim.placement.distributed.plan import LayerSizes
 from verbatim.placement.distributed.ray_hosts import RayHosts
 from verbatim.placement.distributed.runner import Clustered
+from verbatim.placement.distributed.served import describe_draft
 from verbatim.placement.distributed.split import Split
 from verbatim.placement.distributed.stage_line import StageLine
-from verbatim.placement.distributed.supervisor import Supervisor
+from verbatim.placement.distributed.stage_share import LIMITS
 from verbatim.placement.distributed.wire import Message
 from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions, Placed, ToOpen
 from verbatim.weights.identity import fingerprint
@@ -48,8 +50,8 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
             undo.callback(cluster.hosts.close)
         split = Split(loaded)
         first, last, everywhere = split.outside_bytes
-        described = describe(draft)
-        more_first, more_last = extra_bytes(draft, loaded, split)
+        described = describe_draft(draft)
+        more_first, more_last = _extra_bytes(draft, loaded, split)
         ends = first + more_first, last + more_last
         cuts, spills = tuple(split.cuts), cluster.offload is not None
         layout = LayerSizes(tuple(split.layer_bytes), ends, everywhere, cuts, spills)
@@ -64,7 +66,6 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
             "offload": cluster.offload,
         }
         group = StageLine(hosts, cluster, layout, told, mark)
-        supervisor = Supervisor(group, cluster)
         undo.pop_all()
         undo.callback(group.close)
         stages = _count(cluster, layout, hosts)
@@ -74,10 +75,10 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
             raise InvalidRequest(
                 f"draft={draft!r}: the first stage holds {ranges[0][1]} layers, and drafts with these alone"
             )
-        for member, (first, end), index in zip(members, ranges, range(stages), strict=True):
-            member.index, member.first, member.end = index, first, end
+        for index, member in enumerate(members):
+            member.index = index
         group.open(members, ranges)
-        token_bytes = sum(member.shape["kv_bytes_per_token"] for member in members)
+        token_bytes = sum(member.shape["token_bytes"] for member in members)
         state_bytes = sum(member.shape["state_bytes"] for member in members)
         if cluster.offload is None:
             options = _with_kv(options, members)
@@ -89,21 +90,30 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
             # A stage that is opened again has the same room.
             kv_bytes = blocks * options.block_size * token_bytes + num_states * state_bytes
             told["options"] = replace(told["options"], kv_bytes=kv_bytes)
-        group.allocate(
-            {"num_blocks": blocks, "num_states": num_states, "keep_bytes": cluster.keep_bytes}
-        )
+        group.blocks = dict(num_blocks=blocks, num_states=num_states)
+        group.allocate(members, members)
         group.connect()
-        supervisor.prepare_spares()
-        runner = Clustered(
-            supervisor,
-            cluster,
-            loaded.module.state_dict(keep_vars=True),
-            num_blocks=blocks,
-            block_size=options.block_size,
-            num_states=num_states,
-        )
+        group.prepare_spares()
+        runner = Clustered(group, loaded.module.state_dict(keep_vars=True))
         undo.pop_all()
     return Placed(runner, options)
+
+
+def _extra_bytes(
+    draft: Mtp | EarlyExit | None, loaded: LoadedModel, split: Split
+) -> tuple[int, int]:
+    """Return the bytes of weights that the first and the last stage hold to draft.
+
+    Raises:
+        NotSupported, InvalidRequest: the model has no such layers.
+    """
+    if draft is None:
+        return 0, 0
+    if isinstance(draft, EarlyExit):
+        return split.outside_bytes[1], 0
+    assert loaded.folder is not None
+    _, nbytes = mtp_size(inner_model(loaded.module), loaded.folder, draft.beside)
+    return 0, split.embedding_bytes + nbytes
 
 
 def _hosts(address: str | None) -> Hosts:
@@ -174,21 +184,14 @@ def _with_kv(options: EngineOptions, members: list[StageHandle]) -> EngineOption
     """Return the options with a KV budget: as many tokens as fit on the machine with the least memory."""
     if options.kv_bytes is not None:
         return options
-    by_machine: dict[str, list[StageHandle]] = {}
+    # By machine: bytes of a token, or else of a state; and the least memory.
+    needed, memory = Counter[str](), dict[str, int]()
     for member in members:
-        by_machine.setdefault(member.host.machine, []).append(member)
-
-    def weight(of: list[StageHandle]) -> int:
-        """Bytes that a stage needs in proportion to others: of a token, or else of a state."""
-        by_token: int = sum(member.shape["kv_bytes_per_token"] for member in of)
-        by_state: int = sum(member.shape["state_bytes"] for member in of)
-        return by_token or by_state
-
-    share = min(
-        DEFAULT_KV_SHARE * min(member.shape["memory"] for member in own) / weight(own)
-        for own in by_machine.values()
-    )
-    return replace(options, kv_bytes=int(share * weight(members)))
+        machine, shape = member.host.machine, member.shape
+        needed[machine] += shape["token_bytes"] or shape["state_bytes"]
+        memory[machine] = min(shape["memory"], memory.get(machine, shape["memory"]))
+    share = min(DEFAULT_KV_SHARE * memory[machine] / needed[machine] for machine in needed)
+    return replace(options, kv_bytes=int(share * needed.total()))
 
 
 def _joined_limits(

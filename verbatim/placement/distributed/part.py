@@ -119,7 +119,6 @@ class Part:
                 for index in {*range(len(layers))}.difference(kept):  # a plan needs its own shapes
                     layers[index].__dict__["forward"] = self._pass
                 self.tiers = place(self.own, mtp)
-                self.own.packed = self.tiers.report
             else:
                 read(self.own)
                 if skeleton.folder is not None:

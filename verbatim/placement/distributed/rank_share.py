@@ -12,13 +12,12 @@ from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.early_exit import open_draft_layers
 from verbatim.model.hidden import head_of
 from verbatim.model.packed import weight_bytes
-from verbatim.model.patching import threads
+from verbatim.model.products import threads
 from verbatim.model.spec import inner_model
-from verbatim.placement.distributed.columns import Cut, key_of, take_share
-from verbatim.placement.distributed.drafts import options_of
+from verbatim.placement.distributed.columns import Cut, take_share
 from verbatim.placement.distributed.gloo import Gloo
 from verbatim.placement.distributed.heads import HeadStore, own_layers
-from verbatim.placement.distributed.served import Served
+from verbatim.placement.distributed.served import Served, draft_of, key_of
 from verbatim.placement.distributed.wire import Message
 from verbatim.placement.resident import Resident, open_store
 
@@ -57,7 +56,7 @@ class RankShare(Served):
         """Inspect the model, and return the numerics key.
 
         Args:
-            told: `rank`, `size`, `source`, `options`, `draft` as of `drafts.describe`, and `meeting` and
+            told: `rank`, `size`, `source`, `options`, `draft` as of `describe_draft`, and `meeting` and
                 `timeout_s` as of `Gloo`.
         """
         self._told = told
@@ -80,7 +79,7 @@ class RankShare(Served):
         with threads(told["options"].num_threads), ranks.everywhere():
             decoder = self.decoder = Decoder(loaded.module, fused=False)  # its products are shared
             own_layers(decoder.spec.layers, decoder.spec.query_heads, rank, size)  # checks them
-            self.draft_layers = open_draft_layers(options_of(told["draft"]), decoder, loaded)
+            self.draft_layers = open_draft_layers(draft_of(told["draft"]), decoder, loaded)
 
     def allocate(self, num_blocks: int, num_states: int) -> Message:
         """Allocate this rank's K and V, and all states, as every rank computes recurrent layers whole."""

@@ -13,38 +13,39 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from verbatim.errors import NotSupported, first_line
-from verbatim.placement.distributed.contact import NAMESPACE, answers, begin_ray, import_ray
+from verbatim.placement.distributed.contact import (
+    NAMESPACE,
+    answers,
+    begin_ray,
+    import_ray,
+    listens,
+)
 from verbatim.placement.distributed.hosts import Hosts, NoHost
 from verbatim.placement.distributed.link import Address
+from verbatim.placement.distributed.stage_share import StageShare
+from verbatim.placement.distributed.wire import Message
 
 _LOOK_S = 2.0  # between two looks at whether a machine is there, while a process comes up on it
 
 
-class StageActor:
+class StageActor(StageShare):
     """The actor that Ray runs: a process with one stage."""
 
     def __init__(self, key: bytes, name: str) -> None:
         import ray
 
-        from verbatim.placement.distributed.layers import Layers
-        from verbatim.placement.distributed.stage import Stage
-
+        super().__init__()
         self._name = name
-        self._layers = Layers()
         here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        self._stage = Stage(key, here, self._layers, lambda: os._exit(0))
+        self.listen(key, here, lambda: os._exit(0))
 
-    def address(self) -> Address:
+    def listens_at(self) -> Address:
         """Return the address of the stage."""
-        return self._stage.address
+        return self.address
 
-    def warm(self, model: dict[str, Any]) -> None:
-        """Inspect a model in advance."""
-        self._layers.warm(model)
-
-    def status(self) -> dict[str, Any]:
-        """Return `Stage.status`, for `verbatim cluster status`."""
-        return {"cluster": self._name, **self._stage.status()}
+    def status(self) -> Message:
+        """See `StageShare`; for `verbatim cluster status`."""
+        return {"cluster": self._name, **super().status()}
 
 
 class RayHost:
@@ -54,7 +55,9 @@ class RayHost:
         self.actor = actor
         self.machine = daemon[0]
         self.daemon = daemon  # where Ray listens on that machine
-        self.asked = actor.address.remote()  # early: it needs Ray's head, which may be lost later
+        self.asked = (
+            actor.listens_at.remote()
+        )  # early: it needs Ray's head, which may be lost later
         self.killed = False
         self.address: Address = ("", 0)
 
@@ -112,6 +115,8 @@ class RayHosts(Hosts):
                     if time.monotonic() >= deadline or not self.reachable(host):
                         raise
                     self._check_head()
+            if not answers(host.address):
+                raise NoHost(f"{host.machine}: the process has ended")
         except NoHost:
             raise
         except Exception as error:  # Ray has many ways to say that an actor is gone
@@ -171,8 +176,7 @@ class RayHosts(Hosts):
 
     def _check_head(self) -> None:
         """Raise NoHost if Ray's head is lost: Ray itself would try for minutes."""
-        host, _, port = self._head.rpartition(":")
-        if not answers((host, int(port))):
+        if not listens(self._head):
             raise NoHost(f"Ray's head at {self._head} can't be reached")
 
     def reachable(self, host: RayHost) -> bool:

@@ -22,9 +22,9 @@ from verbatim.model.loader import LoadedModel
 from verbatim.model.packed import placeholder
 from verbatim.model.packing import choose_packings
 from verbatim.model.patching import exclusive, replaced_forwards
-from verbatim.model.refusals import reason_to_refuse
 from verbatim.model.spec import InspectionContext, inner_model, inspect_forward, takes_positions
 from verbatim.model.tree import Tree
+from verbatim.model.trial import reason_to_refuse
 
 _ONE_LIST = "its layers are not in one list that is called once, from its first to its last"
 _PLAIN = (Tensor, bool, int, float, str, tuple, torch.dtype, torch.device, type(None))

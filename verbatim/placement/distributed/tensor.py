@@ -1,28 +1,116 @@
-"""The runner of a tensor-parallel model: rank 0's."""
+"""A tensor-parallel model as rank 0 sees it: the other ranks, and the runner."""
 
 from __future__ import annotations
 
 import os
+import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from types import MappingProxyType
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from verbatim.batch import Adapter, Batch, SamplePlan
-from verbatim.errors import TierFailed, VerbatimError, first_line
+from verbatim.errors import StageFailed, TierFailed, VerbatimError, first_line
 from verbatim.heap import give_back_freed
 from verbatim.placement.distributed.columns import Cut
 from verbatim.placement.distributed.gloo import Gloo
-from verbatim.placement.distributed.rank_group import RankGroup
+from verbatim.placement.distributed.group import StageGone, StageGroup, StageHandle
+from verbatim.placement.distributed.hosts import Hosts
+from verbatim.placement.distributed.launcher import WorkerProcess
+from verbatim.placement.distributed.wire import Message
 from verbatim.placement.resident import Resident
 from verbatim.protocols import Forward
 from verbatim.shield import Shield
 from verbatim.weights.update import NewWeights, WeightWriter
+
+_TELL_S = 3.0  # in which it becomes known who is gone
+_MORE_S = 0.05  # for the reports of others, which may have caused it
+_T = TypeVar("_T")
+_ENDED_S = 0.5  # in which a process that hung up is known to have ended
+
+
+class RankGroup(StageGroup):
+    """The ranks 1 to `size` - 1 of a tensor-parallel model, which are never replaced.
+
+    Raises:
+        TierFailed: one does not come, or has other versions.
+    """
+
+    def __init__(self, hosts: Hosts, size: int, timeout_s: float) -> None:
+        super().__init__(hosts, patience_s=timeout_s, step_timeout_s=timeout_s)
+        self.size = size
+        try:
+            self.members = self.launch(size - 1)
+        except StageFailed as error:
+            self.close()
+            raise TierFailed(f"a rank of {size}: {error}") from None
+        except BaseException:
+            self.close()
+            raise
+        for rank, member in enumerate(self.members, start=1):
+            member.index, member.name = rank, f"rank {rank} of {size}"
+            if isinstance(member.host, WorkerProcess):
+                member.name += f": process {member.host.pid}"
+
+    def together(self, do: str, work: Callable[[], _T], **fields: Any) -> _T:
+        """Let the other ranks make a call, and return what this one makes of it.
+
+        Args:
+            work: this rank's call.
+
+        Raises:
+            TierFailed: a rank is gone, or failed alone; the message names it.
+            VerbatimError: an error of the batch or the model, so it is the same on all ranks.
+        """
+        self.tell(do, self.members, **fields)
+        try:
+            if self.lost:
+                raise TierFailed("some ranks don't have it")
+            return work()
+        except TierFailed as error:
+            raise self.failure(error) from error
+        except VerbatimError:
+            raise
+        except Exception as error:  # the others are in the middle of what this one gave up
+            told = f"{type(error).__name__}: {first_line(error)}"
+            raise TierFailed(f"rank 0 of {self.size}: {told}") from error
+
+    def ask(self, do: str, own: Iterable[Message] | None = None, **fields: Any) -> list[Any]:
+        """Return each rank's answer, as `call`.
+
+        Raises:
+            TierFailed: one is gone.
+            VerbatimError: one could not do what was asked for.
+        """
+        try:
+            return self.call(do, own=own, patient=True, **fields)
+        except StageGone as error:
+            raise self.failure(error) from error
+
+    def failure(self, error: Exception) -> TierFailed:
+        """Return the error that names the rank that failed, once it is known."""
+        end = time.monotonic() + _TELL_S
+        reports: list[tuple[StageHandle, Message]] = []
+        while not (self.lost or reports) and time.monotonic() < end:
+            self.pump()
+            reports += self.reports()
+        for _ in self.members:
+            self.pump(_MORE_S)
+        # Who went without a word took the others along.
+        for member in self.lost:
+            ended, host = "", member.host
+            if isinstance(host, WorkerProcess) and host.wait(_ENDED_S):
+                ended = f" has ended ({host.ended})"
+            return TierFailed(f"{member.name}{ended}: {member.lost}")
+        for member, report in reports:
+            return TierFailed(f"{member.name}: {': '.join(report['error'])}")
+        stuck = f"no rank is known to be gone, but one does not answer: {error}"
+        return TierFailed(f"of {self.size} ranks, {stuck}")
 
 
 class LeadingRank(Resident):
@@ -46,32 +134,35 @@ class LeadingRank(Resident):
         self.memory: list[dict[str, Any]] = []
 
     def forward(self, batch: Batch) -> Forward:
-        made: Forward = self._together("forward", batch=batch)
-        return made
+        return self._together("forward", partial(super().forward, batch), batch=batch)
 
     def draft(
         self, k: int, batch: Batch, plan: SamplePlan | None, lengths: list[int]
     ) -> list[list[int]]:
-        asked = dict(k=k, batch=batch, plan=plan, lengths=lengths)
-        drawn: list[list[int]] = self._together("draft", {"plan": None}, **asked)
-        return drawn
+        draft = partial(super().draft, k, batch, plan, lengths)
+        return self._together("draft", draft, k=k, batch=batch, plan=None, lengths=lengths)
+
+    def _together(self, do: str, work: Callable[[], _T], **fields: Any) -> _T:
+        """See `RankGroup.together`. Ctrl-C waits for its end, as all make the call or none."""
+        with Shield().up():
+            return self.group.together(do, work, **fields)
 
     def read_cache(self, kind: str, numbers: list[int], used: int | None = None) -> Tensor | None:
         own = super().read_cache(kind, numbers, used)
         assert own is not None
         if kind == "states":  # every rank has all of them
             return own
-        asked = {"do": "read_cache", "kind": kind, "numbers": numbers, "used": used}
         with Shield().up():
-            return torch.cat([own, *self.group.ask(asked)], dim=1)
+            others = self.group.ask("read_cache", kind=kind, numbers=numbers, used=used)
+            return torch.cat([own, *others], dim=1)
 
     def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
         own, *shares = [rows] * self.ranks.size
         if kind == "blocks":
             own, *shares = rows.split([sum(m["row_widths"][kind]) for m in self.memory], dim=1)
-        asked = {"do": "write_cache", "kind": kind, "numbers": numbers}
         with Shield().up():
-            self.group.ask_each([{**asked, "rows": share} for share in shares])
+            theirs = [{"rows": share} for share in shares]
+            self.group.ask("write_cache", theirs, kind=kind, numbers=numbers)
             return super().write_cache(kind, numbers, own)
 
     def new_weights(
@@ -81,43 +172,24 @@ class LeadingRank(Resident):
         new = NewWeights(self.original or {}, tensors, check_finite=False)
         writer = WeightWriter(self.decoder.held)
         for piece in new.messages(writer.packed):
-            self.group.ask({"do": "prepare_weights", "tensors": piece})
+            self.group.ask("prepare_weights", tensors=piece)
 
         def write_all() -> None:
             with Shield().up():
                 for piece in new.messages(writer.exact):
-                    self.group.tell({"do": "write_weights", "tensors": piece})
+                    self.group.ask("write_weights", tensors=piece)
                 write()
 
         return write_all
 
     def load_adapter(self, adapter: Adapter) -> list[str]:
         """See `Runner`. Each rank holds all of it, and adds it to the gathered columns."""
-        names: list[str] = self._together("load_adapter", adapter=adapter)
-        return names
+        load = partial(super().load_adapter, adapter)
+        return self._together("load_adapter", load, adapter=adapter)
 
     def unload_adapter(self, number: int) -> None:
-        self._together("unload_adapter", number=number)
-
-    def _together(
-        self, what: str, others: Mapping[str, Any] = MappingProxyType({}), **fields: Any
-    ) -> Any:
-        """Make a call on all ranks. Ctrl-C waits for its end, as all of them make it or none.
-
-        Args:
-            others: fields that are different on the other ranks.
-        """
-        with Shield().up():
-            self.group.tell({"do": what, **fields, **others})
-            try:
-                return getattr(super(), what)(**fields)
-            except TierFailed as error:
-                raise self.group.failure(error) from error
-            except VerbatimError:  # of the batch and the model, so it is the same on all ranks
-                raise
-            except Exception as error:  # the others are in the middle of what this one gave up
-                told = f"{type(error).__name__}: {first_line(error)}"
-                raise TierFailed(f"rank 0 of {self.group.size}: {told}") from error
+        unload = partial(super().unload_adapter, number)
+        self._together("unload_adapter", unload, number=number)
 
     def info(self) -> dict[str, Any]:
         return {
@@ -133,12 +205,12 @@ class LeadingRank(Resident):
 
     def sleep(self, weights: bool) -> None:
         super().sleep(weights)
-        self.group.ask({"do": "sleep", "weights": weights})
+        self.group.ask("sleep", weights=weights)
 
     def wake(self) -> None:
         with ThreadPoolExecutor(1) as pool:  # all ranks read at the same time
             own = pool.submit(super().wake)
-            self.group.ask({"do": "wake"})
+            self.group.ask("wake")
             own.result()
 
     def close(self) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from verbatim.errors import InvalidRequest
 from verbatim.placement.distributed.launcher import HOST
 from verbatim.placement.distributed.link import Address
-from verbatim.placement.distributed.stage import Stage
+from verbatim.placement.distributed.served import Served
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _opened = itertools.count()
@@ -49,9 +50,14 @@ def gather_text(text: str, group: Any) -> list[str]:
     )  # `all_gather_object` would unpickle the others'
     raw = text.encode()[:_TEXT_BYTES]
     own[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
+    return [bytes(each).rstrip(b"\0").decode() for each in gather(own, group).tolist()]
+
+
+def gather(own: Tensor, group: Any) -> Tensor:
+    """Return the tensors of all ranks of a group, of one shape, stacked."""
     found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, own, group=group)
-    return [bytes(each.tolist()).rstrip(b"\0").decode() for each in found]
+    return torch.stack(found)
 
 
 def _through_store(rank: int, world: int, text: str) -> list[str]:
@@ -93,14 +99,14 @@ def other_ranks(world: int) -> list[RankHost]:
 
 
 class RankHost:
-    """A rank that the user started, with one stage; `stage` is that of this process."""
+    """A rank that the user started; `share` is that of this process."""
 
-    def __init__(self, rank: int, address: Address, stage: Stage | None = None) -> None:
+    def __init__(self, rank: int, address: Address, share: Served | None = None) -> None:
         self.machine = f"rank {rank}"
         self.address = address
-        self._stage = stage
+        self._share = share
 
     def kill(self) -> None:
-        """Close this process's stage; those of others are closed with their programs."""
-        if self._stage is not None:
-            self._stage.close()
+        """Close this process's share; those of others are closed with their programs."""
+        if self._share is not None:
+            self._share.hang_up()

@@ -1,4 +1,4 @@
-"""Encoding of messages: plain data as JSON and the arrays as they are in memory, or hidden states alone.
+"""Encoding of messages: plain data as JSON, and the arrays as they are in memory.
 
 Nothing that is read can run: there are numbers, text, lists, tuples, mappings, tensors, dtypes, and objects
 of the classes in `FIELDS`. A path is sent as absolute text.
@@ -10,10 +10,10 @@ import ctypes
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,8 +40,8 @@ from verbatim.params import SamplingParams
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.options import EngineOptions
 
-PREFIX = struct.Struct("<4sIQqqq")  # magic, bytes of JSON, bytes of arrays, a `Mark`
-MAGIC, _ROWS = b"vbt2", b"vbtr"  # of plain data, and of hidden states
+PREFIX = struct.Struct("<4sIQ")  # magic, bytes of JSON, bytes of arrays
+MAGIC = b"vbt3"
 _MAX_HEADER = 1 << 28
 _MAX_ARRAYS = 1 << 38
 # Keys that stand for what JSON lacks; no message of ours has one otherwise.
@@ -103,26 +103,6 @@ class Garbage(VerbatimError):
     """Bytes that are not a message."""
 
 
-class Mark(NamedTuple):
-    """The identity of a piece of work; later ones compare larger."""
-
-    epoch: int  # raised whenever the stages are connected anew
-    step: int
-    part: int  # micro-batch of the step
-
-
-def encode_rows(mark: Mark, hidden: Tensor) -> Iterator[Buffer]:
-    """Encode the hidden states `[T, H]` of a piece of work as buffers.
-
-    They go from stage to stage in every step, right after weights have swept all else out of the
-    processor's caches: then each piece of code and each object that is touched costs more than moving the
-    states does. So the prefix goes first, and the other side wakes up meanwhile.
-    """
-    rows = hidden.contiguous()
-    yield PREFIX.pack(_ROWS, 0, rows.nbytes, *mark)
-    yield bytes_of(rows)
-
-
 def encode(message: Mapping[str, Any]) -> list[Buffer]:
     """Encode a message as buffers that are sent one after another.
 
@@ -139,7 +119,7 @@ def encode(message: Mapping[str, Any]) -> list[Buffer]:
             padding = -len(data) % _ALIGNED
             buffers += [data, bytes(padding)] if padding else [data]
             size += len(data) + padding
-    return [PREFIX.pack(MAGIC, len(header), size, 0, 0, 0) + header, *buffers]
+    return [PREFIX.pack(MAGIC, len(header), size) + header, *buffers]
 
 
 def bytes_of(array: Tensor) -> Buffer:
@@ -149,18 +129,16 @@ def bytes_of(array: Tensor) -> Buffer:
     return memoryview(array.detach().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def sizes(prefix: bytes | bytearray) -> tuple[int, int, Mark | None]:
-    """Return the bytes of JSON and of arrays behind these `PREFIX.size` ones, and the mark of hidden states.
+def sizes(prefix: bytes | bytearray) -> tuple[int, int]:
+    """Return the bytes of JSON and of arrays behind these `PREFIX.size` ones.
 
     Raises:
         Garbage: nothing of ours begins like that.
     """
-    magic, header, arrays, *mark = PREFIX.unpack(prefix)
-    if magic == _ROWS and not header and arrays <= _MAX_ARRAYS:
-        return 0, arrays, Mark(*mark)
+    magic, header, arrays = PREFIX.unpack(prefix)
     if magic != MAGIC or header > _MAX_HEADER or arrays > _MAX_ARRAYS:
         raise Garbage(f"{bytes(prefix[:8])!r} is not how a message of Verbatim's cluster begins")
-    return header, arrays, None
+    return header, arrays
 
 
 def decode(header: bytes | bytearray, arrays: bytearray) -> dict[str, Any]:

@@ -40,8 +40,8 @@ class Offload:
         micro_batches: micro-batches per read of a layer; `batch_size` times this many sequences run at
             once. None: chosen by the policy.
         overlap: read and write while computing; False: one after the other.
-        cpu_cache_compute: run attention over K and V of the cpu tier there; False: copy them to the device
-            first. None: wherever no copy is needed.
+        cpu_cache_compute: run attention over K and V of the cpu tier there, or on the device. Without
+            effect on a CPU, where K and V in RAM are used in place.
         attention_top_k: number of likeliest earlier tokens that each query attends to. An approximation:
             outputs differ from those of the full model. None: all.
         policy: "auto": measure this machine and choose the open settings; None: simple defaults.

@@ -9,41 +9,39 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.model.experts import runs_flat
-from verbatim.model.packed import hold_packed, is_linear, placeholder, replace_children
+from verbatim.model.packed import hold_all, is_linear, placeholder
 from verbatim.model.packing import PackingReport, owners
 from verbatim.model.quantization import Quantization
-from verbatim.model.quantize import pack_and_measure, rounded
+from verbatim.model.quantize import pack_and_measure
 from verbatim.model.weight_packing import WeightPacking
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.units import Slot, Units
 from verbatim.weights.files import read_whole
-from verbatim.weights.formats.stored import stored_packing
+from verbatim.weights.formats.stored import stored_as
 from verbatim.weights.lazy import Held, materialize
 
 
 def choose(units: Units, module: nn.Module, packings: Mapping[nn.Parameter, WeightPacking]) -> None:
     """Choose which slots are quantized, and how, without reading anything.
 
-    Slots of which only rows are read, and small ones that stay in memory, are rounded: each number becomes
-    its quantized value, and they take no fewer bytes.
+    Slots of which only rows are read are rounded: each number becomes its quantized value, and they take no
+    fewer bytes.
 
     Args:
-        packings: from `choose_packings`, for the same model, and those that its weights are stored in.
+        packings: from `packings_of`, for the same model.
     """
     packed: dict[nn.Parameter, Slot] = {}
     for slot in units.slots:
         packing = packings.get(slot.parameter)
         if packing is None:
             continue
-        if slot.rows_only or (slot in units.held and not packing.multiplies_codes):
-            stored = stored_packing(slot.lazy)
-            if stored is None or stored[0] != packing:  # else, decoded, the numbers are the same
+        if slot.rows_only:
+            if stored_as(slot.lazy, packing) is None:  # else, decoded, the numbers are the same
                 slot.rounding = packing
             continue
         slot.packing = replace(packing, interleaved=packing.multiplies_codes)
         packed[slot.parameter] = slot
-    # Of an embedding that is not read as a whole, rows are looked up.
-    seen = {layer for unit in units.order if unit.gathers for layer in unit.module.modules()}
+    seen: set[nn.Module] = set()
     for top in (*(unit.module for unit in units.order), module):
         for _, layer, name, parameter in owners(top):
             if parameter in packed and layer not in seen:
@@ -65,56 +63,55 @@ def pack(
         ModelError: one holds NaN, an infinity or a number too large; the message names it.
         TierFailed: one can't be read, or the disk tier has no room.
     """
-    gathered = {slot for unit in units.order if unit.gathers for slot in unit.slots}
-    cached = {slot for layer in units.experts for slot in layer.slots}
-    streamed = {slot for unit in units.order if not unit.gathers for slot in unit.slots} | cached
+    for unit in units.order:
+        if unit.gathers:
+            unit.slots = [_rows_of(slot) for slot in unit.slots]
     squares: dict[str, tuple[float, float]] = {}
     for slot in units.slots:
-        if slot.packing is not None and slot.tier == "disk" and slot in gathered:
-            slot.rows, slot.rounding = slot.lazy, replace(slot.packing, interleaved=False)
-            if slot not in streamed:  # only its rows are looked up
-                slot.packing = None
         if slot.packing is None:
             continue
-        stored = stored_packing(slot.lazy)
-        if stored is not None and stored[0] == slot.packing:
-            packed = materialize(stored[1], read_whole).flatten()
+        stored = stored_as(slot.lazy, slot.packing)
+        if stored is not None:
+            packed = materialize(stored, read_whole).flatten()
         else:
             weight = materialize(slot.lazy, read_whole)
             packed, squares[slot.name] = pack_and_measure(weight, slot.packing, slot.name)
         slot.lazy = scratch.keep(slot.name, packed) if slot.tier == "disk" else Held(packed)
-    for slot in cached:
-        slot.holders = []  # their slots in the cache are held instead
+    for layer in units.experts:
+        for slot in layer.slots:
+            slot.holders = []  # their slots in the cache are held instead
     _hold(units, module)
-    exact = [slot for slot in units.slots if slot.packing is None]
+    packings = {slot.name: slot.packing for slot in units.slots if slot.packing is not None}
+    others = [slot for slot in units.slots if slot.name not in packings]
     return PackingReport(
         quantization,
-        {slot.name: slot.packing for slot in units.slots if slot.packing is not None},
-        [s.name for s in exact if s.rounding is None and s.parameter.ndim > 1],
+        packings,
+        [s.name for s in others if s.rounding is None and s.parameter.ndim > 1],
         squares,
-        [slot.name for slot in exact if slot.rounding is not None],
+        [slot.name for slot in others if slot.rounding is not None],
     )
+
+
+def _rows_of(slot: Slot) -> Slot:
+    """Return the slot in whose file an embedding looks rows up, if its quantized table is on the disk."""
+    if slot.packing is None or slot.tier != "disk":
+        return slot
+    slot.holders = [use for use in slot.holders if not isinstance(use[0], nn.Embedding)]
+    rounding = replace(slot.packing, interleaved=False)
+    is_elsewhere = bool(slot.holders)
+    return replace(slot, packing=None, holders=[], rows_only=is_elsewhere, rounding=rounding)
 
 
 def _hold(units: Units, module: nn.Module) -> None:
     """Replace the layers that hold quantized weights by quantized ones."""
-    replaced: dict[nn.Module, nn.Module] = {}
+    uses: list[tuple[nn.Module, str, Tensor, WeightPacking]] = []
     for slot in units.slots:
-        if slot.packing is None:
-            continue
-        empty = placeholder(torch.empty(1, dtype=torch.uint8).expand(slot.packing.nbytes))
-        holders, slot.holders = slot.holders, []
-        for layer, name in holders:
-            here = replaced.get(layer, layer)
-            holder = hold_packed(here, name, empty, slot.packing)
-            if holder is not here:
-                replaced[layer] = holder
-            slot.holders.append((holder, f"{name}_packed"))
+        if slot.packing is not None:
+            empty = placeholder(torch.empty(1, dtype=torch.uint8).expand(slot.packing.nbytes))
+            uses += [(layer, name, empty, slot.packing) for layer, name in slot.holders]
+    replaced = hold_all(uses, module, *(unit.module for unit in units.order))
+    for slot in units.slots:
+        if slot.packing is not None:
+            slot.holders = [(replaced.get(m, m), f"{name}_packed") for m, name in slot.holders]
     for unit in units.order:
         unit.module = replaced.get(unit.module, unit.module)
-    replace_children(replaced, module, *(unit.module for unit in units.order))
-
-
-def rounded_rows(slot: Slot, rows: Tensor) -> Tensor:
-    """Return unquantized rows `[n, K]`, rounded as the weight is when it is quantized."""
-    return rows if slot.rounding is None else rounded(rows, slot.rounding, slot.name)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from functools import cached_property
 from math import ceil
 from typing import Any
 
@@ -14,7 +15,7 @@ from verbatim.placement.offload.shape import ModelShape, UnitShape
 LIKELY = 0.9  # that an expert is chosen: then it is read ahead. A wrong guess delays what is needed
 _PASSES = 2  # over what a layer allocates, which is read and written
 # Seconds that differ little between machines, or are small beside the rest.
-_UNIT_S = 4e-4  # for the calls of a layer, for each micro-batch
+_UNIT_S = 1e-3  # for the calls of a layer, for each micro-batch
 _ROW_S = 1.5e-4  # to look one row of an embedding up on the disk
 _LOGIT = 15  # products of one row with an element, to draw a token from a logit
 
@@ -85,131 +86,155 @@ class Load:
     logit_rows: int
 
 
-def sample_s(shape: ModelShape, machine: Machine, rows: int, draws: int = 1) -> float:
-    """Return the seconds to draw tokens from `rows` rows of logits, in `draws` calls."""
-    return rows * shape.vocab * _LOGIT * machine.product(1) + draws * _UNIT_S
+@dataclass(frozen=True)
+class Forecast:
+    """A plan, the model and the machine that it was made for, and the times that follow."""
 
+    shape: ModelShape
+    machine: Machine
+    plan: Plan
 
-def products_s(shape: ModelShape, unit: UnitShape, rows: float, m: Machine) -> float:
-    """Return the seconds of one unit's products with `rows` rows, of which each goes to a few experts."""
-    stacked = {*unit.experts, *(i for i in unit.slots if shape.slots[i].of_experts)}
-    dense = sum(shape.slots[i].elements for i in unit.slots if i not in stacked)
-    seconds = dense * m.product(rows)
-    if stacked:
-        busy = shape.experts * shape.chosen_experts(rows)
-        sent = rows * max(1, shape.experts_per_token)
-        routed = sum(shape.slots[i].elements for i in stacked)
-        seconds += routed / shape.experts * busy * m.product(sent / busy)
-    return seconds
+    def sample_s(self, rows: int, draws: int = 1) -> float:
+        """Return the seconds to draw tokens from `rows` rows of logits, in `draws` calls."""
+        return rows * self.shape.vocab * _LOGIT * self.machine.product(1) + draws * _UNIT_S
 
+    def products_s(self, unit: UnitShape, rows: float) -> float:
+        """Return the seconds of one unit's products with `rows` rows, of which each goes to a few experts."""
+        shape, m = self.shape, self.machine
+        stacked = {*unit.experts, *(i for i in unit.slots if shape.slots[i].of_experts)}
+        dense = sum(shape.slots[i].elements for i in unit.slots if i not in stacked)
+        seconds = dense * m.product(rows)
+        if stacked:
+            busy = shape.experts * shape.chosen_experts(rows)
+            sent = rows * max(1, shape.experts_per_token)
+            routed = sum(shape.slots[i].elements for i in stacked)
+            seconds += routed / shape.experts * busy * m.product(sent / busy)
+        return seconds
 
-def compute_s(
-    shape: ModelShape, unit: UnitShape, plan: Plan, load: Load, parts: int, m: Machine
-) -> float:
-    """Return the seconds that one unit computes for all `parts` micro-batches of a forward.
+    def compute_s(self, unit: UnitShape, load: Load, parts: int) -> float:
+        """Return the seconds that one unit computes for all `parts` micro-batches of a forward.
 
-    Each micro-batch multiplies its rows with every matrix of the unit; a row goes to a few experts, whose
-    matrices see the fewer rows the more experts there are. Norms, activations and the like go over what a
-    layer allocates about twice. Attention reads K and V once for each row of a decode step, and costs a
-    product for each pair of positions in a prompt. To that comes what was read and must be unpacked, rows
-    of embeddings that are looked up, and the calls themselves.
-    """
-    tiers, memory_rate = plan.tiers, m.memory_rate(shape.itemsize)
-    if unit.gathers:
-        return load.rows * _ROW_S if any(tiers[i] == "disk" for i in unit.slots) else 0.0
-    rows = (load.rows if unit.attends else load.logit_rows) / parts
-    one = _UNIT_S + products_s(shape, unit, rows, m)
-    if unit.experts or any(shape.slots[i].of_experts for i in unit.slots):
-        one += shape.experts * shape.chosen_experts(rows) * _UNIT_S / 8
-    if unit.attends:
-        one += _PASSES * working_bytes(shape, ceil(rows)) * 2 / memory_rate
-        pairs = rows * load.context
-        if load.rows > load.sequences:
-            one += pairs * shape.attention * m.product(ROWS[-1]) / ROWS[-1]
-        else:
-            one += pairs * shape.layer_kv_bytes / memory_rate
-    return parts * one + shape.made(unit, tiers) * 2 / memory_rate
+        Each micro-batch multiplies its rows with every matrix of the unit; a row goes to a few experts, whose
+        matrices see the fewer rows the more experts there are. Norms, activations and the like go over what a
+        layer allocates about twice. Attention reads K and V once for each row of a decode step, and costs a
+        product for each pair of positions in a prompt. To that comes what was read and must be unpacked, rows
+        of embeddings that are looked up, and the calls themselves.
+        """
+        shape, m, tiers = self.shape, self.machine, self.plan.tiers
+        memory_rate = m.memory_rate(shape.itemsize)
+        if unit.gathers:
+            return load.rows * _ROW_S if any(tiers[i] == "disk" for i in unit.slots) else 0.0
+        rows = (load.rows if unit.attends else load.logit_rows) / parts
+        one = _UNIT_S + self.products_s(unit, rows)
+        if unit.experts or any(shape.slots[i].of_experts for i in unit.slots):
+            one += shape.experts * shape.chosen_experts(rows) * _UNIT_S / 8
+        if unit.attends:
+            one += _PASSES * working_bytes(shape, ceil(rows)) * 2 / memory_rate
+            pairs = rows * load.context
+            if load.rows > load.sequences:
+                one += pairs * shape.attention * m.product(ROWS[-1]) / ROWS[-1]
+            else:
+                one += pairs * shape.layer_kv_bytes / memory_rate
+        return parts * one + shape.made(unit, tiers) * 2 / memory_rate
 
+    def step(self, load: Load) -> Step:
+        """Predict one forward.
 
-def predict_step(shape: ModelShape, plan: Plan, machine: Machine, load: Load) -> Step:
-    """Predict one forward.
-
-    Weights on the disk are read once; K and V on the disk are read for every sequence, and written in whole
-    blocks. Reading hides behind computing, or computing behind reading, but for units that do not fit into
-    the ring beside the one before them.
-    """
-    tiers, away, rate = plan.tiers, plan.kv[2] / 100, machine.read_rate
-    a_sequence = ceil(load.rows / max(1, load.sequences))
-    parts = ceil(load.rows / max(1, min(plan.micro_tokens, plan.batch_size * a_sequence)))
-    weights = [shape.streamed(unit, tiers) for unit in shape.units]
-    ahead, waited = float(sum(weights)), 0.0  # bytes
-    for unit in shape.units:
-        nbytes, chosen = shape.read_of_experts(unit, tiers, load.rows, parts)
-        if plan.overlap and chosen >= LIKELY:
-            ahead += nbytes
-        else:
-            waited += nbytes
-    a_token = shape.layer_kv_bytes * shape.layers * away
-    read = a_token * load.sequences * load.context
-    written = a_token * max(load.rows, load.sequences * min(plan.kv_block, load.context))
-    attending = sum(unit.attends for unit in shape.units)
-    moved = load.rows * shape.hidden * shape.itemsize * plan.activations[2] / 100 * attending
-    moved = moved if parts > 1 else 0.0
-    io_s = (ahead + read + moved) / rate + (written + moved) / machine.write_rate
-    compute = [compute_s(shape, unit, plan, load, parts, machine) for unit in shape.units]
-    taken = sum(compute) + waited / rate
-    if plan.overlap:  # readers take processor time from the computation
-        taken += sum(weights) * machine.read_cpu_s / max(1, machine.threads)
-        used = [(nbytes, s) for nbytes, s in zip(weights, compute, strict=True) if nbytes]
-        seconds = max(io_s, taken) + sum(
-            min(nbytes / rate, before_s)
-            for (before, before_s), (nbytes, _) in pairwise([*used[-1:], *used])
-            if before + nbytes > plan.ring_bytes
+        Weights on the disk are read once; K and V on the disk are read for every sequence, and written in
+        whole blocks.
+        """
+        shape, machine, plan = self.shape, self.machine, self.plan
+        tiers, away, rate = plan.tiers, plan.kv[2] / 100, machine.read_rate
+        a_sequence = ceil(load.rows / max(1, load.sequences))
+        parts = ceil(load.rows / max(1, min(plan.micro_tokens, plan.batch_size * a_sequence)))
+        weights = [shape.streamed(unit, tiers) for unit in shape.units]
+        ahead, waited = float(sum(weights)), 0.0  # bytes
+        for unit in shape.units:
+            nbytes, chosen = shape.read_of_experts(unit, tiers, load.rows, parts)
+            if plan.overlap and chosen >= LIKELY:
+                ahead += nbytes
+            else:
+                waited += nbytes
+        a_token = shape.layer_kv_bytes * shape.layers * away
+        read = a_token * load.sequences * load.context
+        written = a_token * max(load.rows, load.sequences * min(plan.kv_block, load.context))
+        attending = sum(unit.attends for unit in shape.units)
+        moved = load.rows * shape.hidden * shape.itemsize * plan.activations[2] / 100 * attending
+        moved = moved if parts > 1 else 0.0
+        io_s = (ahead + read + moved) / rate + (written + moved) / machine.write_rate
+        compute = [self.compute_s(unit, load, parts) for unit in shape.units]
+        seconds = io_s + sum(compute) + waited / rate
+        if plan.overlap:
+            seconds = max(io_s, self._pipelined_s(weights, compute) + waited / rate)
+        return Step(
+            seconds=seconds,
+            io_s=io_s + waited / rate,
+            compute_s=sum(compute),
+            weight_bytes=int(ahead + waited),
+            kv_bytes=int(read + written),
         )
-    else:
-        seconds = io_s + taken
-    return Step(
-        seconds=seconds,
-        io_s=io_s + waited / rate,
-        compute_s=sum(compute),
-        weight_bytes=int(ahead + waited),
-        kv_bytes=int(read + written),
-    )
 
+    def _pipelined_s(self, weights: list[int], compute: list[float]) -> float:
+        """Return the seconds of a forward that computes each unit while the next ones are read.
 
-def predict(
-    shape: ModelShape, plan: Plan, machine: Machine, workload: tuple[int, int]
-) -> Prediction:
-    """Predict a workload of (prompt tokens, new tokens).
+        A unit is read once the ring has room for it, beside those that are in use or are not used yet.
 
-    All sequences of a block are taken to begin and to end together: their prompts go through in as few
-    forwards as `max_batch_tokens` allows, then come as many decode steps as there are new tokens, the one in
-    the middle standing for all.
-    """
-    prompt, new = workload
-    held = plan.kv_bytes // max(1, shape.kv_bytes_per_token) - plan.kv_block
-    a_sequence = -(-(prompt + new) // plan.kv_block) * plan.kv_block
-    sequences = max(1, min(plan.block_size, held // a_sequence, plan.max_batch_tokens))
-    decode = predict_step(
-        shape, plan, machine, Load(sequences, sequences, prompt + new / 2, sequences)
-    )
-    forwards = ceil(sequences * prompt / plan.max_batch_tokens)
-    rows = ceil(sequences * prompt / forwards)
-    some = max(1, min(sequences, round(rows / prompt)))
-    load = Load(some, rows, min(prompt, rows) / 2, some)
-    prefill_s = forwards * predict_step(shape, plan, machine, load).seconds
-    drawing_s = sample_s(shape, machine, sequences)
-    total_s = prefill_s + new * (decode.seconds + drawing_s)
-    limit = "computing"
-    if decode.io_s > decode.compute_s:
-        weights_s = decode.weight_bytes / machine.read_rate
-        kv_first = weights_s < decode.io_s / 2
-        limit = "reading and writing K and V" if kv_first else "reading weights"
-    return Prediction(
-        sequences=sequences,
-        decode=decode,
-        sample_s=drawing_s,
-        prefill_s=prefill_s,
-        tokens_per_s=sequences * new / total_s,
-        limit=limit,
-    )
+        Args:
+            weights: bytes that are read of each unit.
+            compute: seconds that each computes.
+        """
+        held = deque[tuple[int, float]]()  # bytes, end of their use
+        begin = now = read = 0.0
+        for _ in range(2):  # the first time nothing was read before
+            begin = now
+            for nbytes, seconds in zip(weights, compute, strict=True):
+                if nbytes:
+                    while held and sum(size for size, _ in held) + nbytes > self.plan.ring_bytes:
+                        read = max(read, held.popleft()[1])
+                    read += nbytes / self.machine.read_rate
+                    now = max(now, read)
+                now += seconds
+                if nbytes:
+                    held.append((nbytes, now))
+        return now - begin
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        """The times of the plan's workload.
+
+        All sequences of a block are taken to begin and to end together: their prompts go through in as few
+        forwards as `max_batch_tokens` allows, then come as many decode steps as there are new tokens, the one
+        in the middle standing for all.
+        """
+        plan, (prompt, new) = self.plan, self.plan.workload
+        held = plan.kv_bytes // max(1, self.shape.kv_bytes_per_token) - plan.kv_block
+        a_sequence = -(-(prompt + new) // plan.kv_block) * plan.kv_block
+        sequences = max(1, min(plan.block_size, held // a_sequence, plan.max_batch_tokens))
+        decode = self.step(Load(sequences, sequences, prompt + new / 2, sequences))
+        forwards = ceil(sequences * prompt / plan.max_batch_tokens)
+        rows = ceil(sequences * prompt / forwards)
+        some = max(1, min(sequences, round(rows / prompt)))
+        prefill_s = forwards * self.step(Load(some, rows, min(prompt, rows) / 2, some)).seconds
+        drawing_s = self.sample_s(sequences)
+        total_s = prefill_s + new * (decode.seconds + drawing_s)
+        limit = "computing"
+        if decode.io_s > decode.compute_s:
+            weights_s = decode.weight_bytes / self.machine.read_rate
+            kv_first = weights_s < decode.io_s / 2
+            limit = "reading and writing K and V" if kv_first else "reading weights"
+        return Prediction(
+            sequences=sequences,
+            decode=decode,
+            sample_s=drawing_s,
+            prefill_s=prefill_s,
+            tokens_per_s=sequences * new / total_s,
+            limit=limit,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return {
+            "plan": self.plan.as_dict(),
+            "prediction": self.prediction.as_dict(),
+            "machine": asdict(self.machine),
+        }

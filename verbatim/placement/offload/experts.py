@@ -11,10 +11,11 @@ miss with probability (1 - share) ** n is skipped that often.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from verbatim.model.experts import ExpertShare, run_experts
 from verbatim.model.packed import hold_packed
 from verbatim.placement.offload.cost import LIKELY
-from verbatim.placement.offload.prefetch import Job, Prefetcher
+from verbatim.placement.offload.stream import READERS, Readers
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import ExpertLayer
 from verbatim.shield import Shield
@@ -36,6 +37,8 @@ from verbatim.weights.lazy import Stored, materialize, pieces_of, sources
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
+_READ: Future[None] = Future()  # of a slot that nothing reads
+_READ.set_result(None)
 _REMEMBERED = 256.0  # choices of a layer after which what was seen before counts 1/e
 
 
@@ -45,7 +48,7 @@ class ExpertCache:
     Args:
         layers: in the order of a forward.
         nbytes: of memory for experts. One of each shape is held in any case.
-        num_readers: threads that read, ahead and while experts compute; 0 reads experts when they are needed.
+        ahead: read ahead, and while experts compute; False: when they are needed.
         trace: records reads and waits.
         files: of all experts, closed by their owner.
 
@@ -64,32 +67,26 @@ class ExpertCache:
         self,
         layers: Sequence[ExpertLayer],
         nbytes: int,
-        num_readers: int,
+        ahead: bool,
         trace: Trace,
         files: OpenFiles,
     ) -> None:
-        self.threaded = num_readers > 0
+        self.ahead = ahead
         self.later_parts = 0
         self.shield = Shield()  # Ctrl-C could leave a slot with another expert than is noted
         self.shares: Floats = np.zeros((len(layers), max(layer.count for layer in layers)))
         self._trace = trace
         self._files = files
-        self._readers = Prefetcher("verbatim-experts", num_readers)
+        self._readers = Readers(READERS, "verbatim-experts")
         most = max(layer.buffer_bytes for layer in layers)
-        self._buffers = [pages(min(most, CHUNK + PAGE)) for _ in range(max(1, num_readers))]
+        self._buffers = [pages(min(most, CHUNK + PAGE)) for _ in range(READERS)]
         self.buffer_bytes = sum(buffer.nbytes for buffer in self._buffers)
-        self.layers: list[CachedLayer] = []
-        try:
-            for stored in {s for layer in layers for t in layer.slots for s in sources(t.lazy)}:
-                self._files.of(stored.path, stored.stamp)
-            self.layers = self._share_out(layers, nbytes)
-        except BaseException:
-            self.close()
-            raise
+        for stored in {s for layer in layers for t in layer.slots for s in sources(t.lazy)}:
+            self._files.of(stored.path, stored.stamp)
+        self.layers = self._share_out(layers, nbytes)
         self.capacity = sum(pool.count for pool in {layer.pool for layer in self.layers})
         for layer in self.layers:
             layer.where = f"read when chosen, {self.capacity} of {self.num_experts} held in memory"
-        self._readers.start()
 
     def _share_out(self, layers: Sequence[ExpertLayer], nbytes: int) -> list[CachedLayer]:
         """Divide the memory among the shapes of experts, by their total sizes."""
@@ -131,13 +128,11 @@ class ExpertCache:
         until: Floats = (layers - now - 1) % count + 1 + count * skipped
         return np.where(layers == now, skipped, until) if self.later_parts else until
 
-    def read(self, layer: CachedLayer, expert: int, slot: int) -> Job:
+    def read(self, layer: CachedLayer, expert: int, slot: int) -> Future[None]:
         """Submit the read of an expert into a slot."""
-        job = Job(partial(self._read, layer, expert, slot))
-        begin = perf_counter()
-        self._readers.submit(job)
-        if not self.threaded:
-            self._trace.add("wait", "experts", layer.layer.name, begin)
+        job = self._readers.submit(self._read, layer, expert, slot)
+        if not self.ahead:
+            self.wait(layer, job)
         return job
 
     def _read(self, cached: CachedLayer, expert: int, slot: int) -> None:
@@ -155,7 +150,7 @@ class ExpertCache:
         try:
             for key, stack in cached.layer.stacks.items():
                 room, at = cached.pool.room(key, slot), 0
-                for piece in pieces_of(stack.lazy(expert)):
+                for piece in pieces_of(stack.expert(expert)):
                     if isinstance(piece, Stored):
                         end = at + piece.nbytes
                         read(room[at:end], piece)
@@ -170,15 +165,15 @@ class ExpertCache:
         name = f"{cached.layer.name}, expert {expert}"
         self._trace.add("read", "experts", name, begin, nbytes)
 
-    def wait(self, layer: CachedLayer, job: Job) -> None:
+    def wait(self, layer: CachedLayer, job: Future[None]) -> None:
         """Wait until an expert was read, or could not be."""
         begin = perf_counter()
-        job.wait()
+        job.exception()
         self._trace.add("wait", "experts", layer.layer.name, begin)
 
     def close(self) -> None:
         """End the threads and free everything; a second call does nothing."""
-        self._readers.stop()
+        self._readers.shutdown()
         for layer in self.layers:
             layer.close()
         self.layers, self._buffers = [], []
@@ -205,29 +200,22 @@ class CachedLayer(ExpertShare):
         Raises:
             TierFailed: an expert can't be read.
         """
-        with self.cache.shield.up():
-            return self._run(rows, np.asarray(counts))
-
-    def _run(self, rows: Tensor, counts: Ints) -> Tensor:
-        choices = int(counts.sum())
-        out = rows.new_empty(choices, rows.shape[1])
-        wanted = counts > 0
-        self._note(counts, choices)
-        following = self.cache.layers[(self.number + 1) % len(self.cache.layers)]
-        while len(left := np.flatnonzero(wanted)):
-            self._fetch(left, choices)
-            done = self._wait_for_some(left)
-            self._compute(done, rows, counts, out)
-            wanted[done] = False
-            if self.cache.threaded and (self.slots[wanted] >= 0).all():  # else these come first
-                following.fetch_likely(self, np.flatnonzero(wanted), choices)
+        per_expert, choices = np.asarray(counts), sum(counts)
+        out, wanted = rows.new_empty(choices, rows.shape[1]), per_expert > 0
+        cache, kept = self.cache, math.exp(-choices / _REMEMBERED)
+        following = cache.layers[(self.number + 1) % len(cache.layers)]
+        with cache.shield.up():
+            self._chosen = kept * self._chosen + per_expert
+            self._choices = kept * self._choices + choices
+            self._shares[:] = self._chosen / max(1, self._choices)
+            while len(left := np.flatnonzero(wanted)):
+                self._fetch(left, choices)
+                done = self._wait_for_some(left)
+                self._compute(done, rows, per_expert, out)
+                wanted[done] = False
+                if cache.ahead and (self.slots[wanted] >= 0).all():  # else these come first
+                    following.fetch_likely(self, np.flatnonzero(wanted), choices)
         return out
-
-    def _note(self, counts: Ints, choices: int) -> None:
-        kept = math.exp(-choices / _REMEMBERED)
-        self._chosen = kept * self._chosen + counts
-        self._choices = kept * self._choices + choices
-        self._shares[:] = self._chosen / max(1, self._choices)
 
     def _fetch(self, wanted: Ints, choices: int) -> None:
         """Submit the reads of missing experts, as far as slots hold experts that are not wanted."""
@@ -255,8 +243,8 @@ class CachedLayer(ExpertShare):
 
     def _read(self, expert: int, slot: int) -> None:
         pool = self.pool
-        if (job := pool.jobs[slot]) is not None:
-            self.cache.wait(self, job)  # until that read has ended
+        if not pool.jobs[slot].done():
+            self.cache.wait(self, pool.jobs[slot])
         if pool.experts[slot] >= 0:
             self.cache.layers[pool.layers[slot]].slots[pool.experts[slot]] = -1
             pool.experts[slot] = -1
@@ -272,17 +260,12 @@ class CachedLayer(ExpertShare):
         """
         held = wanted[self.slots[wanted] >= 0]
         jobs = [self.pool.jobs[slot] for slot in self.slots[held].tolist()]
-        if all(job is not None and not job.ended for job in jobs):
-            first = jobs[0]
-            assert first is not None
-            self.cache.wait(self, first)
-        done = held[[job is None or job.ended for job in jobs]]
-        for slot in self.slots[done].tolist():
-            if (job := self.pool.jobs[slot]) is not None:
-                if job.error is not None:
-                    raise job.error
-                self.pool.jobs[slot] = None
-        return done
+        if not any(job.done() for job in jobs):
+            self.cache.wait(self, jobs[0])
+        done = [job.done() for job in jobs]
+        for job in itertools.compress(jobs, done):
+            job.result()
+        return held[done]
 
     def _compute(self, experts: Ints, rows: Tensor, counts: Ints, out: Tensor) -> None:
         experts = experts[np.argsort(self.slots[experts])]
@@ -309,15 +292,15 @@ class _Pool:
         count: experts that it holds.
 
     Attributes:
-        layers, experts, jobs: of each slot, the expert in it (-1: none), and what reads it.
+        layers, experts, jobs: of each slot, the expert in it (-1: none), and its read.
     """
 
     def __init__(self, like: ExpertLayer, count: int) -> None:
         self.count = count
         self.layers: Ints = np.zeros(count, dtype=np.int64)
         self.experts: Ints = np.full(count, -1)
-        self.jobs: list[Job | None] = [None] * count
-        self._bytes = {key: stack.nbytes for key, stack in like.stacks.items()}
+        self.jobs = [_READ] * count
+        self._bytes = {key: stack.expert_bytes for key, stack in like.stacks.items()}
         self._memory = {key: pages(count * nbytes) for key, nbytes in self._bytes.items()}
 
     @property
@@ -358,9 +341,9 @@ class _Pool:
         memo: dict[int, Any] = {id(p): p for p in layer.module.parameters()}
         packed: list[tuple[str, Any]] = []
         for key, stack in layer.stacks.items():
-            parameter, packing = stack.slot.parameter, stack.slot.packing
+            parameter, packing = stack.parameter, stack.packing
             if packing is None:
-                rows = self.count * (parameter.shape[0] // stack.count)
+                rows = self.count * (parameter.shape[0] // stack.experts)
                 held = self._memory[key].view(parameter.dtype).view(rows, *parameter.shape[1:])
                 memo[id(parameter)] = nn.Parameter(held, requires_grad=False)
             else:
@@ -375,7 +358,7 @@ def _shape_of(layer: ExpertLayer) -> Any:
     """Return the shape that experts of one pool have in common."""
     found: list[Any] = []
     for key, stack in layer.stacks.items():
-        parameter, packing = stack.slot.parameter, stack.slot.packing
+        parameter, packing = stack.parameter, stack.packing
         kind = None if packing is None else (packing.format, packing.quantization)
-        found.append((key, parameter.shape[1:], parameter.dtype, stack.nbytes, kind))
+        found.append((key, parameter.shape[1:], parameter.dtype, stack.expert_bytes, kind))
     return tuple(found)

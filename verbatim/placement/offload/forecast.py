@@ -12,52 +12,19 @@ from typing import Any
 import torch
 
 from verbatim.batch import Batch
-from verbatim.model.early_exit import EarlyExit
-from verbatim.model.loader import LoadedModel
-from verbatim.model.mtp_source import Mtp
-from verbatim.model.patching import threads
+from verbatim.model.products import threads
 from verbatim.placement.offload.choice import Offload
-from verbatim.placement.offload.cost import Load, Prediction, predict_step, sample_s
-from verbatim.placement.offload.machine import NOMINAL, Machine, measure
-from verbatim.placement.offload.plan import Plan
+from verbatim.placement.offload.cost import Forecast, Load
+from verbatim.placement.offload.machine import NOMINAL, measure
 from verbatim.placement.offload.planner import Planner
-from verbatim.placement.offload.shape import ModelShape, shape_of
+from verbatim.placement.offload.shape import shape_of
 from verbatim.placement.offload.units import Units
-from verbatim.placement.options import EngineOptions
+from verbatim.placement.options import ToOpen
 from verbatim.weights.lazy import sources
 
 
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """A plan, and the model and machine that it was made for."""
-
-    shape: ModelShape
-    machine: Machine
-    plan: Plan
-    prediction: Prediction
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return {
-            "plan": self.plan.as_dict(),
-            "prediction": self.prediction.as_dict(),
-            "machine": self.machine.as_dict(),
-        }
-
-
-def forecast(
-    loaded: LoadedModel,
-    units: Units,
-    offload: Offload,
-    options: EngineOptions,
-    limit: int | None,
-    draft: Mtp | EarlyExit | None = None,
-) -> Forecast:
+def forecast(model: ToOpen, offload: Offload, units: Units) -> Forecast:
     """Make a plan; with `policy="auto"` the machine is measured first, once per process.
-
-    Args:
-        limit: maximal tokens of a sequence; None: unlimited.
-        draft: layers of the model that draft.
 
     Raises:
         OutOfBlocks, InvalidRequest: as `Planner.best`.
@@ -67,8 +34,9 @@ def forecast(
         (slot.parameter.dtype for slot in units.slots if slot.parameter.is_floating_point()),
         torch.float32,
     )
-    shape = shape_of(loaded, units, dtype, options.kv_dtype, draft)
-    planner, machine = Planner(shape, offload, options, limit), NOMINAL
+    options = model.options
+    shape = shape_of(model.loaded, units, dtype, options.kv_dtype, model.draft)
+    planner, machine = Planner(shape, offload, options, model.limit), NOMINAL
     if offload.policy is not None:
         folder = None
         if planner.may_spill():
@@ -76,7 +44,7 @@ def forecast(
         tensors = [stored for slot in units.slots for stored in sources(slot.lazy)]
         with threads(options.num_threads):
             machine = measure(tensors, folder, dtype, offload.disk_limit)
-    return Forecast(shape, machine, *planner.best(machine))
+    return planner.best(machine)
 
 
 @dataclass(slots=True)
@@ -141,7 +109,7 @@ class Measured:
                 context=mean["context"],
                 logit_rows=round(mean["logit_rows"]),
             )
-            step = predict_step(forecast.shape, forecast.plan, forecast.machine, load)
+            step = forecast.step(load)
             total += kind["seconds"]
             predicted_total += n * step.seconds
             note(f"{name}_weights_bytes", step.weight_bytes, mean["weight_bytes"])
@@ -151,7 +119,7 @@ class Measured:
                 io_rate = step.weight_bytes / step.seconds
                 note(f"read_in_{name}_per_s", io_rate, mean["weight_bytes"] / mean["seconds"])
         if self.tokens:
-            drawn_s = sample_s(forecast.shape, forecast.machine, self.tokens, self.draws)
+            drawn_s = forecast.sample_s(self.tokens, self.draws)
             note("sampling_s", drawn_s, self.sample_s)
             note("tokens_per_s", self.tokens / (predicted_total + drawn_s), self.tokens / total)
         planned = forecast.plan.memory

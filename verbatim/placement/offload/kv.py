@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 
 import torch
@@ -14,15 +15,13 @@ from verbatim.kernels.options import AnyOptions, IndexOptions
 from verbatim.kv.quantized import KVDtype
 from verbatim.kv.store import KVStore, LayerShape, bytes_per_token
 from verbatim.placement.offload.choice import Percents
-from verbatim.placement.offload.kv_disk import NUM_STAGED, StagedLayer, View, extents, views_of
-from verbatim.placement.offload.prefetch import Prefetcher
+from verbatim.placement.offload.kv_disk import NUM_STAGED, DiskLayer, View, extents, views_of
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.sparse import top_k_attention
 from verbatim.placement.offload.stream import Ring, Use
 from verbatim.placement.offload.trace import Trace
 from verbatim.weights.files import bytes_of
 
-_POISONED = 256  # blocks that are written at once
 TIERS = ("gpu", "cpu", "disk")
 
 
@@ -42,8 +41,9 @@ class TieredKVStore(KVStore):
     """A `KVStore` with each layer in one tier: in RAM ("gpu" and "cpu"), or on the disk.
 
     Of a layer on the disk, the blocks that a micro-batch uses are read into a ring, its rows are
-    written there, and changed blocks are written back. Results do not depend on the tier. The store is
-    written and attended in only through what `stores_for` yields.
+    written there, and changed blocks are written back. Results do not depend on the tier. Such a layer is
+    written and attended in only through what `stores_for` yields: copies of this store, one for each
+    micro-batch.
 
     The ring has room for three times the blocks of the largest micro-batch in one layer (once without
     `overlap`), beside what the tiers hold: `staging_bytes`.
@@ -57,9 +57,6 @@ class TieredKVStore(KVStore):
         scratch: file on the disk; all of the room is reserved here.
         trace: records reads, writes and waits.
         overlap: read ahead and write back in a thread; False does both where they are waited for.
-        cpu_cache_compute: attend to layers in the "cpu" tier where they are; False copies what a
-            micro-batch sees to the device first. None is True on a CPU. For the disk it means nothing:
-            the ring is the memory that attention reads.
         top_k: attend to so many keys at most (`sparse.py`); all blocks are read nevertheless.
 
     Attributes:
@@ -68,6 +65,11 @@ class TieredKVStore(KVStore):
     Raises:
         TierFailed: the disk has no room.
     """
+
+    # Of a micro-batch: its number, its blocks, and the uses of layers on the disk, by layer and number.
+    _part = 0
+    _view: View | None = None
+    _uses: dict[tuple[int, int], Use]
 
     def __init__(
         self,
@@ -82,34 +84,32 @@ class TieredKVStore(KVStore):
         scratch: Scratch,
         trace: Trace,
         overlap: bool = True,
-        cpu_cache_compute: bool | None = None,
         top_k: int | None = None,
     ) -> None:
-        super().__init__([], num_blocks, block_size, dtype, device)
         self.tiers = assign_tiers([bytes_per_token([shape], dtype) for shape in layers], percents)
-        in_memory = [i for i, tier in enumerate(self.tiers) if tier != "disk"]
-        self.memory = KVStore([layers[i] for i in in_memory], num_blocks, block_size, dtype, device)
-        self.place = {layer: i for i, layer in enumerate(in_memory)}  # in `memory`
-        self.layers = self.memory.layers
-        self.top_k = top_k
-        self.value_sizes = [shape.value_dim for shape in layers]
-        self.trace = trace
+        super().__init__(layers, num_blocks, block_size, dtype, device)
+        self.top_k, self.trace = top_k, trace
         known = {layer for group in groups for layer in group}
         self._groups = [*groups, [layer for layer in range(len(layers)) if layer not in known]]
-        copied = ["cpu"] if cpu_cache_compute is False else []
-        self.staged = {
-            i: StagedLayer(
-                KVStore([layers[i]], 0, block_size, dtype, device),
-                scratch if tier == "disk" else None,
-                num_blocks,
-            )
+        self._on_disk = {
+            i: DiskLayer(self.layers[i], scratch, num_blocks)
             for i, tier in enumerate(self.tiers)
-            if tier in ("disk", *copied)
+            if tier == "disk"
         }
-        self._on_disk = {i: layer for i, layer in self.staged.items() if self.tiers[i] == "disk"}
         self._num_staged = NUM_STAGED if overlap else 1
-        self.ring = Ring("K and V", Prefetcher("verbatim-kv", int(overlap)), trace)
-        self.copies = Ring("K and V", Prefetcher("verbatim-kv-copies", 0), trace)  # on the device
+        self.ring = Ring("K and V", 1, trace, ahead=overlap)
+
+    def _allocated(self) -> list[tuple[Tensor, Tensor]]:
+        return [
+            self._blocks(shape, 0 if tier == "disk" else self.num_blocks)
+            for shape, tier in zip(self.shapes, self.tiers, strict=True)
+        ]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """K and V of the layers in memory."""
+        pairs = zip(self.layers, self.tiers, strict=False)
+        return [tensor for pair, tier in pairs if tier != "disk" for tensor in pair]
 
     @property
     def nbytes(self) -> int:
@@ -118,24 +118,15 @@ class TieredKVStore(KVStore):
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of the ring, and of copies on the device."""
-        return self.ring.nbytes + self.copies.nbytes
+        """Bytes of the ring."""
+        return self.ring.nbytes
 
     def bytes_by_tier(self) -> dict[str, int]:
         """K and V in each tier. Those on the disk keep their room through `release`."""
         found = dict.fromkeys(TIERS, 0)
-        for layer, i in self.place.items():
-            if self.memory.layers:
-                k, v = self.memory.layers[i]
-                found[self.tiers[layer]] += k.nbytes + v.nbytes
-        found["disk"] = sum(layer.nbytes for layer in self._on_disk.values())
-        return found
-
-    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        raise AssertionError("a store over tiers is written through stores_for")
-
-    def attend(self, layer: int, q: Tensor, batch: AttentionBatch, options: AnyOptions) -> Tensor:
-        raise AssertionError("a store over tiers is attended in through stores_for")
+        for (k, v), tier in zip(self.layers, self.tiers, strict=False):
+            found[tier] += k.nbytes + v.nbytes
+        return found | {"disk": sum(layer.nbytes for layer in self._on_disk.values())}
 
     @contextmanager
     def stores_for(self, batches: list[Batch]) -> Iterator[list[KVStore]]:
@@ -144,8 +135,11 @@ class TieredKVStore(KVStore):
         Raises:
             TierFailed: something can't be read or written, at the latest when the block ends.
         """
+        if not self._on_disk:
+            yield [self] * len(batches)
+            return
         self.ring.drop()
-        views = views_of(batches, self.block_size) if self.staged else []
+        views = views_of(batches, self.block_size)
         uses: dict[tuple[int, int], Use] = {}
         for group in self._groups:
             for part, view in enumerate(views):
@@ -154,172 +148,95 @@ class TieredKVStore(KVStore):
                     if i in self._on_disk and (i, part) not in uses:
                         uses[i, part] = Use(
                             f"K, V {i} #{part}",
-                            self.staged[i].staged_bytes(len(view.blocks)),
-                            [partial(self.staged[i].load, len(view.blocks), view.old)],
+                            self._on_disk[i].staged_bytes(len(view.blocks)),
+                            [partial(self._on_disk[i].load, len(view.blocks), view.old)],
                             [uses[i, earlier] for earlier in view.after],
                         )
         largest = self._num_staged * max((use.nbytes for use in uses.values()), default=0)
         self.ring.reserve(largest, spare=largest // 8)  # contexts grow
+        stores: list[KVStore] = []
+        for part, view in enumerate(views):
+            store = copy(self)
+            store._part, store._view, store._uses = part, view, uses
+            stores.append(store)
         try:
-            if uses:
-                self.ring.follow(uses.values(), repeat=False)
-            yield [
-                _MicroBatchStore(self, part, views[part] if views else None, uses)
-                for part in range(len(batches))
-            ]
-            if uses:
-                self.ring.finish()
+            self.ring.follow(uses.values(), repeat=False)
+            yield stores
+            self.ring.finish()
         finally:
             self._cancel()
 
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        if layer in self._on_disk:
+            assert self._view is not None, "a layer on the disk is written through stores_for"
+            memory = self.ring.take(self._uses[layer, self._part])
+            blocks, slots = len(self._view.blocks), self._view.slots
+            self.layers[layer] = self._on_disk[layer].views(memory, blocks)
+        super().write(layer, k, v, slots)
+
+    def attend(self, layer: int, q: Tensor, batch: AttentionBatch, options: AnyOptions) -> Tensor:
+        staged, view = self._on_disk.get(layer), self._view
+        if staged is not None:
+            assert view is not None, "a layer on the disk is attended in through stores_for"
+            batch = view.batch.attention
+        if self.top_k is None or isinstance(options, IndexOptions):
+            out = super().attend(layer, q, batch, options)
+        else:
+            out = top_k_attention(self, layer, q, batch, options, top_k=self.top_k)
+        if staged is not None and view is not None:
+            self.layers[layer] = staged.empty
+            self.ring.give_back(partial(staged.save, len(view.blocks), view.new))
+        return out
+
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         self._cancel()
-        self.memory.copy_blocks(copies)
-        if not copies:
-            return
-        read = extents((i, a) for i, (a, _) in enumerate(copies))
-        write = extents((i, b) for i, (_, b) in enumerate(copies))
-        for layer in self._on_disk.values():  # what is copied may be overwritten by another copy
-            memory = bytes_of(self._memory(layer, len(copies)))
-            layer.load(len(copies), read, memory)
-            layer.save(len(copies), write, memory)
+        super().copy_blocks(copies)
+        if copies:
+            sources, targets = map(list, zip(*copies, strict=True))
+            for layer in self._on_disk.values():
+                # All are read first: what is copied may be overwritten by another copy.
+                self._write(layer, targets, self._read(layer, sources))
 
     def read_blocks(self, blocks: list[int]) -> list[Tensor]:
         self._cancel()
-        in_memory, found = self.memory.read_blocks(blocks), list[Tensor]()
+        in_memory, found = iter(super().read_blocks(blocks)), list[Tensor]()
         for i in range(len(self.tiers)):
-            if i not in self._on_disk:
-                found += in_memory[2 * self.place[i] : 2 * self.place[i] + 2]
-                continue
-            layer = self._on_disk[i]
-            memory = self._memory(layer, len(blocks))
-            layer.load(len(blocks), extents(enumerate(blocks)), bytes_of(memory))
-            found += [x.clone() for x in layer.attach(memory, len(blocks)).layers[0]]
-            layer.detach()
+            if i in self._on_disk:
+                found += [x.clone() for x in self._read(self._on_disk[i], blocks)]
+            else:
+                found += [next(in_memory), next(in_memory)]
         return found
 
     def write_blocks(self, blocks: list[int], contents: list[Tensor]) -> None:
         self._cancel()
-        places = sorted(self.place, key=self.place.__getitem__)
-        self.memory.write_blocks(blocks, [contents[2 * i + j] for i in places for j in (0, 1)])
+        pairs = list(zip(contents[::2], contents[1::2], strict=True))
+        in_memory = [pair for i, pair in enumerate(pairs) if i not in self._on_disk]
+        super().write_blocks(blocks, [tensor for pair in in_memory for tensor in pair])
         for i, layer in self._on_disk.items():
-            memory = self._memory(layer, len(blocks))
-            staged = layer.attach(memory, len(blocks)).layers[0]
-            for own, content in zip(staged, contents[2 * i : 2 * i + 2], strict=True):
-                own.copy_(content)
-            layer.detach()
-            layer.save(len(blocks), extents(enumerate(blocks)), bytes_of(memory))
-
-    def poison(self, blocks: list[int]) -> None:
-        self._cancel()
-        self.memory.poison(blocks)
-        for ring in (self.ring, self.copies):
-            ring.reserve(0).fill_(0xFF)
-        for layer in self._on_disk.values():
-            for first in range(0, len(blocks), _POISONED):
-                some = blocks[first : first + _POISONED]
-                memory = self._memory(layer, len(some)).fill_(0xFF)
-                layer.save(len(some), extents(enumerate(some)), bytes_of(memory))
+            self._write(layer, blocks, pairs[i])
 
     def release(self) -> None:
         """Give the memory back and end the threads; the room on the disk stays reserved."""
         self._cancel()
         self.ring.close()
-        self.copies.close()
-        self.memory.release()
-        if self.states is not None:
-            self.states.release()
+        super().release()
 
-    def allocate(self) -> None:
-        self.memory.allocate()
-        if self.states is not None:
-            self.states.allocate()
+    def _read(self, layer: DiskLayer, blocks: list[int]) -> tuple[Tensor, Tensor]:
+        """Read blocks of a layer into the memory of the ring, between two forwards."""
+        memory = self.ring.reserve(layer.staged_bytes(len(blocks)))
+        layer.load(len(blocks), extents(enumerate(blocks)), bytes_of(memory))
+        return layer.views(memory, len(blocks))
 
-    def _memory(self, layer: StagedLayer, blocks: int) -> Tensor:
-        """Return memory for blocks of a layer, between two forwards."""
-        return self.ring.reserve(layer.staged_bytes(blocks))
+    def _write(self, layer: DiskLayer, blocks: list[int], contents: tuple[Tensor, Tensor]) -> None:
+        """Write blocks of a layer, between two forwards, through the memory of the ring."""
+        memory = self.ring.reserve(layer.staged_bytes(len(blocks)))
+        for own, content in zip(layer.views(memory, len(blocks)), contents, strict=True):
+            own.copy_(content)
+        layer.save(len(blocks), extents(enumerate(blocks)), bytes_of(memory))
 
     def _cancel(self) -> None:
         """Cancel what is left of an earlier forward, which may have been interrupted."""
         self.ring.drop()
-        for layer in self.staged.values():
-            layer.detach()
-
-
-class _MicroBatchStore(KVStore):
-    """The store as one micro-batch of one forward uses it.
-
-    Args:
-        part: number of the micro-batch.
-        view: of it; None where no layer needs one.
-        uses: of layers on the disk, by layer and micro-batch.
-    """
-
-    def __init__(
-        self,
-        whole: TieredKVStore,
-        part: int,
-        view: View | None,
-        uses: dict[tuple[int, int], Use],
-    ) -> None:
-        self.block_size, self.num_blocks = whole.block_size, whole.num_blocks
-        self.dtype_name = whole.dtype_name
-        self.layers = whole.layers
-        self.states = whole.states
-        self._whole, self._part, self._view, self._uses = whole, part, view, uses
-
-    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        whole = self._whole
-        if whole.tiers[layer] != "disk":
-            whole.memory.write(whole.place[layer], k, v, slots)
-            return
-        assert self._view is not None
-        memory = whole.ring.take(self._uses[layer, self._part])
-        store = whole.staged[layer].attach(memory, len(self._view.blocks))
-        store.write(0, k, v, self._view.slots)
-
-    def attend(self, layer: int, q: Tensor, batch: AttentionBatch, options: AnyOptions) -> Tensor:
-        whole, view = self._whole, self._view
-        if whole.tiers[layer] == "disk":
-            assert view is not None
-            staged = whole.staged[layer]
-            out = self._attend(staged.store, 0, layer, q, view.batch.attention, options)
-            staged.detach()
-            whole.ring.give_back(partial(staged.save, len(view.blocks), view.new))
-            return out
-        place = whole.place[layer]
-        if layer not in whole.staged:
-            return self._attend(whole.memory, place, layer, q, batch, options)
-        assert view is not None
-        staged, blocks = whole.staged[layer], len(view.blocks)
-        nbytes = staged.staged_bytes(blocks)
-        memory = whole.copies.reserve(nbytes, spare=nbytes // 8)
-        store = staged.attach(memory, blocks)
-        for own, held in zip(store.layers[0], whole.memory.layers[place], strict=True):
-            torch.index_select(held, 0, view.blocks, out=own)
-        out = self._attend(store, 0, layer, q, view.batch.attention, options)
-        staged.detach()
-        return out
-
-    def _attend(
-        self,
-        store: KVStore,
-        place: int,
-        layer: int,
-        q: Tensor,
-        batch: AttentionBatch,
-        options: AnyOptions,
-    ) -> Tensor:
-        whole = self._whole
-        if whole.top_k is None or isinstance(options, IndexOptions):
-            return store.attend(place, q, batch, options)
-        return top_k_attention(
-            store,
-            place,
-            q,
-            batch,
-            options,
-            top_k=whole.top_k,
-            value_size=whole.value_sizes[layer],
-            packing=whole.packing,
-        )
+        for i, layer in self._on_disk.items():
+            if self.layers:
+                self.layers[i] = layer.empty

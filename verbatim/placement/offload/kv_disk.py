@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from verbatim.batch import Batch
-from verbatim.kv.store import KVStore
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.weights.files import PAGE, up
 
@@ -89,25 +88,24 @@ def views_of(batches: list[Batch], block_size: int) -> list[View]:
     return views
 
 
-class StagedLayer:
-    """A layer whose blocks are copied to other memory: all of K, then all of V from the next page on.
+class DiskLayer:
+    """A layer on the disk. Some of its blocks are copied to memory: all of K, then all of V from the next
+    page on.
 
     Args:
-        store: a store of this layer alone without blocks, through which that memory is written and read.
-        scratch: has the blocks, each with K before V; None: they are in memory.
+        empty: K and V of the layer with no blocks.
+        scratch: has the blocks, each with K before V.
         num_blocks: of the layer.
 
     Raises:
         TierFailed: the disk has no room for them.
     """
 
-    def __init__(self, store: KVStore, scratch: Scratch | None, num_blocks: int) -> None:
-        self.store = store
-        self._empty = store.layers[0]
-        self._sizes = [x.shape[1:].numel() * x.element_size() for x in self._empty]
-        self.nbytes = 0 if scratch is None else num_blocks * sum(self._sizes)  # on the disk
-        self._scratch = scratch
-        self._offset = 0 if scratch is None else scratch.reserve(self.nbytes)
+    def __init__(self, empty: tuple[Tensor, Tensor], scratch: Scratch, num_blocks: int) -> None:
+        self.empty = empty
+        self._sizes = [x.shape[1:].numel() * x.element_size() for x in empty]
+        self.nbytes = num_blocks * sum(self._sizes)
+        self._scratch, self._offset = scratch, scratch.reserve(self.nbytes)
         # Blocks that aren't whole pages, as in toys and some quantized rows, need the page cache.
         self._direct = not any(size % PAGE for size in self._sizes)
 
@@ -115,32 +113,25 @@ class StagedLayer:
         """Return the bytes of memory for so many blocks."""
         return sum(up(blocks * size) for size in self._sizes)
 
-    def attach(self, memory: Tensor, blocks: int) -> KVStore:
-        """Return a store of the blocks in `memory`, as its layer 0, until `detach`."""
-        at, parts = 0, []
-        for empty, size in zip(self._empty, self._sizes, strict=True):
-            part = memory[at : at + blocks * size].view(empty.dtype)
-            parts.append(part.view(blocks, *empty.shape[1:]))
-            at += up(blocks * size)
-        self.store.layers[0] = parts[0], parts[1]
-        return self.store
-
-    def detach(self) -> None:
-        """Drop the reference to the memory."""
-        self.store.layers[0] = self._empty
+    def views(self, memory: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+        """Return K and V of the blocks in `memory`."""
+        at = 0, up(blocks * self._sizes[0])
+        k, v = (
+            memory[begin : begin + blocks * size].view(empty.dtype).view(blocks, *empty.shape[1:])
+            for begin, empty, size in zip(at, self.empty, self._sizes, strict=True)
+        )
+        return k, v
 
     def load(self, blocks: int, wanted: list[Extent], memory: memoryview) -> int:
         """Read blocks from the disk to their places in memory of `blocks`; return the bytes read."""
-        assert self._scratch is not None
-        return self._move(self._scratch.read_into, blocks, wanted, memory)
+        return self._move(self._scratch.read, blocks, wanted, memory)
 
     def save(self, blocks: int, changed: list[Extent], memory: memoryview) -> int:
         """Write blocks to the disk from memory of `blocks`; return the bytes written."""
-        assert self._scratch is not None
         return self._move(self._scratch.write_from, blocks, changed, memory)
 
     def _move(
-        self, move: Callable[..., None], blocks: int, some: list[Extent], memory: memoryview
+        self, move: Callable[..., object], blocks: int, some: list[Extent], memory: memoryview
     ) -> int:
         k_bytes, v_bytes = self._sizes
         values, block_bytes = up(blocks * k_bytes), k_bytes + v_bytes

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter, process_time
+from time import perf_counter
 from timeit import repeat
 from typing import Any
 
@@ -15,18 +16,16 @@ import torch
 
 from verbatim.errors import TierFailed
 from verbatim.model.products import linear
-from verbatim.placement.offload.prefetch import READERS, Prefetcher
 from verbatim.placement.offload.scratch import Scratch
-from verbatim.placement.offload.stream import Ring, lay_out
+from verbatim.placement.offload.stream import READERS, Ring, Use, lay_out
 from verbatim.placement.offload.trace import Trace
-from verbatim.weights.files import CHUNK, OpenFiles
+from verbatim.weights.files import CHUNK, OpenFiles, bytes_of
 from verbatim.weights.lazy import Stored
 
 ROWS = (1, 8, 64, 512)  # for which products are measured
-_MOST_READ = 256_000_000  # bytes
-_READ_S = 0.3
-_PARTS = 3  # in which reading is measured
-_RING = 4  # chunks
+_MOST_READ = 256_000_000  # bytes of files that count as one size
+_READ_S = 0.5
+_RING = 8  # chunks
 _WRITTEN = 64_000_000  # bytes
 _WEIGHTS = 64_000_000  # bytes; more than a cache holds
 
@@ -40,15 +39,11 @@ class Machine:
         write_rate: bytes/s to the disk tier's folder.
         product_s: for each number of rows, ascending: seconds for each element of a matrix that these
             rows are multiplied with.
-        read_cpu_s: for each byte from the disk: seconds that a processor is busy with it.
-        threads: which computed.
     """
 
     read_rate: float
     write_rate: float
     product_s: tuple[tuple[int, float], ...]
-    read_cpu_s: float = 0.0
-    threads: int = 0
 
     def product(self, rows: float) -> float:
         """Return seconds per element of a matrix, for a number of rows that was not measured."""
@@ -67,10 +62,6 @@ class Machine:
             itemsize: of an element of the products' matrices.
         """
         return itemsize / self.product(1)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
 
 
 # One core's share of a machine of 2025, in round numbers, and a disk that is neither fast nor slow.
@@ -100,15 +91,14 @@ def measure(
     Raises:
         TierFailed: the checkpoint can't be read, or there is no such folder.
     """
-    threads = torch.get_num_threads()
     device = os.stat(tensors[0].path).st_dev if tensors else 0
+    # Small files are read in less time than a chunk takes.
     size = min(_MOST_READ, sum(stored.nbytes for stored in tensors)) // CHUNK
-    read_rate, read_cpu_s = _once(("read", device, size), lambda: _reading(tensors))
-    write_rate = read_rate
+    write_rate = read_rate = _once(("read", device, size), lambda: _reading(tensors))
     if folder is not None and (disk_limit is None or disk_limit >= _WRITTEN):
         write_rate = _once(("write", str(folder)), lambda: _writing(folder)) or read_rate
-    product_s = _once(("product", dtype, threads), lambda: _products(dtype))
-    return Machine(read_rate, write_rate, product_s, read_cpu_s, threads)
+    product_s = _once(("product", dtype, torch.get_num_threads()), lambda: _products(dtype))
+    return Machine(read_rate, write_rate, product_s)
 
 
 def _once(key: tuple[Any, ...], find: Callable[[], Any]) -> Any:
@@ -118,38 +108,26 @@ def _once(key: tuple[Any, ...], find: Callable[[], Any]) -> Any:
     return _found[key]
 
 
-def _reading(tensors: Sequence[Stored]) -> tuple[float, float]:
-    """Return bytes/s of the prefetcher's reads, and their processor time per byte."""
-    chunks: list[Stored] = []
-    for run in lay_out(tensors).runs:
-        for at in range(0, run.needed, CHUNK):
-            nbytes = min(CHUNK, run.needed - at)
-            chunks.append(
-                Stored("chunk", run.path, run.offset + at, nbytes, torch.uint8, (nbytes,))
-            )
-    chunks = chunks[: _MOST_READ // CHUNK]
-    if not chunks:
-        return NOMINAL.read_rate, 0.0
-    # Interference only slows reading down, so the fastest part is closest to the disk's rate.
-    return max(_read_ahead(chunks[i::_PARTS]) for i in range(_PARTS) if chunks[i::_PARTS])
-
-
-def _read_ahead(chunks: list[Stored]) -> tuple[float, float]:
-    """Return bytes/s of a stream of these chunks, and processor time per byte."""
-    files, ring = OpenFiles(), Ring("weights", Prefetcher("verbatim-reader", READERS), Trace())
+def _reading(tensors: Sequence[Stored]) -> float:
+    """Return bytes/s of reads ahead in the order of the files, which a disk may be faster at."""
+    files, trace = OpenFiles(), Trace()
+    ring = Ring("weights", READERS, trace)
+    # Each is given back at once, so that all of them have the same memory to go round.
+    chunks = [chunk._replace(at=0) for chunk in lay_out(tensors).chunks]
+    uses = [Use("chunk", chunk.nbytes, [partial(chunk.read, files)]) for chunk in chunks]
+    if not uses:
+        return NOMINAL.read_rate
     try:
-        uses = [lay_out([chunk]).use(chunk.name, files) for chunk in chunks]
         # Room for many more of a small file's chunks would take long to fill.
         ring.reserve(_RING * max(use.nbytes for use in uses))
-        start, cpu = perf_counter(), process_time()
+        start = perf_counter()
         ring.follow(uses, repeat=False)
         for use in uses:
             ring.take(use)
             ring.give_back()
-            if perf_counter() - start > _READ_S / _PARTS:
+            if perf_counter() - start > _READ_S:
                 break
-        seconds = perf_counter() - start
-        return ring.bytes_read / seconds, (process_time() - cpu) / max(1, ring.bytes_read)
+        return READERS * trace.nbytes("read weights") / trace.seconds("read weights")
     finally:
         ring.close()
         files.close()
@@ -162,7 +140,7 @@ def _writing(folder: Path) -> float | None:
         data = torch.ones(_WRITTEN // 4, dtype=torch.uint8)
         begin = perf_counter()
         for _ in range(4):
-            scratch.write(data, scratch.reserve(data.nbytes))
+            scratch.write_from([bytes_of(data)], scratch.reserve(data.nbytes))
         os.fdatasync(scratch._fd)
         return _WRITTEN / (perf_counter() - begin)
     except TierFailed:
@@ -178,13 +156,12 @@ def _products(dtype: torch.dtype) -> tuple[tuple[int, float], ...]:
     found = []
     for rows in ROWS:
         x = torch.full((rows, depth), 0.5, dtype=dtype)
-        some = weights if rows < 64 else weights[: max(1, count // (rows // 32))]
 
-        def multiply(x: torch.Tensor = x, some: list[torch.Tensor] = some) -> None:
-            for weight in some:
+        def multiply(x: torch.Tensor = x) -> None:
+            for weight in weights:
                 linear(x, weight)
 
         multiply()  # a probe, where torch's products are made invariant
         seconds = median(repeat(multiply, number=1, repeat=3))  # with the machine's other load
-        found.append((rows, seconds / (len(some) * depth * width)))
+        found.append((rows, seconds / (count * depth * width)))
     return tuple(found)

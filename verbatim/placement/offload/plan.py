@@ -9,8 +9,8 @@ from typing import Any
 
 from verbatim.placement.offload.choice import Percents
 from verbatim.placement.offload.kv_disk import NUM_STAGED
-from verbatim.placement.offload.prefetch import READERS
 from verbatim.placement.offload.shape import ModelShape
+from verbatim.placement.offload.stream import READERS
 
 _ROOM_TO_GROW = 1.25  # of a staging buffer for K and V
 _PROMPT_ROWS = 16  # of logits for prompt log-probs that a forward may have at least
@@ -29,6 +29,7 @@ class Plan:
         micro_batches: micro-batches that share each read of a layer.
         micro_tokens: maximal rows of a micro-batch, which bounds activations.
         max_batch_tokens: maximal rows of a forward.
+        workload: prompt tokens and new tokens of a typical request, within the model's limit.
         tiers: tier of each parameter, in the order of `Units.slots`.
         kv_block: token positions in a block of K and V.
         prompt_rows: maximal rows of logits for prompt log-probs and drafts in a forward.
@@ -47,6 +48,7 @@ class Plan:
     micro_batches: int
     micro_tokens: int
     max_batch_tokens: int
+    workload: tuple[int, int]
     tiers: tuple[str, ...] = ()
     kv_block: int = 16
     prompt_rows: int = 16
@@ -126,38 +128,36 @@ def prompt_rows(shape: ModelShape, budget: int | None) -> int:
     return max(_PROMPT_ROWS, min(_MOST_PROMPT_ROWS, fitting))
 
 
-def weight_bytes(shape: ModelShape, tiers: tuple[str, ...]) -> dict[str, int]:
-    """Return the bytes of resident weights and of the expert cache."""
-    held = shape.held_experts(tiers)
-    pairs = zip(shape.slots, tiers, strict=True)
-    stay = sum(slot.nbytes for slot, tier in pairs if tier != "disk")
-    return {"weights": stay - max(0, held - shape.fewest_experts), "experts": held}
-
-
-def buffer_bytes(
-    shape: ModelShape, plan: Plan, tiers: tuple[str, ...], context: int, *, roomy: bool
+def memory_of(
+    shape: ModelShape,
+    plan: Plan,
+    tiers: tuple[str, ...],
+    *,
+    kv_away: bool,
+    roomy: bool,
 ) -> dict[str, int]:
-    """Return the bytes by kind that a plan takes beside weights, K and V and waiting activations.
+    """Return the bytes by kind that a plan takes beside K and V, states and waiting activations.
 
     Args:
-        plan: with its batch sizes, and the disk's share of K and V.
+        plan: with its batch sizes. K and V have staging buffers for its workload.
         tiers: of each parameter.
-        context: tokens of a sequence in the workload, for which K and V have staging buffers.
+        kv_away: K and V of some layers are on the disk.
         roomy: as of `ring_bytes`.
     """
-    away = bool(shape.held_experts(tiers))
-    staged = int(
-        NUM_STAGED * _ROOM_TO_GROW * plan.batch_size * context * ceil(shape.layer_kv_bytes)
-    )
+    held, pairs = shape.held_experts(tiers), zip(shape.slots, tiers, strict=True)
+    stay = sum(slot.nbytes for slot, tier in pairs if tier != "disk")
+    tokens = plan.batch_size * sum(plan.workload)
+    staged = NUM_STAGED * _ROOM_TO_GROW * tokens * ceil(shape.layer_kv_bytes)
     buffers = READERS * max(unit.expert_buffer for unit in shape.units)
     return {
+        "weights": stay - max(0, held - shape.fewest_experts),
         "ring": ring_bytes(shape, tiers, roomy=roomy),
-        "experts": shape.fewest_experts if away else 0,
-        "expert buffers": buffers if away else 0,
+        "experts": held,
+        "expert buffers": buffers if held else 0,
         "unpacked weights": max((shape.made(unit, tiers) for unit in shape.units), default=0),
         "computation": working_bytes(shape, min(plan.micro_tokens, plan.max_batch_tokens)),
         "logits": logits_bytes(shape, plan.block_size + plan.prompt_rows),
-        "K and V buffers": staged if plan.kv[2] else 0,
+        "K and V buffers": int(staged) if kv_away else 0,
         "MTP layers": shape.draft_bytes,
         # What is not tracked, such as malloc's: a sixteenth, at most 100 MB.
         "slack": 0 if plan.budget is None else min(100_000_000, plan.budget // 16),

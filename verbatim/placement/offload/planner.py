@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import accumulate, product
+from shutil import disk_usage
 from typing import NoReturn
 
 from verbatim.errors import InvalidRequest, OutOfBlocks, TierFailed
 from verbatim.options import available_memory
 from verbatim.placement.offload.choice import Offload, Percents
-from verbatim.placement.offload.cost import Prediction, predict
+from verbatim.placement.offload.cost import Forecast
 from verbatim.placement.offload.kv import TIERS, assign_tiers
 from verbatim.placement.offload.machine import NOMINAL, ROWS, Machine
 from verbatim.placement.offload.plan import (
     Plan,
-    buffer_bytes,
+    memory_of,
     prompt_rows,
     waiting_bytes,
-    weight_bytes,
     working_bytes,
 )
 from verbatim.placement.offload.report import amount, sentences
@@ -36,7 +35,7 @@ BUDGET_SHARE = 0.6  # of the available memory, where no budget is given
 _MICRO_TOKENS = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
 _MAX_ROWS = 8192  # of a forward
 # Of the fastest plan: of these, K and V in memory and then the least work per token wins.
-_AS_FAST = 0.99
+_AS_FAST = 0.97
 
 # What memory may hold: a slot, by its number, or one of these.
 Item = int | str
@@ -96,8 +95,8 @@ class Planner:
             self.max_kv_bytes = int(available_memory() * DEFAULT_KV_SHARE)
         self.disk = UNLIMITED if offload.disk_limit is None else offload.disk_limit
         try:
-            stat = os.statvfs(offload.disk or tempfile.gettempdir())
-            self.disk = min(self.disk, int(stat.f_bavail * stat.f_frsize * 0.9))
+            free = disk_usage(offload.disk or tempfile.gettempdir()).free
+            self.disk = min(self.disk, int(free * 0.9))
         except OSError:
             pass  # opening the folder raises the error
         prompt, new = offload.workload
@@ -115,7 +114,7 @@ class Planner:
             return False
         return self._kv_bytes(self.options.max_sequences) + self.shape.nbytes > self.budget
 
-    def best(self, machine: Machine) -> tuple[Plan, Prediction]:
+    def best(self, machine: Machine) -> Forecast:
         """Return the plan with the most predicted tokens/s within the budgets and the user's choices.
 
         Blocks of 1, 2, 4, ... sequences are tried. For each of them, memory is filled with what saves
@@ -126,35 +125,43 @@ class Planner:
             InvalidRequest: they are too small for the user's choices.
             TierFailed: the disk tier is too small.
         """
-        given, shape = self.given, self.shape
+        given = self.given
         block = (given.batch_size or 1) * (given.micro_batches or 1)
         if block > self.options.max_sequences:
             raise InvalidRequest(
                 f"batch_size={given.batch_size} and micro_batches={given.micro_batches} make {block} "
                 f"sequences at once, and max_sequences is {self.options.max_sequences}"
             )
-        plans = self._plans(machine, tight=False) or self._plans(machine, tight=True)
-        if not plans:
+        for tight in (False, True):
+            bases = list(self._sizes(machine, tight=tight))
+            plans = (self._fill(base, order) for base in bases for order in self._orders(base))
+            found = [
+                (Forecast(self.shape, machine, plan), room) for plan, room in filter(None, plans)
+            ]
+            if found:
+                break
+        else:
             self._refuse()
-        found = [(plan, room, predict(shape, plan, machine, self.workload)) for plan, room in plans]
-        fastest = max(prediction.tokens_per_s for *_, prediction in found)
-        plan, room, prediction = min(
-            (entry for entry in found if entry[2].tokens_per_s >= _AS_FAST * fastest),
-            # The model leaves out what each visit to K and V on the disk costs beside its bytes.
-            key=lambda entry: (
-                entry[0].kv[2] > 0,
-                (entry[2].decode.io_s + entry[2].decode.compute_s) / entry[2].sequences,
-            ),
+        fastest = max(forecast.prediction.tokens_per_s for forecast, _ in found)
+
+        def cost(entry: tuple[Forecast, _Room]) -> tuple[bool, float]:
+            plan, prediction = entry[0].plan, entry[0].prediction
+            step = prediction.decode
+            # Forecasts leave out what each visit to K and V on the disk costs beside its bytes.
+            return plan.kv[2] > 0, (step.io_s + step.compute_s) / prediction.sequences
+
+        as_fast = _AS_FAST * fastest
+        best, room = min(
+            (entry for entry in found if entry[0].prediction.tokens_per_s >= as_fast), key=cost
         )
-        plan = self._with_more_kv(plan, room, reads=prediction.decode.weight_bytes > 0)
+        plan = self._with_more_kv(best, room)
         if self.budget is None and plan.memory_bytes > available_memory():
             raise OutOfBlocks(
                 f"placement=Offload: {plan.memory_bytes} bytes are needed ({_kinds(plan)}), and "
                 f"{available_memory()} are available"
             )
-        prediction = predict(shape, plan, machine, self.workload)
-        reasons = sentences(shape, plan, prediction, given, self.workload)
-        return replace(plan, reasons=reasons), prediction
+        reasons = sentences(replace(best, plan=plan), given)
+        return replace(best, plan=replace(plan, reasons=reasons))
 
     def _kv_bytes(self, sequences: int) -> int:
         """Return the bytes of whole blocks for `sequences` of the workload, and the scratch block.
@@ -179,20 +186,12 @@ class Planner:
             return self.options.num_states(one) * one
         return (1 + 3 * sequences) * one
 
-    def _plans(self, machine: Machine, *, tight: bool) -> list[tuple[Plan, _Room]]:
-        """Return the plans that fit, and the bytes that they leave.
+    def _sizes(self, machine: Machine, *, tight: bool) -> Iterator[Plan]:
+        """Yield the batch sizes to try, as plans that hold nothing yet.
 
         Args:
-            tight: in as little memory as possible, with K and V of fewer tokens than the workload has.
-        """
-        bases = list(self._sizes(machine, tight=tight))
-        plans = (self._fill(base, order) for base in bases for order in self._orders(base))
-        return [plan for plan in plans if plan is not None]
-
-    def _sizes(self, machine: Machine, *, tight: bool) -> Iterator[Plan]:
-        """Yield the batch sizes to try, as plans that hold nothing yet; `tight` as for `_plans`.
-
-        The last one takes the least memory, if it is tight.
+            tight: in as little memory as possible, with K and V of fewer tokens than the workload has. The
+                last one takes the least.
         """
         shape, given, options = self.shape, self.given, self.options
         room = UNLIMITED if self.budget is None else self.budget
@@ -232,6 +231,7 @@ class Planner:
                     micro_batches=block // batch_size,
                     micro_tokens=micro_tokens,
                     max_batch_tokens=rows,
+                    workload=self.workload,
                     prompt_rows=prompt_rows(shape, self.budget),
                     overlap=given.overlap,
                     budget=self.budget,
@@ -295,23 +295,22 @@ class Planner:
         for i in slots:
             tiers[i] = "gpu"
         kv_tiers, kv_layers = assign_tiers(layers, given.kv or ON_DISK), held.count(_KV)
-        kv = given.kv or (ON_DISK if kv_layers < shape.layers else IN_MEMORY)
         resident = (
             base.kv_bytes * shape.resident_bytes_per_token // max(1, shape.kv_bytes_per_token)
         )
         a_layer = -(-(base.kv_bytes - resident) // shape.layers)
         waiting = waiting_bytes(shape, base.max_batch_tokens)
-        fixed = buffer_bytes(
-            shape, replace(base, kv=kv), tuple(tiers), sum(self.workload), roomy=_SECOND in held
-        )
-        fixed["recurrent states"] = self._state_bytes(base.block_size)
+        kv_away = given.kv[2] > 0 if given.kv else kv_layers < shape.layers
+        memory = memory_of(shape, base, tuple(tiers), kv_away=kv_away, roomy=_SECOND in held)
+        memory["recurrent states"] = self._state_bytes(base.block_size)
+        buffers = resident + sum(memory.values())  # of gpu as far as it goes
+        buffers -= sum(size for size, tier in zip(sizes, tiers, strict=True) if tier != "disk")
         for i, tier in enumerate(tiers):
             room.take(tier, 0 if i in slots or tier == "disk" else sizes[i])
         for tier in kv_tiers if given.kv else ():
             room.take(tier, a_layer)
         for tier, share in zip(TIERS, given.activations or (), strict=False):
             room.take(tier, int(waiting * share / 100))
-        buffers = resident + sum(fixed.values())  # of gpu as far as it goes
         near = buffers if room.pooled else max(0, min(buffers, room.left["gpu"]))
         room.take("gpu", near)
         room.take("cpu", buffers - near)
@@ -325,11 +324,10 @@ class Planner:
             tier = room.place(waiting) if _WAITING in held else room.take("disk", waiting)
             activations = _shares([1], [tier])
         memory = {
-            "weights": 0,
+            "weights": memory.pop("weights"),
             "K and V": resident + a_layer * (shape.layers - kv_tiers.count("disk")),
             "activations": int(waiting * (100 - activations[2]) / 100),
-            **fixed,
-            **weight_bytes(shape, tuple(tiers)),
+            **memory,
         }
         plan = replace(
             base,
@@ -337,20 +335,20 @@ class Planner:
             kv=given.kv or _shares(layers, kv_tiers),
             activations=activations,
             tiers=tuple(tiers),
-            ring_bytes=fixed["ring"],
+            ring_bytes=memory["ring"],
             memory={kind: nbytes for kind, nbytes in memory.items() if nbytes},
         )
         return plan, room
 
-    def _with_more_kv(self, plan: Plan, room: _Room, *, reads: bool) -> Plan:
+    def _with_more_kv(self, forecast: Forecast, room: _Room) -> Plan:
         """Use the free memory for K and V: for the block's sequences or, where no weights are read, for
         longer sequences and cached prefixes.
         """
-        options, shape = self.options, self.shape
+        options, shape, plan = self.options, self.shape, forecast.plan
         if options.kv_bytes is not None or plan.kv[2]:
             return plan
         useful = self._kv_bytes(plan.block_size)
-        if not reads:
+        if not forecast.prediction.decode.weight_bytes:
             longest = -(-(self.limit or UNLIMITED) // options.block_size)
             blocks = options.max_sequences * longest + 1
             useful = blocks * options.block_size * shape.kv_bytes_per_token

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from verbatim.placement.offload.choice import Offload, Percents
-from verbatim.placement.offload.cost import Prediction
-from verbatim.placement.offload.plan import Plan
-from verbatim.placement.offload.shape import ModelShape
+from verbatim.placement.offload.cost import Forecast
 
 
 def amount(nbytes: float) -> str:
@@ -34,15 +32,10 @@ def shares(percents: Percents) -> str:
     return ", ".join(f"{share:.3g}% {tier}" for share, tier in named if share >= 0.05)
 
 
-def sentences(
-    shape: ModelShape,
-    plan: Plan,
-    prediction: Prediction,
-    offload: Offload,
-    workload: tuple[int, int],
-) -> tuple[str, ...]:
+def sentences(forecast: Forecast, offload: Offload) -> tuple[str, ...]:
     """Explain a plan in sentences."""
-    step, text = prediction.decode, []
+    plan, prediction = forecast.plan, forecast.prediction
+    step, tokens, text = prediction.decode, sum(plan.workload), []
     if offload.gpu is None and offload.cpu is None and plan.budget is not None:
         text.append(
             f"No budget was given, so it is 60% of the memory that is available, {amount(plan.budget)}."
@@ -51,7 +44,7 @@ def sentences(
         experts = plan.memory.get("experts", 0)
         of_them = f", and {amount(experts)} hold the experts used most" if experts else ""
         text.append(
-            f"Of {amount(shape.nbytes)} of weights, {amount(plan.memory.get('weights', 0))} stay in "
+            f"Of {amount(forecast.shape.nbytes)} of weights, {amount(plan.memory.get('weights', 0))} stay in "
             f"memory{of_them}; {amount(step.weight_bytes)} are read in each step, once for all "
             f"{plan.block_size} sequences."
         )
@@ -59,7 +52,7 @@ def sentences(
         text.append("All weights that a step reads as a whole stay in memory.")
     if plan.kv[2]:
         text.append(
-            f"K and V of {prediction.sequences} sequences of {sum(workload)} tokens take "
+            f"K and V of {prediction.sequences} sequences of {tokens} tokens take "
             f"{amount(plan.kv_bytes)}; {plan.kv[2]:.3g}% of their layers are on the disk, since more "
             "sequences that share each reading are worth more than that costs."
             if offload.kv is None
@@ -67,15 +60,15 @@ def sentences(
         )
     else:
         text.append(
-            f"K and V of {prediction.sequences} sequences of {sum(workload)} tokens fit into memory, which "
+            f"K and V of {prediction.sequences} sequences of {tokens} tokens fit into memory, which "
             f"holds {amount(plan.kv_bytes)} of them."
         )
     return tuple(text)
 
 
-def plan_text(plan: Plan, prediction: Prediction) -> str:
+def plan_text(forecast: Forecast) -> str:
     """Format the plan, the prediction and the reasons for a terminal."""
-    step = prediction.decode
+    plan, prediction, step = forecast.plan, forecast.prediction, forecast.prediction.decode
     in_memory = [(f"  {kind}", amount(nbytes)) for kind, nbytes in plan.memory.items()]
     budget = "as much as it takes" if plan.budget is None else f"of {amount(plan.budget)}"
     rows = [
@@ -100,8 +93,9 @@ def plan_text(plan: Plan, prediction: Prediction) -> str:
     return "\n".join([*(f"{name:<{width}}  {value}" for name, value in rows), "", *plan.reasons])
 
 
-def plan_line(plan: Plan, prediction: Prediction) -> str:
+def plan_line(forecast: Forecast) -> str:
     """Format the plan in one line."""
+    plan, prediction = forecast.plan, forecast.prediction
     return (
         f"offload: weights {shares(plan.weights)}; K and V {shares(plan.kv)}; {plan.block_size} sequences "
         f"at once; {amount(plan.memory_bytes)} of memory; {prediction.tokens_per_s:.3g} tokens/s predicted, "

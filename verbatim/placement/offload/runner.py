@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from verbatim.batch import Batch, Draws, SamplePlan
-from verbatim.errors import NotSupported, TierFailed, VerbatimError
+from verbatim.errors import NotSupported, TierFailed
 from verbatim.heap import give_back_freed
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
@@ -48,13 +48,11 @@ class Offloaded(Resident):
     def __init__(
         self, decoder: Decoder, store: TieredKVStore, tiers: Tiers, draft_layers: DraftLayers
     ) -> None:
-        super().__init__(decoder, store, tiers.options.num_threads, draft_layers)
+        super().__init__(decoder, store, tiers.options.num_threads, draft_layers, tiers.loaded)
         self.store: TieredKVStore = store
-        self.offload, self.forecast, self.plan = tiers.offload, tiers.forecast, tiers.plan
+        self.offload, self.forecast, self.weights = tiers.offload, tiers.forecast, tiers.weights
+        self.plan, self.trace = self.forecast.plan, self.weights.trace
         self._measured = Measured()
-        self.weights, self.schedule, self.trace = tiers.weights, tiers.schedule, tiers.trace
-        self.scratch = tiers.scratch
-        self.packed, self.original = tiers.report, tiers.original
         # Runs if it is never closed; its arguments must not refer to this object.
         self._let_go = weakref.finalize(self, _let_go, os.getpid(), tiers, store)
 
@@ -73,7 +71,7 @@ class Offloaded(Resident):
             | {layer.name: _tiers_of(layer.slots) for layer in self.weights.units.experts},
             "kv_tiers": self.store.bytes_by_tier(),
             "attention": "exact" if top_k is None else f"approximate: top {top_k} keys",
-            "plan_summary": plan_line(self.plan, self.forecast.prediction),
+            "plan_summary": plan_line(self.forecast),
             "plan": self.plan.as_dict(),
             "prediction": self.forecast.prediction.as_dict(),
         }
@@ -81,7 +79,7 @@ class Offloaded(Resident):
     def forward(self, batch: Batch) -> Forward:
         if self.weights.is_mixed:
             raise TierFailed("an update of the weights went wrong; call update_weights again")
-        self.weights.check_files()
+        self.weights.files.check()
         before, begin = self.timings().compute_s, perf_counter()
         read = self.weights.bytes_read
         done = super().forward(batch)
@@ -93,7 +91,7 @@ class Offloaded(Resident):
         begin, sample, rows = perf_counter(), super().sample, range(len(plan.rows))
         at_once = self._rows_at_once(len(rows))
         pieces = [rows[first : first + at_once] for first in rows[::at_once]]
-        draws = [draw for piece in pieces for draw in sample(forward, _some(plan, piece))]
+        draws = [draw for piece in pieces for draw in sample(forward, plan.of(piece))]
         self._measured.sample_s += perf_counter() - begin
         self._measured.draws += 1
         self._measured.tokens += sum(row.target is None for row in plan.rows)
@@ -136,22 +134,8 @@ class Offloaded(Resident):
         )
 
     def writer(self, *, whole: bool = True) -> TierWriter:
-        if self.weights.is_asleep:
-            raise VerbatimError("the weights are asleep; call wake() before they are updated")
         assert self.original is not None
         return TierWriter(self.weights, self.original)
-
-    def sleep(self, weights: bool) -> None:
-        if weights:
-            self.weights.release()
-            self.decoder.weights_moved()
-        super().sleep(False)
-
-    def wake(self) -> None:
-        if self.weights.is_asleep:
-            self.weights.allocate()
-            self.decoder.weights_moved()
-        super().wake()
 
     def close(self) -> None:
         with ExitStack() as last_first:
@@ -159,12 +143,6 @@ class Offloaded(Resident):
             last_first.callback(give_back_freed)
             last_first.callback(super().close)
             last_first.callback(self._let_go)
-
-
-def _some(plan: SamplePlan, rows: range) -> SamplePlan:
-    """Return the plan of some of the rows."""
-    where = plan.logits_rows or range(len(plan.rows))
-    return SamplePlan([plan.rows[i] for i in rows], [where[i] for i in rows])
 
 
 def _tiers_of(slots: list[Slot]) -> dict[str, int]:
@@ -191,7 +169,7 @@ def open_offloaded(model: ToOpen, offload: Offload) -> Placed:
         TierFailed: a file can't be read.
     """
     with ExitStack() as undo:
-        tiers = Tiers(model.loaded, offload, model.options, model.limit, model.draft)
+        tiers = Tiers(model, offload)
         undo.callback(tiers.close)
         decoder = tiers.inspect()
         layers = open_draft_layers(model.draft, decoder, model.loaded)
@@ -209,7 +187,7 @@ def open_tiered(
         NotSupported: approximate attention, and the model chooses the keys itself.
         TierFailed: the disk has no room.
     """
-    spec, offload, options = decoder.spec, tiers.offload, tiers.options
+    spec, offload, weights = decoder.spec, tiers.offload, tiers.weights
     if spec.is_sparse and offload.attention_top_k is not None:
         raise NotSupported(
             f"attention_top_k={offload.attention_top_k}: not supported for models with an indexer or "
@@ -217,13 +195,12 @@ def open_tiered(
         )
     make = partial(
         TieredKVStore,
-        percents=tiers.plan.kv,
-        groups=groups_of(tiers.weights.units, spec.slots),
-        scratch=tiers.scratch,
-        trace=tiers.trace,
+        percents=weights.plan.kv,
+        groups=groups_of(weights.units, spec.slots),
+        scratch=weights.scratch,
+        trace=weights.trace,
         overlap=offload.overlap,
-        cpu_cache_compute=offload.cpu_cache_compute,
         top_k=offload.attention_top_k,
     )
-    store = open_store(spec, options, layers, num_blocks, num_states, make)
+    store = open_store(spec, tiers.options, layers, num_blocks, num_states, make)
     return Offloaded(decoder, store, tiers, layers)

@@ -12,7 +12,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary
 
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor, UntypedStorage, nn
@@ -23,7 +23,6 @@ from verbatim.model.patching import forward_of
 from verbatim.placement.offload.choice import Percents
 from verbatim.placement.offload.cut import cut
 from verbatim.placement.offload.kv import assign_tiers
-from verbatim.placement.offload.plan import Plan
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import Unit
@@ -31,7 +30,7 @@ from verbatim.placement.offload.weights import Weights
 from verbatim.weights.files import up
 
 
-class Part:
+class Part(greenlet):  # type: ignore[misc]
     """The suspended forward of one micro-batch.
 
     Attributes:
@@ -41,43 +40,37 @@ class Part:
     """
 
     def __init__(self, number: int, context: ForwardContext, forward: Callable[[], Any]) -> None:
+        super().__init__()
         self.number = number
         self.unit: Unit | None = None
         self.inputs: tuple[Any, ...] = ()
         self.output: Any = None
         self._context = context
         self._forward = forward
-        self._greenlet = _Walker(self._run)
-        self._greenlet.part = self
-        self._greenlet.gr_context = contextvars.copy_context()
+        self.gr_context = contextvars.copy_context()
 
     def go(self) -> None:
         """Run the next unit, and stop before the one after it."""
         with activate(self._context):
-            self._greenlet.switch()
+            self.switch()
 
     def stop_before(self, unit: Unit, inputs: tuple[Any, ...]) -> None:
         """Suspend the forward before `unit`; called from within it."""
         self.unit, self.inputs = unit, inputs
-        self._greenlet.parent.switch()
+        self.parent.switch()
         self.inputs = ()
 
     def end(self) -> None:
         """Unwind an unfinished forward, and drop its output."""
-        if self._greenlet:
+        if self:
             with activate(self._context):
-                self._greenlet.throw(GreenletExit)
-        # The greenlet refers to this part: left to the garbage collector, logits of many steps would pile up.
-        self._greenlet.part = None
+                self.throw(GreenletExit)
         self.output = None
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Run the forward, in this greenlet."""
         self.output = self._forward()
         self.unit = None
-
-
-class _Walker(greenlet):  # type: ignore[misc]
-    part: Part | None
 
 
 class HiddenStates:
@@ -104,10 +97,9 @@ class HiddenStates:
         self._module, self._percents = module, percents
         self._scratch, self._trace = scratch, trace
         self._rooms: dict[int, tuple[int, int]] = {}  # of each part's number: where, bytes
-        # By number, until the next forward: parts of one that broke off are never brought back.
-        self._away: dict[int, tuple[ref[Part], UntypedStorage, int]] = {}
-        self._before: Unit | None = None
-        self._owned: set[int] = set()
+        self._away = WeakKeyDictionary[Part, tuple[UntypedStorage, int]]()
+        self._before: Unit | None = None  # what parts wait for
+        self._owned: set[int] = set()  # storages of the module meanwhile
 
     def send(self, part: Part) -> None:
         """Write the hidden state of a part to its tier and free its memory.
@@ -120,8 +112,13 @@ class HiddenStates:
         if storage is None:
             return
         begin, nbytes = perf_counter(), storage.nbytes()
-        self._scratch.write_from([_memory(storage)], self._room(part.number, nbytes))
-        self._away[part.number] = ref(part), storage, nbytes
+        at, has = self._rooms.get(part.number, (0, 0))
+        if has < nbytes:
+            has = up(nbytes + nbytes // 4)
+            at = self._scratch.reserve(has)
+            self._rooms[part.number] = at, has
+        self._scratch.write_from([_memory(storage)], at)
+        self._away[part] = storage, nbytes
         storage.resize_(0)
         self._trace.add("write", "hidden states", f"hidden #{part.number}", begin, nbytes)
 
@@ -131,22 +128,13 @@ class HiddenStates:
         Raises:
             TierFailed: it can't be read.
         """
-        owner, storage, nbytes = self._away.get(part.number, (None, None, 0))
-        if storage is None or owner is None or owner() is not part:
+        if part not in self._away:
             return
-        begin = perf_counter()
+        (storage, nbytes), begin = self._away[part], perf_counter()
         storage.resize_(nbytes)
-        self._scratch.read_into([_memory(storage)], self._rooms[part.number][0])
-        del self._away[part.number]
+        self._scratch.read([_memory(storage)], self._rooms[part.number][0], direct=False)
+        del self._away[part]
         self._trace.add("read", "hidden states", f"hidden #{part.number}", begin, nbytes)
-
-    def _room(self, number: int, nbytes: int) -> int:
-        at, has = self._rooms.get(number, (0, 0))
-        if has < nbytes:
-            has = up(nbytes + nbytes // 4)
-            at = self._scratch.reserve(has)
-            self._rooms[number] = at, has
-        return at
 
     def _storage_of(self, part: Part) -> UntypedStorage | None:
         args, kwargs = part.inputs
@@ -154,17 +142,12 @@ class HiddenStates:
         if type(hidden) is not Tensor or not hidden.is_floating_point() or not hidden.numel():
             return None
         storage = hidden.untyped_storage()
-        if not storage.resizable() or storage._cdata in self._kept(part.unit):
-            return None
-        shared = any(storage._cdata == other._cdata for _, other, _ in self._away.values())
-        return None if shared else storage
-
-    def _kept(self, unit: Unit | None) -> set[int]:
-        """Return the storages of the module, while parts wait before `unit`."""
-        if unit is not self._before or not self._owned:
-            tensors = (*self._module.parameters(), *self._module.buffers())
-            self._before, self._owned = unit, {t.untyped_storage()._cdata for t in tensors}
-        return self._owned
+        if part.number == 0 or part.unit is not self._before:  # a model has thousands of tensors
+            own = (*self._module.parameters(), *self._module.buffers())
+            self._before, self._owned = part.unit, {t.untyped_storage()._cdata for t in own}
+        away = {other._cdata for other, _ in self._away.values()}
+        is_shared = storage._cdata in self._owned or storage._cdata in away
+        return storage if storage.resizable() and not is_shared else None
 
 
 def _memory(storage: UntypedStorage) -> memoryview:
@@ -177,23 +160,12 @@ class BlockSchedule:
     """The order of work of a decoder: in micro-batches, layer by layer.
 
     Args:
-        plan: has the sizes of micro-batches.
-        weights: lends the units what they need.
+        weights: lends the units what they need, by a plan that has the sizes of micro-batches.
         activations: keeps hidden states elsewhere between two units.
-        trace: records the computation.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        weights: Weights,
-        activations: HiddenStates | None,
-        trace: Trace,
-    ) -> None:
-        self._plan = plan
-        self.weights = weights
-        self.activations = activations
-        self._trace = trace
+    def __init__(self, weights: Weights, activations: HiddenStates | None) -> None:
+        self._plan, self.weights, self.activations = weights.plan, weights, activations
 
     def cut(self, batch: Batch) -> list[Batch]:
         """Return the micro-batches of a batch."""
@@ -229,7 +201,7 @@ class BlockSchedule:
         begin = perf_counter()
         part.go()
         name = f"start #{part.number}" if unit is None else f"{unit.name} #{part.number}"
-        self._trace.add("compute", "weights", name, begin)
+        self.weights.trace.add("compute", "weights", name, begin)
         if away is not None and part.unit is not None:
             away.send(part)
 
@@ -245,13 +217,12 @@ def install_gates(weights: Weights) -> None:
 
 def _gate(unit: Unit, weights: Weights) -> Callable[..., Any]:
     inner = forward_of(unit.module)
-    # An embedding's rows are looked up for each micro-batch: there is nothing to share.
-    rows_only = unit.gathers and not any(weights.is_streamed(unit, slot) for slot in unit.slots)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        walker = getcurrent()
-        if isinstance(walker, _Walker) and walker.part is not None and not rows_only:
-            walker.part.stop_before(unit, (args, kwargs))
+        part = getcurrent()
+        # An embedding's rows are looked up for each micro-batch: there is nothing to share.
+        if isinstance(part, Part) and not unit.gathers:
+            part.stop_before(unit, (args, kwargs))
             return inner(*args, **kwargs)
         with weights.patched(unit):
             return inner(*args, **kwargs)

@@ -30,6 +30,9 @@ class Scratch(DirectFile):
         limit: bytes that may be reserved; None: as many as the disk has.
         beside: another file in this folder, within the same limit.
 
+    Attributes:
+        nbytes: that are reserved.
+
     Raises:
         TierFailed: the folder can't be written to.
     """
@@ -39,7 +42,6 @@ class Scratch(DirectFile):
     ) -> None:
         self.folder = Path(tempfile.gettempdir()) if folder is None else folder
         self.limit = limit
-        self.nbytes = 0  # reserved
         # Of all files that share the limit.
         self._total: list[int] = [0] if beside is None else beside._total
         self._unflushed = 0
@@ -88,20 +90,11 @@ class Scratch(DirectFile):
         self.nbytes = 0
         super().close()
 
-    def write(self, data: Tensor, offset: int) -> None:
-        """Write a contiguous tensor at `offset`.
-
-        Raises:
-            TierFailed: it can't be written.
-        """
-        self.write_from([bytes_of(data)], offset)
-
     def write_from(self, views: list[memoryview], offset: int, *, direct: bool = False) -> None:
         """Write `views`, one after the other, from `offset` on.
 
         Args:
-            direct: past the page cache; all addresses and lengths and the offset are whole pages. Without
-                it, the page cache is flushed and dropped.
+            direct: as for `read`. Without it, the page cache is flushed and dropped.
 
         Raises:
             TierFailed: it can't be written.
@@ -119,19 +112,10 @@ class Scratch(DirectFile):
                 ) from error
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def read_into(self, views: list[memoryview], offset: int, *, direct: bool = False) -> None:
-        """Fill `views`, one after the other, from `offset` on; `direct` as for `write_from`.
-
-        Raises:
-            TierFailed: it can't be read.
-        """
-        total = sum(map(len, views))
-        self._move(os.preadv, "reading", views, offset, total, direct=direct)
-
     def keep(self, name: str, tensor: Tensor) -> Stored:
         """Write a tensor; return where it is."""
         at = self.reserve(tensor.nbytes)
-        self.write(tensor, at)
+        self.write_from([bytes_of(tensor)], at)
         return Stored(name, self.path, at, tensor.nbytes, tensor.dtype, tuple(tensor.shape))
 
 

@@ -271,7 +271,7 @@ def _slot(slot: Slot, experts: int) -> SlotShape:
     of_experts = bool(experts) and len(shape) > 2 and shape[0] == experts
     elements = slot.parameter.numel() if len(shape) > 1 else 0
     if slot.packing is not None:
-        held, made = slot.tier_bytes, slot.unpacked_bytes
+        held, made = slot.tier_bytes, slot.nbytes if slot.is_unpacked else 0
         return SlotShape(held, up(held), made, elements, of_experts, made_always=True)
     return SlotShape(slot.nbytes, disk, _made_bytes(slot.lazy, slot.nbytes), elements, of_experts)
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.indexing import index_scores
-from verbatim.kv.quantized import Packing, unpack
 from verbatim.kv.recurrence import tree_sum
 from verbatim.kv.store import KVStore
 
@@ -23,8 +22,6 @@ def top_k_attention(
     options: AttentionOptions,
     *,
     top_k: int,
-    value_size: int,
-    packing: Packing | None = None,
 ) -> Tensor:
     """Compute `store.attend` with only the `top_k` keys of largest score for each query head of each row.
 
@@ -34,8 +31,7 @@ def top_k_attention(
     operations and trees of additions in shapes that depend on nothing but the model and `top_k`.
 
     Args:
-        value_size: Dv.
-        packing: of the store, if its rows are packed.
+        store: has the layer in memory.
 
     Returns:
         `[T, H, Dv]` in the dtype of `q`.
@@ -43,31 +39,20 @@ def top_k_attention(
     starts, lens = batch.query_starts.tolist(), batch.context_lens.tolist()
     # Rows see more and more of their sequence, so those that see little stand at its beginning.
     few = [
-        _few(lens[s] - (starts[s + 1] - starts[s]), lens[s], top_k, options)
-        for s in range(len(lens))
+        _few(length - (starts[s + 1] - starts[s]), length, top_k, options)
+        for s, length in enumerate(lens)
     ]
-    exact = [i for s, count in enumerate(few) for i in range(starts[s], starts[s] + count)]
-    if len(exact) == len(q):
-        return store.attend(layer, q, batch, options)
-    out = q.new_empty((q.shape[0], q.shape[1], value_size))
-    if exact:
-        some = [s for s, count in enumerate(few) if count]
-        ends = torch.tensor([few[s] for s in some]).cumsum(0).tolist()
-        contexts = [lens[s] - (starts[s + 1] - starts[s]) + few[s] for s in some]
-        early = AttentionBatch(
-            torch.tensor([0, *ends], dtype=torch.int32),
-            torch.tensor(contexts, dtype=torch.int32),
-            batch.block_tables[some],
-        )
-        out[exact] = store.attend(layer, q[exact], early, options)
-    heads = q.shape[1]
+    heads, value_size = q.shape[1], store.shapes[layer].value_dim
+    out = q.new_empty(len(q), heads, value_size)
+    if any(few):
+        out = KVStore.attend(store, layer, q, batch, options)
     for s, length in enumerate(lens):
         begin, end = starts[s] + few[s], starts[s + 1]
         if begin == end:
             continue
         held = batch.block_tables[s, : -(-length // store.block_size)].long()
         keys, values = (
-            _in_one_piece(x[held], width, packing)
+            store.rows(x, width, held)
             for x, width in zip(store.layers[layer], (q.shape[2], value_size), strict=True)
         )
         largest = max(top_k * value_size, keys.shape[1])
@@ -84,12 +69,6 @@ def _few(begin: int, end: int, top_k: int, options: AttentionOptions) -> int:
     if 0 < (options.window or options.chunk) <= top_k:
         return end - begin
     return max(0, min(end, top_k) - begin)
-
-
-def _in_one_piece(blocks: Tensor, width: int, packing: Packing | None) -> Tensor:
-    """Return blocks `[n, Hkv, block_size, ...]` as `[Hkv, n * block_size, width]` float32."""
-    whole = blocks.float() if packing is None else unpack(blocks, width, packing)
-    return whole.transpose(0, 1).flatten(1, 2)
 
 
 def _rows(

@@ -1,22 +1,73 @@
-"""Memory into which weights, K and V are read ahead of their use."""
+"""Threads that read ahead and write behind, and memory into which weights, K and V are read."""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from verbatim.placement.offload.prefetch import Job, Prefetcher
 from verbatim.placement.offload.trace import Trace
 from verbatim.shield import Shield
 from verbatim.weights.files import CHUNK, PAGE, OpenFiles, bytes_of, pages, up
 from verbatim.weights.lazy import Stored
+
+READERS = 2  # threads that read weights, or experts
+_T = TypeVar("_T")
+
+
+class Readers:
+    """Threads that take jobs from one queue, in the order of submission, and begin with the first.
+
+    They are not a ThreadPoolExecutor's, which take no jobs once the main thread has ended, although other
+    threads and functions of `atexit` may still generate, and whose lock a finalizer that closes another model
+    would wait for while this thread holds it. Waiting for a job takes locks, which Ctrl-C could leave locked:
+    it is deferred meanwhile (`Shield`).
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._num_threads, self._name = num_threads, name
+        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, work: Callable[..., _T], *args: Any) -> Future[_T]:
+        """Queue a job."""
+        while len(self._threads) < self._num_threads:
+            name = f"{self._name}-{len(self._threads)}"
+            thread = threading.Thread(target=_work, args=[self._jobs], name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        job = Future[_T]()
+        self._jobs.put((job, partial(work, *args)))
+        return job
+
+    def shutdown(self) -> None:
+        """End the threads after the submitted jobs; a second call does nothing."""
+        threads, self._threads = self._threads, []
+        for _ in threads:
+            self._jobs.put(None)
+        for thread in threads:
+            if thread is not threading.current_thread():  # the garbage collector may run in it
+                thread.join()
+
+
+def _work(jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while (entry := jobs.get()) is not None:
+        job, work = entry
+        if job.set_running_or_notify_cancel():
+            try:
+                job.set_result(work())
+            except BaseException as error:  # raised by the thread that waits
+                job.set_exception(error)
+        del entry, job, work  # what they refer to is freed while nothing is to do
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +77,7 @@ class Use:
     Attributes:
         name: shown in the trace.
         nbytes: of memory.
-        reads: fill it, each in a job of its own; each returns the bytes that it read. At least one.
+        reads: fill it, each in a job of its own; each returns the bytes that it read.
         after: uses whose data must be written before this one's is read.
     """
 
@@ -43,9 +94,7 @@ class _Region:
     use: Use
     place: int  # in the order of uses
     at: int  # in the ring
-    jobs: list[Job] = field(default_factory=list)
-    done: list[int] = field(default_factory=list)  # bytes of each read
-    dropped: bool = False
+    jobs: list[Future[int]] = field(default_factory=list)  # return the bytes that they read
 
 
 class Ring:
@@ -57,20 +106,23 @@ class Ring:
 
     Args:
         what: "weights" or "K and V", for the trace.
-        readers: not shared; without threads, each use is read when it is taken. If data is written back,
-            there is at most one thread, which reads nothing before what was submitted earlier is written.
+        num_threads: if data is written back, there is one, which reads nothing before what was submitted
+            earlier is written.
         trace: records reads, writes and waits.
+        ahead: False reads each use when it is taken, and waits until it is written.
     """
 
-    def __init__(self, what: str, readers: Prefetcher, trace: Trace) -> None:
-        self._what, self._readers, self._trace = what, readers, trace
+    def __init__(self, what: str, num_threads: int, trace: Trace, *, ahead: bool = True) -> None:
+        self._what, self._num_threads, self._trace = what, num_threads, trace
+        self._ahead = ahead
+        self._readers: Readers | None = None  # until the first use
         self._regions: deque[_Region] = deque()  # the first is the next to be used, or in use
         self._uses: list[Use] = []
         self._repeats = False
         self._next: int | None = None  # place of the next region; None: unknown
         self._last = -1  # place of the use that was taken last
         self._over: set[Use] = set()  # uses that ended
-        self._writes: list[Job] = []
+        self._writes: list[Future[int]] = []
         self._shield = Shield()  # Ctrl-C could leave regions without their reads
         self._memory: Tensor | None = None
 
@@ -104,7 +156,8 @@ class Ring:
             self._uses, self._repeats = list(uses), repeat
             self._next, self._last = 0, -1
             self._over, self._writes = set(), []
-            self._readers.start()
+            if self._readers is None:
+                self._readers = Readers(self._num_threads, f"verbatim-{self._what}")
             self._fill()
 
     def take(self, use: Use) -> Tensor:
@@ -124,12 +177,12 @@ class Ring:
                 self._fill()
             region = self._regions[0]
             self._last = region.place
-            for job in region.jobs:
-                job.wait()
-                if job.error is not None:
-                    self.drop()
-                    raise job.error
-        self._trace.add("wait", self._what, use.name, begin, sum(region.done))
+            try:
+                nbytes = sum(job.result() for job in region.jobs)
+            except BaseException:
+                self.drop()
+                raise
+        self._trace.add("wait", self._what, use.name, begin, nbytes)
         assert self._memory is not None
         return self._memory[region.at : region.at + use.nbytes]
 
@@ -146,11 +199,10 @@ class Ring:
         with self._shield.up():
             region = self._regions.popleft()
             if write is not None:
-                job = Job(partial(self._write, region, write))
-                self._writes.append(job)
-                self._readers.submit(job)
-                if job.ended and job.error is not None:
-                    raise job.error
+                assert self._readers is not None
+                self._writes.append(self._readers.submit(self._move, "write", region, write))
+                if self._writes[-1].done() or not self._ahead:
+                    self._writes[-1].result()
             self._over.add(region.use)
             self._fill()
         if write is not None:
@@ -163,32 +215,36 @@ class Ring:
             TierFailed: something can't be.
         """
         begin = perf_counter()
-        self._readers.finish()
+        with self._shield.up():
+            wait(self._writes)
         self._trace.add("flush", self._what, self._what, begin)
         self._check_writes()
 
     def drop(self) -> None:
         """Empty the ring, and wait for what is read or written; a second call is harmless."""
-        self._empty(self._readers.finish)
+        with self._shield.up():
+            wait([*self._forget(), *self._writes])
 
     def close(self) -> None:
         """End the threads and free the memory, until it is used again; a second call does nothing."""
-        self._empty(self._readers.stop)
-        self._memory = None
-
-    def _empty(self, end: Callable[[], object]) -> None:
-        """Skip what is not read yet, let `end` wait for the rest, and forget all regions."""
         with self._shield.up():
-            for region in self._regions:
-                region.dropped = True
-            end()
-            self._regions.clear()
-            self._next = None
+            self._forget()
+            if self._readers is not None:
+                self._readers.shutdown()
+            self._readers, self._memory, self._writes = None, None, []
+
+    def _forget(self) -> list[Future[int]]:
+        """Forget all regions; return their reads, of which those that have not begun are canceled."""
+        jobs = [job for region in self._regions for job in region.jobs]
+        for job in jobs:
+            job.cancel()
+        self._regions.clear()
+        self._next = None
+        return jobs
 
     def _check_writes(self) -> None:
         for write in self._writes:
-            if write.error is not None:
-                raise write.error
+            write.result()
 
     def _place_of(self, use: Use) -> int:
         """Return the next position of a use in the order; a new one is appended."""
@@ -202,7 +258,7 @@ class Ring:
 
     def _fill(self) -> None:
         """Submit the next reads, as far as the ring has room and what they read was written."""
-        while self._readers.num_threads and self._next is not None:
+        while self._ahead and self._next is not None:
             if self._next == len(self._uses):
                 return
             use = self._uses[self._next]
@@ -213,14 +269,13 @@ class Ring:
 
     def _submit(self, place: int, at: int) -> None:
         use = self._uses[place]
-        assert at + use.nbytes <= self.nbytes
+        assert at + use.nbytes <= self.nbytes and self._readers is not None
         region = _Region(use, place, at)
         self._regions.append(region)
         self._over.discard(use)  # if it is used once more, what reads its data waits once more
         self._next = (place + 1) % len(self._uses) if self._repeats else place + 1
         for read in use.reads:
-            region.jobs.append(Job(partial(self._read, region, read)))
-            self._readers.submit(region.jobs[-1])
+            region.jobs.append(self._readers.submit(self._move, "read", region, read))
 
     def _room(self, nbytes: int) -> int | None:
         """Return an offset, in whole pages, for a region beside those in use; None if there is no room.
@@ -238,38 +293,35 @@ class Ring:
                 return at
         return None
 
-    def _view(self, region: _Region) -> memoryview:
+    def _move(self, kind: str, region: _Region, move: Callable[[memoryview], int]) -> int:
+        """Read or write a region, or a part of it, in a thread; return the bytes moved."""
         assert self._memory is not None
-        return bytes_of(self._memory)[region.at : region.at + up(region.use.nbytes)]
-
-    def _read(self, region: _Region, read: Callable[[memoryview], int]) -> None:
-        if not region.dropped:
-            begin = perf_counter()
-            nbytes = read(self._view(region))
-            region.done.append(nbytes)
-            self._trace.add("read", self._what, region.use.name, begin, nbytes)
-
-    def _write(self, region: _Region, write: Callable[[memoryview], int]) -> None:
         begin = perf_counter()
-        nbytes = write(self._view(region))
-        self._trace.add("write", self._what, region.use.name, begin, nbytes)
+        view = bytes_of(self._memory)[region.at : region.at + up(region.use.nbytes)]
+        nbytes = move(view)
+        self._trace.add(kind, self._what, region.use.name, begin, nbytes)
+        return nbytes
 
 
-class Run(NamedTuple):
-    """Whole pages of one file that are read together, or in several chunks."""
+class Pages(NamedTuple):
+    """Whole pages of one file that are read at once."""
 
     path: Path
     offset: int  # in the file
-    nbytes: int  # whole pages
-    needed: int  # without bytes beyond the end of the file
+    nbytes: int
     at: int  # in the region
+
+    def read(self, files: OpenFiles, region: memoryview) -> int:
+        """Read it into a region; return the bytes read."""
+        view = region[self.at : self.at + self.nbytes]
+        return files.of(self.path).read([view], self.offset)
 
 
 @dataclass(slots=True)
 class Layout:
     """The layout of several tensors in a region of memory."""
 
-    runs: list[Run] = field(default_factory=list)
+    chunks: list[Pages] = field(default_factory=list)
     places: dict[Stored, int] = field(default_factory=dict)  # of its first byte
     nbytes: int = 0
 
@@ -281,32 +333,24 @@ class Layout:
         """
         for stored in self.places:
             files.of(stored.path, stored.stamp)
-        chunks = [(run, at) for run in self.runs for at in range(0, run.nbytes, CHUNK)]
-        return Use(name, self.nbytes, [partial(_read_chunk, files, *chunk) for chunk in chunks])
+        return Use(name, self.nbytes, [partial(chunk.read, files) for chunk in self.chunks])
 
 
 def lay_out(tensors: Iterable[Stored]) -> Layout:
-    """Lay tensors out so that neighbours in a file are read together; most layers are one run."""
-    layout = Layout()
+    """Lay tensors out so that neighbours in a file are read together; most layers are one run of pages."""
+    layout, runs = Layout(), list[Pages]()
     for stored in sorted(dict.fromkeys(tensors), key=lambda t: (str(t.path), t.offset)):
         begin, end = stored.offset // PAGE * PAGE, up(stored.offset + stored.nbytes)
-        last = layout.runs[-1] if layout.runs else None
-        if last and last.path == stored.path and begin <= last.offset + last.nbytes:
-            more = max(0, end - last.offset - last.nbytes)
-            needed = max(last.needed, stored.offset + stored.nbytes - last.offset)
-            run = last._replace(nbytes=last.nbytes + more, needed=needed)
-            layout.runs[-1] = run
-        else:
-            more = end - begin
-            needed = stored.offset + stored.nbytes - begin
-            run = Run(stored.path, begin, more, needed, layout.nbytes)
-            layout.runs.append(run)
+        run = runs[-1] if runs else None
+        if run is None or run.path != stored.path or begin > run.offset + run.nbytes:
+            runs.append(run := Pages(stored.path, begin, 0, layout.nbytes))
+        more = max(0, end - run.offset - run.nbytes)
+        runs[-1] = run._replace(nbytes=run.nbytes + more)
         layout.nbytes += more
         layout.places[stored] = run.at + stored.offset - run.offset
+    layout.chunks = [
+        Pages(run.path, run.offset + begin, min(CHUNK, run.nbytes - begin), run.at + begin)
+        for run in runs
+        for begin in range(0, run.nbytes, CHUNK)
+    ]
     return layout
-
-
-def _read_chunk(files: OpenFiles, run: Run, begin: int, memory: memoryview) -> int:
-    nbytes = min(CHUNK, run.nbytes - begin)
-    view = memory[run.at + begin : run.at + begin + nbytes]
-    return files.of(run.path).read(view, run.offset + begin, min(nbytes, run.needed - begin))

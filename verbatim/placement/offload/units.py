@@ -34,14 +34,15 @@ class Slot:
         lazy: how it is computed from the data in its tier.
         nbytes: of the parameter.
         tier: "gpu", "cpu" or "disk".
-        rows_only: only rows of it are read, from its file.
+        rows_only: only rows of it are read, from its file; a weight that is used as a whole, too, has two
+            slots.
         packing: of the lazy weight's data, if it is quantized.
         holders: modules that use the quantized bytes, which are installed as the buffer of this name; before
             the model is quantized, the modules and the names of the parameter.
         is_unpacked: a holder dequantizes it whole.
-        rounding: the packing to whose values unquantized data is rounded when it is read.
-        rows: the lazy weight that rows are read from, if it is another one.
+        rounding: the packing to whose values the rows are rounded that are read.
         cut: the model's parameter and the range of its rows, if it is not the whole.
+        experts: number of experts in it, if they can be read one by one.
     """
 
     name: str
@@ -53,17 +54,12 @@ class Slot:
     holders: list[tuple[nn.Module, str]] = field(default_factory=list)
     is_unpacked: bool = False
     rounding: WeightPacking | None = None
-    rows: LazyWeight | None = None
     cut: tuple[nn.Parameter, int, int] | None = None
+    experts: int = 0
 
     @property
     def nbytes(self) -> int:
         return self.parameter.numel() * self.parameter.element_size()
-
-    @property
-    def unpacked_bytes(self) -> int:
-        """Bytes that dequantizing takes while it is installed."""
-        return self.nbytes if self.packing is not None and self.is_unpacked else 0
 
     def values(self, weight: Tensor) -> Tensor:
         """Return its numbers out of those of the model's parameter, contiguous, in its dtype."""
@@ -83,6 +79,19 @@ class Slot:
     def tier_bytes(self) -> int:
         """Bytes that it takes in its tier, without rounding to pages."""
         return self.nbytes if self.packing is None else self.packing.nbytes
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert, as the kernels read it."""
+        return self.tier_bytes // self.experts
+
+    def expert(self, number: int) -> LazyWeight:
+        """Return how one expert is made."""
+        length = self.parameter.shape[0] if self.packing is None else self.packing.nbytes
+        rows = length // self.experts
+        lazy = rows_of(self.lazy, number * rows, (number + 1) * rows)
+        assert lazy is not None
+        return lazy
 
 
 @dataclass(slots=True, eq=False)
@@ -104,32 +113,6 @@ class Unit:
 
 
 @dataclass(slots=True, eq=False)
-class StackedSlot:
-    """A parameter that holds one matrix or bias of each expert.
-
-    Attributes:
-        count: experts in it.
-    """
-
-    slot: Slot
-    count: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one expert, as the kernels read it."""
-        return self.slot.tier_bytes // self.count
-
-    def lazy(self, expert: int) -> LazyWeight:
-        """Return how one expert is made."""
-        packing = self.slot.packing
-        length = self.slot.parameter.shape[0] if packing is None else packing.nbytes
-        rows = length // self.count
-        lazy = rows_of(self.slot.lazy, expert * rows, (expert + 1) * rows)
-        assert lazy is not None
-        return lazy
-
-
-@dataclass(slots=True, eq=False)
 class ExpertLayer:
     """The experts of one layer, each of which can be read by itself.
 
@@ -143,31 +126,28 @@ class ExpertLayer:
     module: nn.Module
     unit: Unit
     count: int
-    stacks: dict[str, StackedSlot]
+    stacks: dict[str, Slot]
 
     @property
     def slots(self) -> list[Slot]:
-        return [stack.slot for stack in self.stacks.values()]
+        return list(self.stacks.values())
 
     @property
     def expert_bytes(self) -> int:
         """Bytes of one expert in memory."""
-        return sum(stack.nbytes for stack in self.stacks.values())
+        return sum(slot.expert_bytes for slot in self.slots)
 
     @property
     def buffer_bytes(self) -> int:
         """Memory that a thread takes to read an expert: a buffer, and what is converted."""
-        found = [0]
-        for stack in self.stacks.values():
-            if stack.slot.packing is not None:  # it will be in the scratch file as it is held
-                found.append(buffer_bytes(stack.nbytes))
-                continue
-            for piece in pieces_of(stack.lazy(0)):
-                stored = sources(piece)
-                converted = 0 if isinstance(piece, Stored) else stack.nbytes
-                converted += sum(s.nbytes for s in stored) if converted else 0
-                found.append(buffer_bytes(max(s.nbytes for s in stored)) + converted)
-        return max(found)
+        # Quantized ones will be in the scratch file as they are held.
+        exact = [slot for slot in self.slots if slot.packing is None]
+        pieces = [piece for slot in exact for piece in pieces_of(slot.expert(0))]
+        made = [
+            stored for piece in pieces if not isinstance(piece, Stored) for stored in sources(piece)
+        ]
+        converted = sum(stored.nbytes for stored in made)
+        return buffer_bytes(self.expert_bytes) + (converted + self.expert_bytes if made else 0)
 
 
 @dataclass(slots=True)
@@ -257,7 +237,7 @@ def _expert_layer(name: str, module: nn.Module, unit: Unit) -> ExpertLayer | Non
     except NotFusable:
         return None
     slots = {slot.parameter: slot for slot in unit.slots}
-    stacks: dict[str, StackedSlot] = {}
+    stacks: dict[str, Slot] = {}
     for stack in (*parts.inputs, parts.down):
         for (tensors, key), size in (
             (stack.weight, stack.cols * stack.depth),
@@ -270,6 +250,6 @@ def _expert_layer(name: str, module: nn.Module, unit: Unit) -> ExpertLayer | Non
                 continue
             if rows_of(slot.lazy, 0, 1) is None:
                 return None
-            stacks[key] = StackedSlot(slot, slot.parameter.numel() // size)
-    count = min(stack.count for stack in stacks.values())
+            slot.experts, stacks[key] = slot.parameter.numel() // size, slot
+    count = min(slot.experts for slot in stacks.values())
     return ExpertLayer(name, module, unit, count, stacks)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from verbatim.model.quantize import pack_and_measure
-from verbatim.placement.offload.compress import rounded_rows
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.units import Slot
 from verbatim.placement.offload.weights import Weights
@@ -32,7 +31,7 @@ class TierWriter(WeightWriter):
         self._shield = Shield()  # Ctrl-C waits until all weights are written
         self._overlay: Scratch | None = None
         self._copies: list[tuple[Tensor, Tensor]] = []
-        self._lazies: dict[Slot, tuple[LazyWeight, LazyWeight | None]] = {}
+        self._lazies: dict[Slot, LazyWeight] = {}
         self.squares = {}
         owned: dict[Tensor, list[Slot]] = {}
         for slot in weights.units.slots:
@@ -72,20 +71,19 @@ class TierWriter(WeightWriter):
             raise
 
     def _prepare(self, slot: Slot, tensor: Tensor) -> None:
-        values = held = slot.values(tensor)
+        held = slot.values(tensor)
         if slot.packing is not None:
-            held, self.squares[slot.name] = pack_and_measure(values, slot.packing, slot.name)
+            held, self.squares[slot.name] = pack_and_measure(held, slot.packing, slot.name)
         if slot.tier == "disk":
             assert self._overlay is not None
-            rows = None if slot.rows is None else self._overlay.keep(slot.name, values)
-            self._lazies[slot] = self._overlay.keep(slot.name, held), rows
-        elif slot.packing is not None:
+            self._lazies[slot] = self._overlay.keep(slot.name, held)
+            return
+        target = slot.parameter.data
+        if slot.packing is not None:
             assert isinstance(slot.lazy, Held)
-            self._copies.append((slot.lazy.tensor, held))
-            self._lazies[slot] = slot.lazy, slot.rows
-        else:
-            self._copies.append((slot.parameter.data, rounded_rows(slot, held)))
-            self._lazies[slot] = Held(slot.parameter.data), None
+            target = slot.lazy.tensor
+        self._copies.append((target, held))
+        self._lazies[slot] = Held(target)
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Write all that stays in memory unquantized, and put all that was prepared in its place."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -13,15 +14,15 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from verbatim import kernels
-from verbatim.model.quantize import unpack_rows
-from verbatim.placement.offload.compress import rounded_rows
+from verbatim.model.quantize import rounded
 from verbatim.placement.offload.experts import ExpertCache
-from verbatim.placement.offload.prefetch import Prefetcher
+from verbatim.placement.offload.plan import Plan
 from verbatim.placement.offload.scratch import Scratch
-from verbatim.placement.offload.stream import Layout, Ring, Use, lay_out
+from verbatim.placement.offload.stream import READERS, Layout, Ring, Use, lay_out
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import Slot, Unit, Units
-from verbatim.weights.files import OpenFiles, read_whole
+from verbatim.shield import Shield
+from verbatim.weights.files import OpenFiles, bytes_of, pages, read_whole
 from verbatim.weights.lazy import Held, LazyWeight, Stored, materialize, rows_of, sources
 from verbatim.weights.update import overwrite
 
@@ -33,16 +34,16 @@ class Weights:
 
     Args:
         units: with a tier for each slot. Those in "gpu" and "cpu" are read at once.
-        ring_bytes: memory in which the others are read ahead.
-        num_readers: threads that do so; 0 reads a unit when it is installed.
+        plan: with the memory in which the others are read ahead, and that of experts, read one by one.
         trace: records reads and waits.
         scratch: has K and V; further files are opened beside it.
         packed: holds weights that were written for the disk tier, if any were; closed with this.
         tidy: called after each unit.
-        expert_bytes: memory for experts that are read one by one.
 
     Attributes:
         experts: those, if there are any.
+        files: the open files of weights.
+        dropped: as of `Checkpoint`, whose place this takes: `drop` frees the weights, `restore` reads them.
 
     Raises:
         TierFailed: a file can't be read.
@@ -51,72 +52,65 @@ class Weights:
     def __init__(
         self,
         units: Units,
-        ring_bytes: int,
-        num_readers: int,
+        plan: Plan,
         trace: Trace,
         scratch: Scratch,
-        packed: Scratch | None = None,
-        tidy: Callable[[], object] | None = None,
-        expert_bytes: int = 0,
+        packed: Scratch | None,
+        tidy: Callable[[], object],
     ) -> None:
         self.units = units
         self.is_mixed = False  # an update of them went wrong
+        self.dropped = True
         self.experts: ExpertCache | None = None
-        self._tidy = tidy
-        self._ring_bytes, self._num_readers = ring_bytes, num_readers
-        self._expert_bytes = expert_bytes
-        self.ring = Ring("weights", Prefetcher("verbatim-reader", num_readers), trace)
+        self.plan, self._tidy = plan, tidy
+        self.ring = Ring("weights", READERS, trace, ahead=plan.overlap)
         self.scratch = scratch
         self._packed = packed  # weights of the disk tier that are in no file of the user's
         self._asleep: Scratch | None = None
         self._slept: dict[Slot, Stored] = {}  # weights that are in no file otherwise
-        self._files = OpenFiles()
+        self.files = OpenFiles()
         self._order: list[Unit] = []  # as a forward uses them
         self._seen: list[Unit] | None = None  # those used so far, while their order is recorded
-        self._region: tuple[Layout, Tensor] | None = None
-        self._trace = trace
+        self.trace = trace
         self._streamed: dict[Unit, tuple[Layout, Use]] = {}
-        self.allocate()
+        self.restore()
 
-    def allocate(self) -> None:
-        """Read the weights that stay in memory, and start to read the others ahead.
+    def restore(self, _module: object = None) -> None:
+        """Read the weights that stay in memory, unless they are there, and start to read the others ahead.
 
         Raises:
             TierFailed: a file can't be read; nothing is allocated then.
         """
+        if not self.dropped:
+            return
         try:
             for slot, stored in self._slept.items():
                 assert self._asleep is not None
                 slot.lazy = Held(read_whole(stored, self._asleep))
             for slot in self.units.slots:
                 if slot.tier != "disk":
-                    made = materialize(slot.lazy, read_whole)
-                    slot.install(rounded_rows(slot, made) if slot.packing is None else made)
+                    slot.install(materialize(slot.lazy, read_whole))
             self._open_files()
         except BaseException:
             self._drop()
             raise
-        self._slept = {}
+        self._slept, self.dropped = {}, False
         if self._asleep is not None:
             self._asleep.close()
             self._asleep = None
 
     def _open_files(self) -> None:
-        self._files = OpenFiles(self._packed)
+        self.files = OpenFiles(self._packed)
         for unit in self.units.order:
-            away = [slot for slot in unit.slots if self.is_streamed(unit, slot)]
-            if tensors := [s for slot in away for s in sources(slot.lazy)]:
-                layout = lay_out(tensors)
-                self._streamed[unit] = layout, layout.use(unit.name, self._files)
-        if self._expert_bytes:
+            away = [slot.lazy for slot in unit.slots if slot.tier == "disk"]
+            if away and not unit.gathers:
+                layout = lay_out(stored for lazy in away for stored in sources(lazy))
+                self._streamed[unit] = layout, layout.use(unit.name, self.files)
+        if nbytes := self.plan.memory.get("experts", 0):
             self.experts = ExpertCache(
-                self.units.experts,
-                self._expert_bytes,
-                self._num_readers,
-                self._trace,
-                self._files,
+                self.units.experts, nbytes, self.plan.overlap, self.trace, self.files
             )
-        self.ring.reserve(self._ring_bytes)
+        self.ring.reserve(self.plan.ring_bytes)
         self._follow(self._order or list(self._streamed))
 
     def _follow(self, order: list[Unit]) -> None:
@@ -124,13 +118,13 @@ class Weights:
         if order:
             self.ring.follow([self._streamed[unit][1] for unit in order], repeat=True)
 
-    def release(self) -> None:
-        """Free all memory until `allocate`; weights in memory that are in no file as they are go to one.
+    def drop(self, _module: object) -> None:
+        """Free all memory until `restore`; weights in memory that are in no file as they are go to one.
 
         Raises:
             TierFailed: they can't be written; nothing is freed then.
         """
-        if self.is_asleep:
+        if self.dropped:
             return
         asleep, held = self.scratch.another(), dict[Slot, Stored]()
         try:
@@ -140,33 +134,28 @@ class Weights:
         except BaseException:
             asleep.close()
             raise
-        self._asleep, self._slept = asleep, held
+        self._asleep, self._slept, self.dropped = asleep, held, True
         self._drop()
-
-    @property
-    def is_asleep(self) -> bool:
-        """True between `release` and `allocate`."""
-        return self._asleep is not None
 
     def replace(
         self,
         copies: list[tuple[Tensor, Tensor]],
-        lazies: Mapping[Slot, tuple[LazyWeight, LazyWeight | None]],
+        lazies: Mapping[Slot, LazyWeight],
         packed: Scratch | None,
     ) -> None:
         """Put new weights in place.
 
         Args:
             copies: (target, new) in memory.
-            lazies: what `lazy` and `rows` of slots become.
+            lazies: what `lazy` of slots becomes.
             packed: the file of the disk tier from now on; None: the present one.
         """
         self.is_mixed = True
         if packed is not None:
             self._close_files()
         overwrite(copies)
-        for slot, (lazy, rows) in lazies.items():
-            slot.lazy, slot.rows = lazy, rows
+        for slot, lazy in lazies.items():
+            slot.lazy = lazy
         if packed is not None:
             if self._packed is not None:
                 self._packed.close()
@@ -174,15 +163,10 @@ class Weights:
             self._open_files()
         self.is_mixed = False
 
-    @staticmethod
-    def is_streamed(unit: Unit, slot: Slot) -> bool:
-        """Return whether `slot` is read as a whole for `unit`; of an embedding on the disk, only rows are."""
-        return slot.tier == "disk" and not unit.gathers
-
     @property
     def bytes_read(self) -> int:
         """Bytes read from files since it was opened, without those kept in memory."""
-        return sum(map(self._trace.nbytes, ("wait weights", "read rows", "read experts")))
+        return sum(map(self.trace.nbytes, ("wait weights", "read rows", "read experts")))
 
     @property
     def bytes_per_forward(self) -> int:
@@ -208,79 +192,46 @@ class Weights:
         Raises:
             TierFailed: they can't be read.
         """
-        try:
-            with self._lent(unit):
-                yield
-        finally:
-            if self._tidy is not None:
-                self._tidy()
-
-    @contextmanager
-    def _lent(self, unit: Unit) -> Iterator[None]:
-        layout, use = self._streamed.get(unit, (None, None))
-        # Rows of quantized embeddings are unpacked when they are looked up.
-        away = [s for s in unit.slots if s.tier == "disk" or (unit.gathers and s.packing)]
-        if not away:
+        away = [slot for slot in unit.slots if slot.tier == "disk"]
+        with ExitStack() as last_first:
+            last_first.callback(self._tidy)
+            if away and unit.gathers:
+                # Ctrl-C could leave torch with an override that has ended, or without one that has not.
+                last_first.enter_context(Shield().up())
+                own = {slot.parameter: slot for slot in away}
+                last_first.enter_context(_Lookup(own, self._rows))
+            elif away:
+                if self._seen is not None:
+                    self._seen.append(unit)
+                layout, use = self._streamed[unit]
+                read = partial(_read, layout, self.ring.take(use))
+                last_first.callback(self.ring.give_back)
+                begin = perf_counter()
+                for slot in away:
+                    last_first.callback(slot.install, None)
+                    slot.install(materialize(slot.lazy, read))  # unpacked, cast and stacked
+                self.trace.add("make", "weights", unit.name, begin)
             yield
-            return
-        if unit.gathers:
-            with _Lookup({slot.parameter: slot for slot in away}, self._rows):
-                yield
-            return
-        if layout is not None and use is not None:
-            if self._seen is not None:
-                self._seen.append(unit)
-            self._region = layout, self.ring.take(use)
-        try:
-            begin = perf_counter()
-            for slot in away:
-                slot.install(materialize(slot.lazy, self._read))  # unpacked, cast and stacked
-            self._trace.add("make", "weights", unit.name, begin)
-            yield
-        finally:
-            for slot in away:
-                slot.install(None)
-            self._region = None
-            if use is not None:
-                self.ring.give_back()
-
-    def _read(self, stored: Stored) -> Tensor:
-        """Return a tensor of the region in use."""
-        assert self._region is not None
-        layout, region = self._region
-        at = layout.places[stored]
-        found = region[at : at + stored.nbytes]
-        odd = found.data_ptr() % _ALIGNED
-        if odd and (odd % stored.dtype.itemsize or kernels.library() is None):
-            found = found.clone()
-        return found.view(stored.dtype).view(stored.shape)
 
     def _rows(self, slot: Slot, ids: Tensor) -> Tensor:
-        """Return rows of an embedding `[V, H]`, read from its file or unpacked: `[len(ids), H]`."""
-        lazy = slot.rows or slot.lazy
-        if isinstance(lazy, Held):
-            assert slot.packing is not None
-            return unpack_rows(lazy.tensor, slot.packing, ids)
-        begin, shape = perf_counter(), slot.parameter.shape
-        rows = [torch.empty(0, *shape[1:], dtype=slot.parameter.dtype)]
-        for row in ids.tolist():
-            own = rows_of(lazy, row, row + 1)
-            assert own is not None
-            rows.append(materialize(own, self._read_row))
-        nbytes = len(ids) * sum(stored.nbytes for stored in sources(lazy)) // shape[0]
-        self._trace.add("read", "rows", slot.name, begin, nbytes)
-        return rounded_rows(slot, torch.cat(rows))
+        """Return rows of an embedding `[V, H]`, read from its file: `[len(ids), H]`.
 
-    def _read_row(self, stored: Stored) -> Tensor:
-        return read_whole(stored, self._files.of(stored.path, stored.stamp))
-
-    def check_files(self) -> None:
-        """Check that the files are unchanged since the model was opened.
-
-        Raises:
-            TierFailed: one was written to; the message names it.
+        Args:
+            ids: without repetitions.
         """
-        self._files.check()
+        begin = perf_counter()
+        lazies: list[Any] = [rows_of(slot.lazy, row, row + 1) for row in ids.tolist()]
+        layout = lay_out(stored for lazy in lazies for stored in sources(lazy))
+        memory = pages(layout.nbytes)
+        use, view = layout.use(slot.name, self.files), bytes_of(memory)
+        for read in use.reads:
+            read(view)
+        rows = [torch.empty(0, *slot.parameter.shape[1:], dtype=slot.parameter.dtype)]
+        rows += [materialize(lazy, partial(_read, layout, memory)) for lazy in lazies]
+        nbytes = sum(stored.nbytes for stored in layout.places)
+        self.trace.add("read", "rows", slot.name, begin, nbytes)
+        found = torch.cat(rows)
+        return found if slot.rounding is None else rounded(found, slot.rounding, slot.name)
 
     def close(self) -> None:
         """End the readers and free everything; a second call does nothing."""
@@ -293,7 +244,7 @@ class Weights:
         self.ring.close()
         if self.experts is not None:
             self.experts.close()
-        self._files.close()
+        self.files.close()
         self._streamed = {}
 
     def _drop(self) -> None:
@@ -302,6 +253,16 @@ class Weights:
             slot.install(None)
             if isinstance(slot.lazy, Held):
                 slot.lazy = Held(slot.lazy.tensor.new_empty(0))
+
+
+def _read(layout: Layout, region: Tensor, stored: Stored) -> Tensor:
+    """Return a tensor of a region of memory."""
+    at = layout.places[stored]
+    found = region[at : at + stored.nbytes]
+    odd = found.data_ptr() % _ALIGNED
+    if odd and (odd % stored.dtype.itemsize or kernels.library() is None):
+        found = found.clone()
+    return found.view(stored.dtype).view(stored.shape)
 
 
 class _Lookup(TorchFunctionMode):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from verbatim.errors import ModelError, VerbatimError
+from verbatim.errors import ModelError, NotSupported, VerbatimError
 from verbatim.untrusted import parts_of, reason
 from verbatim.weights.formats.bitsandbytes import read_bitsandbytes
 from verbatim.weights.formats.checkpoint import QuantizedCheckpoint
@@ -22,12 +22,13 @@ from verbatim.weights.formats.compressed import read_compressed
 from verbatim.weights.formats.fp4 import read_mxfp4
 from verbatim.weights.formats.fp8 import read_fp8
 from verbatim.weights.formats.gptq import read_auto_round, read_awq, read_gptq
+from verbatim.weights.formats.hqq import read_hqq
 from verbatim.weights.formats.modelopt import read_modelopt
 from verbatim.weights.formats.torchao import read_torchao
 from verbatim.weights.lazy import LazyWeight, Stored
 
-# By `quant_method`, as in `QUANTIZATIONS` of `untrusted.py`.
-_FORMATS: dict[str, Callable[[QuantizedCheckpoint], Iterator[tuple[str, LazyWeight]]]] = {
+Reader = Callable[[QuantizedCheckpoint], Iterator[tuple[str, LazyWeight]]]
+_FORMATS: dict[str, Reader] = {  # by `quant_method`
     "auto-round": read_auto_round,
     "awq": read_awq,
     "bitsandbytes": read_bitsandbytes,
@@ -35,6 +36,7 @@ _FORMATS: dict[str, Callable[[QuantizedCheckpoint], Iterator[tuple[str, LazyWeig
     "fbgemm_fp8": read_fp8,
     "fp8": read_fp8,
     "gptq": read_gptq,
+    "hqq": read_hqq,
     "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
     "torchao": read_torchao,
@@ -48,6 +50,22 @@ def forget_quantization(config: Any) -> None:
             del part.quantization_config
 
 
+def reader_of(source: object, quantization: Mapping[str, Any]) -> Reader:
+    """Return the reader of a `quantization_config`.
+
+    Raises:
+        NotSupported: its format is not read.
+    """
+    by_bits = "bitsandbytes" if quantization.keys() & {"load_in_4bit", "load_in_8bit"} else None
+    method = quantization.get("quant_method") or by_bits
+    if not isinstance(method, str) or method not in _FORMATS:
+        raise NotSupported(
+            f"{source}: config.json: quant_method={str(method)[:80]!r} is not supported: must be one of "
+            f"{', '.join(_FORMATS)}; or open the model unquantized, with quantization="
+        )
+    return _FORMATS[method]
+
+
 def decode(
     folder: Path, stored: Mapping[str, Stored], quantization: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, LazyWeight]:
@@ -59,11 +77,10 @@ def decode(
         dtype: dtype of decoded weights.
 
     Raises:
-        NotSupported: a variant of the format that is not read.
+        NotSupported: a format, or a variant of one, that is not read.
         ModelError: tensors of a matrix are missing, or of another shape than the format says.
     """
-    # `check_config` allows no other.
-    reader = _FORMATS[quantization.get("quant_method") or "bitsandbytes"]
+    reader = reader_of(folder, quantization)
     checkpoint = QuantizedCheckpoint(folder, dict(stored), quantization, dtype)
     try:
         decoded = dict(reader(checkpoint))

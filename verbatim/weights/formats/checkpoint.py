@@ -15,8 +15,8 @@ from verbatim.model.groups import PIECE, heads_of
 from verbatim.model.quantization import GROUP_SIZES, Quantization
 from verbatim.model.quantize import pack
 from verbatim.model.weight_packing import Encoding, WeightPacking, join, unfold
-from verbatim.weights.formats.stored import Grouped
-from verbatim.weights.lazy import Computed, LazyWeight, Stored
+from verbatim.weights.formats.stored import grouped
+from verbatim.weights.lazy import LazyWeight, Stored
 
 # Of the tensors of a matrix: codes `[N, K]`, scales `[N, groups]`, zero points, if the encoding has any.
 Codes = Callable[..., tuple[Tensor, Tensor, Tensor | float]]
@@ -144,7 +144,7 @@ class QuantizedCheckpoint:
             heads = heads_of(scale.float().contiguous(), zero, encoding)
             return laid_out(code, heads.repeat_interleave(repeat, -1), one)
 
-        return Computed(Grouped(full_name, packing, compute), parts, {}, None)
+        return grouped(full_name, packing, compute, parts)
 
     def rounded(
         self,
@@ -159,7 +159,7 @@ class QuantizedCheckpoint:
         def compute(*tensors: Tensor) -> Tensor:
             return pack(values(*tensors).to(self.dtype).contiguous(), packing, name)
 
-        return Computed(Grouped(f"{self.folder}: {name}", packing, compute), parts, {}, None)
+        return grouped(f"{self.folder}: {name}", packing, compute, parts)
 
     def wrong(self, stored: Stored) -> ModelError:
         """Return the error for a tensor of another shape or dtype."""

@@ -16,7 +16,7 @@ from verbatim.model.groups import PIECE
 from verbatim.model.quantization import Quantization
 from verbatim.model.weight_packing import BLOCK, Encoding, WeightPacking, unfold
 from verbatim.weights.formats.checkpoint import SCALES, QuantizedCheckpoint
-from verbatim.weights.formats.stored import Decoded, Grouped
+from verbatim.weights.formats.stored import grouped
 from verbatim.weights.lazy import Computed, LazyWeight
 
 _LARGEST = 2.0**109  # a factor; scales are at most 448, and codes 6
@@ -103,8 +103,7 @@ def nvfp4(
         return found[:, : shape[1]].to(checkpoint.dtype).contiguous()
 
     if missing:
-        return Computed(Decoded(shape, checkpoint.dtype, values), parts, {}, None)
+        return Computed(values, parts, shape=shape, dtype=checkpoint.dtype)
     kind = Quantization(4, 32, None)
     packing = WeightPacking(shape, checkpoint.dtype, kind, encoding=Encoding.NVFP4)
-    compute = Grouped(full_name, packing, lambda *tensors: blocks(*tensors).flatten())
-    return Computed(compute, parts, {}, None)
+    return grouped(full_name, packing, lambda *tensors: blocks(*tensors).flatten(), parts)

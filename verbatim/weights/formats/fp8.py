@@ -12,7 +12,6 @@ from torch import Tensor
 from verbatim.errors import ModelError, NotSupported
 from verbatim.model.weight_packing import Encoding
 from verbatim.weights.formats.checkpoint import SCALES, QuantizedCheckpoint
-from verbatim.weights.formats.stored import Decoded
 from verbatim.weights.lazy import Computed, LazyWeight, Stored
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -109,7 +108,7 @@ def scaled(
         return checkpoint.grouped(name, shape, kind, 8, size, codes, tensors, columns=columns)
     if is_integer:
         raise checkpoint.wrong(parts[0])
-    return Computed(Decoded(shape, checkpoint.dtype, values), parts, {}, None)
+    return Computed(values, parts, shape=shape, dtype=checkpoint.dtype)
 
 
 def read_fp8(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:

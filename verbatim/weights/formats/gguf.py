@@ -15,7 +15,7 @@ from verbatim.model.quantization import Quantization
 from verbatim.model.stored import Stored, stamp_of
 from verbatim.model.weight_packing import Encoding, WeightPacking, unfold
 from verbatim.weights.formats.checkpoint import laid_out
-from verbatim.weights.formats.stored import Decoded, Grouped
+from verbatim.weights.formats.stored import grouped
 from verbatim.weights.lazy import Computed, LazyWeight, Traced, traced
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -60,8 +60,7 @@ def read_gguf(
             "model in memory, without a placement, can be"
         )
     names = get_gguf_hf_weights_map(empty, processor)
-    with path.open("rb") as file:
-        stamp = stamp_of(file.fileno())
+    stamp = stamp_of(path)
     table: dict[str, Any] = {}
     halves: dict[str, dict[str, Tensor]] = {}
     for tensor in reader.tensors:
@@ -123,7 +122,7 @@ def _lazy(path: Path, tensor: Any, dtype: torch.dtype, stamp: Any) -> LazyWeight
             code, heads = split(blocks, full_name)
             return laid_out(code.flatten(1), heads, one)
 
-        return Computed(Grouped(full_name, packing, compute), (stored,), {}, None)
+        return grouped(full_name, packing, compute, (stored,))
 
     def decode(raw: Tensor) -> Tensor:
         from gguf import dequantize
@@ -131,7 +130,7 @@ def _lazy(path: Path, tensor: Any, dtype: torch.dtype, stamp: Any) -> LazyWeight
         values = torch.from_numpy(dequantize(raw.numpy(), kind))
         return values.to(dtype)
 
-    return Computed(Decoded(shape, dtype, decode), (stored,), {}, None)
+    return Computed(decode, (stored,), shape=shape, dtype=dtype)
 
 
 def _halves(data: Tensor, name: str) -> Tensor:

@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from verbatim.errors import ModelError, VerbatimError
+from verbatim.model.packing import choose_packings, holdable_of
+from verbatim.model.quantization import Quantization
 from verbatim.model.quantize import unpack
 from verbatim.model.weight_packing import WeightPacking
 from verbatim.untrusted import reason
-from verbatim.weights.lazy import Computed, LazyWeight
+from verbatim.weights.lazy import Computed, LazyWeight, Stored
 
 _aten = torch.ops.aten
 _ONE_AT_A_TIME = threading.Lock()  # codes take several times the memory while they are laid out
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Decoded:
-    """Computes a matrix from the stored tensors of its format.
-
-    Attributes:
-        shape, dtype: of the matrix.
-        compute: returns it from the tensors.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    compute: Callable[..., Tensor]
-
-    def __call__(self, *parts: Tensor) -> Tensor:
-        return self.compute(*parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,14 +35,6 @@ class Grouped:
     name: str
     packing: WeightPacking
     compute: Callable[..., Tensor]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.packing.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.packing.dtype
 
     def pack(self, *parts: Tensor) -> Tensor:
         """Return the packed bytes: `[..., N, vector_bytes]`."""
@@ -80,6 +57,14 @@ class Grouped:
 
     def __call__(self, *parts: Tensor) -> Tensor:
         return unpack(self.pack(*parts).flatten(), self.packing)
+
+
+def grouped(
+    name: str, packing: WeightPacking, compute: Callable[..., Tensor], parts: tuple[Stored, ...]
+) -> Computed:
+    """Return the lazy weight of a matrix, or a stack of them, that `Grouped` computes from its tensors."""
+    func = Grouped(name, packing, compute)
+    return Computed(func, parts, shape=packing.shape, dtype=packing.dtype)
 
 
 def stored_packing(lazy: LazyWeight) -> tuple[WeightPacking, LazyWeight] | None:
@@ -118,18 +103,32 @@ def stored_packing(lazy: LazyWeight) -> tuple[WeightPacking, LazyWeight] | None:
     return replace(first, shape=tuple(shape)), replace(lazy, args=(parts, dim))
 
 
-def held_packing(
-    lazy: LazyWeight, wanted: WeightPacking | None, columns: bool | None
-) -> tuple[WeightPacking, LazyWeight] | None:
-    """Return `stored_packing` of a weight that is held as it is stored; None: it is decoded.
+def packings_of(
+    module: nn.Module,
+    lazy_weights: Mapping[nn.Parameter, LazyWeight],
+    quantization: Quantization | None,
+) -> dict[nn.Parameter, WeightPacking]:
+    """Return the layout of every weight that is held packed, without reading data.
 
-    Args:
-        wanted: the packing that the user's quantization has for it. It is used instead if it takes fewer
-            bits, or quantizes activations.
-        columns: as a layer uses it (`holdable_of`); None: with another operation.
+    A weight that is stored packed stays as it is stored, if a layer can use it so, unless `quantization`
+    takes fewer bits for it, or quantizes activations.
+
+    Raises:
+        NotSupported: as of `choose_packings`.
     """
+    found = {} if quantization is None else choose_packings(module, quantization)
+    holdable = holdable_of(module)
+    for parameter, lazy in lazy_weights.items():
+        stored, wanted = stored_packing(lazy), found.get(parameter)
+        if stored is None or stored[0].columns is not holdable.get(parameter):
+            continue
+        fewer = wanted and wanted.quantization.bits < stored[0].quantization.bits
+        if not fewer and not (wanted and wanted.multiplies_codes):
+            found[parameter] = stored[0]
+    return found
+
+
+def stored_as(lazy: LazyWeight, packing: WeightPacking | None) -> LazyWeight | None:
+    """Return the lazy weight of a weight's packed bytes, if it is stored in this packing."""
     stored = stored_packing(lazy)
-    if stored is None or stored[0].columns is not columns:
-        return None
-    fewer = wanted and wanted.quantization.bits < stored[0].quantization.bits
-    return None if fewer or (wanted and wanted.multiplies_codes) else stored
+    return stored[1] if stored is not None and stored[0] == packing else None

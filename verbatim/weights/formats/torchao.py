@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,6 +59,11 @@ def _scaled(
     zeros = checkpoint.take_if_there(f"{prefix}zero_point", torch.int8)
     # Symmetric ones are stored with zeros; without them a scale keeps all its bits.
     zeros = tuple(zero for zero in zeros if bool(read_stored(zero).any()))
+    data, scale = (checkpoint.left.get(f"{prefix}{key}") for key in ("qdata", "scale"))
+    if data is not None and scale is not None and len(data.shape) == 2:
+        count = math.prod(-(-n // size) for n, size in zip(data.shape, block, strict=True))
+        if math.prod(scale.shape) != count:
+            raise checkpoint.wrong(scale)
     return scaled(checkpoint, f"{prefix}qdata", f"{prefix}scale", block, zeros)
 
 
