@@ -67,6 +67,8 @@ def strike(llm: LLM, forward: int, places: list[int], number: int) -> Callable[[
         if seen == forward + 1:
             for pid in [pids(llm)[place] for place in places]:
                 os.kill(pid, number)
+                if number == signal.SIGSTOP:  # a busy machine may run its threads for a while yet
+                    until(lambda pid=pid: state_of(pid) == "T")
         return remote
 
     def undo() -> None:
