@@ -2,13 +2,13 @@
 
 A tile holds the query rows of a few tokens of one sequence and all the heads of one KV head. Its keys
 come in splits of `SPLIT` positions, counted from position 0 of the sequence, and in tiles of `KEYS`
-within them; a row's state (largest score, sum, values) is merged over the splits in their order. How
-many splits one program takes is a matter of speed: in decode one each, in prefill all of them. A row's
-bits depend neither on that nor on the rows beside it, since
+within them; a row's state (largest score, sum, values) is merged over the splits in their order. One
+program takes one split or all of them, as is faster: sums of sums of some splits would be rounded otherwise. A
+row's bits depend neither on that nor on the rows beside it, since
 
 - decode and prefill are the same compiled kernel, with the same tile shapes;
 - a tile of keys that a row sees nothing of leaves its state as it is (a factor of 1, a sum of 0);
-- merging a state into an empty one gives that state, so a merge of merges is the merge of all.
+- merging a state into an empty one gives that state, so it may happen in one kernel or in the other.
 
 `paged_attention` of `verbatim.kv.attention` says what the arguments are, and has the plain reference.
 """
@@ -289,11 +289,9 @@ def paged_attention(
     tokens = rows // heads_each
     tiles = num_tokens // tokens + num_sequences
     splits = -(-block_tables.shape[1] * block_size // SPLIT)
-    # As many groups as fill the GPU, and as few as the room for their states asks for.
-    state_bytes = num_tokens * heads * (value_size + 2) * 4
-    groups = min(splits, _PROGRAMS // (tiles * kv_heads) + 1, _PARTIAL_BYTES // state_bytes + 1)
-    splits_each = -(-splits // groups)
-    groups = -(-splits // splits_each)
+    state_bytes = num_tokens * heads * (value_size + 2) * 4 * splits
+    alone = tiles * kv_heads < _PROGRAMS and state_bytes <= _PARTIAL_BYTES
+    splits_each, groups = (1, splits) if alone else (splits, 1)
     tops, totals = q.new_empty((2, num_tokens, heads, groups), dtype=torch.float32)
     accs = q.new_empty((num_tokens, heads, groups, value_size), dtype=torch.float32)
     compute = q.dtype if q.dtype == k_store.dtype else torch.float32

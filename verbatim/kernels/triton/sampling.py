@@ -24,7 +24,7 @@ LANES = tl.constexpr(NUM_LANES)
 _UNROLLED = tl.constexpr(16)  # loads on their way at once
 _NO_ID = tl.constexpr(0x7FFFFFFF)
 _C0, _C1, _C2, _C3, _C4, _C5 = map(tl.constexpr, EXP_COEFFICIENTS)
-_SLACK = tl.constexpr(2.0**-50)  # of a noise in float64, as `verbatim.sampling.noise` has it
+SLACK = 2.0**-50  # of a noise in float64, as `verbatim.sampling.noise` has it
 _ROUNDER = tl.constexpr(1.5 * 2**52)  # added and taken away, it leaves the nearest whole number
 
 
@@ -47,14 +47,14 @@ def _philox(group, position, sample_index, seed):
 
 
 @helper
-def _scores(logits, ids, size, word, temperature, is_greedy):
+def _scores(logits, ids, size, word, temperature, is_greedy, SLACK: tl.constexpr):
     """The lowest and the highest number that the score of each id can be, in float32."""
     held = ids < size
     value = widened(tl.load(logits + ids, mask=held, other=float("-inf")))
     # 1 - u has 33 bits, so this is log1p(-u) of the exact u.
     rest = (4294967295.5 - word.to(tl.float64)) * 2.3283064365386963e-10
     noise = -tl.log(-tl.log(rest))
-    slack = (tl.abs(noise) + 1.0) * _SLACK
+    slack = (tl.abs(noise) + 1.0) * SLACK
     warped = tl.div_rn(value, tl.full(value.shape, 0.0, tl.float32) + temperature)
     low = tl.where(is_greedy, value, warped + (noise - slack).to(tl.float32))
     high = tl.where(is_greedy, value, warped + (noise + slack).to(tl.float32))
@@ -85,6 +85,7 @@ def _pick(
     size,
     tiles,
     GROUPS: tl.constexpr,
+    SLACK: tl.constexpr,
 ):
     """The best score of a tile of ids and whose it is, by the low and by the high scores."""
     row, tile = tl.program_id(0), tl.program_id(1)
@@ -99,7 +100,7 @@ def _pick(
     high, high_id = float("-inf"), _NO_ID
     for word in tl.static_range(4):
         ids = group * 4 + word
-        below, above = _scores(values, ids, size, words[word], temperature, is_greedy)
+        below, above = _scores(values, ids, size, words[word], temperature, is_greedy, SLACK)
         low, low_id = _better(low, low_id, below, ids)
         high, high_id = _better(high, high_id, above, ids)
     place = (row * tiles + tile) * 2
@@ -213,6 +214,7 @@ def draw(
         size,
         tiles,
         GROUPS=GROUPS,
+        SLACK=SLACK,
         num_warps=4,
         **EXACT,
     )
