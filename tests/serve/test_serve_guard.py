@@ -439,6 +439,52 @@ def test_the_command_names_hosts_where_nobody_needs_a_key(monkeypatch):
     assert _settings("127.0.0.1", {}).hosts == ()
 
 
+@pytest.mark.parametrize(
+    ("given", "host", "hosts"),
+    [
+        ({}, "127.8.8.8", (*LOCAL_HOSTS, "127.8.8.8")),
+        ({"hosts": ("mine",)}, "localhost", ("mine",)),
+        ({"no_api_key": True}, "0.0.0.0", ()),
+        ({"api_keys": ("a-key-of-mine",)}, "localhost", ()),
+        ({}, "0.0.0.0", None),
+        ({"hosts": ("mine",)}, "example.org", None),
+    ],
+)
+def test_a_server_from_python_is_guarded_as_that_of_the_command(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, given: Any, host: str, hosts: Any
+) -> None:
+    class Made(Exception):
+        pass
+
+    def make(_: LLM, settings: ServeSettings) -> None:
+        assert settings.hosts == hosts
+        raise Made
+
+    monkeypatch.setattr("verbatim.serve.server.make_app", make)
+    with pytest.raises(Made if hosts is not None else InvalidRequest, match=r"no_api_key|^$"):
+        run(llm, ServeSettings(**given), host)
+
+
+def test_keys_and_no_key_are_not_combined() -> None:
+    with pytest.raises(InvalidRequest, match="no_api_key"):
+        ServeSettings(api_keys=("a-key-of-mine",), no_api_key=True)
+
+
+def test_threads_of_a_server_end_with_it(llm: LLM) -> None:
+    with serving(llm) as server:
+        threads = [
+            asyncio.run_coroutine_threadsafe(
+                server.service.in_thread(
+                    threading.current_thread, num_chars=chars, compiles=compiles
+                ),
+                server.loop,
+            ).result(PATIENCE_S)
+            for chars, compiles in [(0, True), (1 << 20, False)]
+        ]
+        assert all(thread.is_alive() for thread in threads)
+    until(lambda: not any(thread.is_alive() for thread in threads))
+
+
 def test_a_token_does_not_wait_for_the_one_before_to_be_acknowledged():
     with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
         accepted, _ = listener.accept()
@@ -585,7 +631,7 @@ def test_what_json_has_no_word_for(value, text):
 )
 def test_what_a_server_from_python_is_given_is_checked(llm, given, says):
     with pytest.raises(VerbatimError, match=re.escape(says)):
-        run(llm, ServeSettings(), **given)
+        run(llm, ServeSettings(no_api_key=True), **given)
 
 
 def test_a_signal_within_the_handler_of_the_first_one_is_a_second_one(llm: LLM) -> None:

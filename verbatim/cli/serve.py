@@ -10,8 +10,9 @@ from typing import Any
 from verbatim.cli.options import ADAPTERS, MODEL, Option, fields_of, given, helps, takes
 from verbatim.cli.placing import CLUSTER, OFFLOAD, opened, placement_of
 from verbatim.cli.terminal import WrongUsage, need_packages, note
+from verbatim.errors import InvalidRequest
 from verbatim.files import read_file
-from verbatim.serve.settings import LEVELS, LOCAL_HOSTS, ServeSettings, is_local
+from verbatim.serve.settings import LEVELS, ServeSettings
 
 KEYS = "VERBATIM_API_KEY"
 _SERVER, _LIMITS = "Server", "Limits"
@@ -30,7 +31,7 @@ SERVER = (
         f"File of API keys, one per line, in addition to those in ${KEYS}.",
         "PATH",
     ),
-    Option("no_api_key", bool, _SERVER, "Accept requests without an API key."),
+    *_field(_SERVER, "no_api_key"),
     Option(
         "cors_origin",
         list[str],
@@ -82,19 +83,13 @@ def serve(**values: Any) -> None:
 
 def _settings(host: str, fields: dict[str, Any]) -> ServeSettings:
     keys = _keys(fields.pop("api_key_file", None))
-    no_api_key = fields.pop("no_api_key", False)
-    if no_api_key and keys:
-        raise WrongUsage(f"--no-api-key can't be combined with a key in --api-key-file or ${KEYS}")
-    if not keys and not no_api_key and not is_local(host):
-        raise WrongUsage(
-            f"--host {host} accepts requests from other machines: set a key (${KEYS} or --api-key-file), or "
-            "pass --no-api-key"
-        )
-    if is_local(host) and not keys:  # guards against DNS rebinding; a web page has no key
-        fields["hosts"] = tuple(dict.fromkeys((*LOCAL_HOSTS, host.lower())))
     fields["cors_origins"] = tuple(fields.pop("cors_origin", ()))
     fields["timeout_s"] = fields.pop("request_timeout_s", None)
-    return ServeSettings(api_keys=keys, **fields)
+    settings = ServeSettings(api_keys=keys, **fields)
+    try:
+        return settings.at(host)
+    except InvalidRequest as error:
+        raise WrongUsage(str(error)) from None
 
 
 def _keys(path: str | None) -> tuple[str, ...]:

@@ -162,6 +162,8 @@ class BatchRun:
             if isinstance(error, OSError) and not isinstance(error, VerbatimError):
                 error = VerbatimError(f"can't read {self.records.source}: {error.strerror}")
             raise error from None
+        finally:
+            self.service.close()
 
     def _skip(self, text: bytes | None, nbytes: int) -> None:
         """Count a line that was answered before, or an empty one."""

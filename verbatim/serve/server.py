@@ -51,6 +51,10 @@ class Server(uvicorn.Server):
         service = self._service
         self._say(f"serving {service.name} at {self._address} ({service.fingerprint})")
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        self._service.close()
+
     async def on_tick(self, counter: int) -> bool:
         if counter % _TICKS == 0:
             now = asyncio.get_running_loop().time()
@@ -83,18 +87,19 @@ def run(
     """Serve until a signal, in the main thread. The caller closes `llm`.
 
     Args:
+        host: the address to listen at, as of `ServeSettings.at`.
         port: 0 takes a free one, which is reported.
         drain_s: seconds for running requests after the first signal.
         say: called with the address, and at shutdown.
 
     Raises:
-        InvalidRequest: an invalid port, level or time.
+        InvalidRequest: an invalid port, level or time, or other machines reach it without a key.
         VerbatimError: the address is not available.
     """
     host, port = host.strip("[]"), integer("port", port, 0, 65535)
     if log_level not in LEVELS:
         raise InvalidRequest(f"log_level={log_level!r}: must be one of {', '.join(LEVELS)}")
-    drain_s = integer("drain_s", drain_s, 0)
+    drain_s, settings = integer("drain_s", drain_s, 0), settings.at(host)
     app = make_app(llm, settings)
     config = configured(app, settings, log_level=log_level, drain_s=drain_s)
     listener = listen(host, port)

@@ -120,6 +120,11 @@ class Service:
         self._compilers = ThreadPoolExecutor(_COMPILERS, "verbatim-structures")
         self._readers = ThreadPoolExecutor(_READERS, "verbatim-large-inputs")
 
+    def close(self) -> None:
+        """End the threads, after what they do at present."""
+        for threads in (self._compilers, self._readers):
+            threads.shutdown(wait=False, cancel_futures=True)
+
     @property
     def under_way(self) -> int:
         """Number of generations in progress."""

@@ -19,6 +19,7 @@ class ServeSettings:
     Attributes:
         name: model name in the API. None: the engine's name.
         api_keys: accepted keys; empty: none is required.
+        no_api_key: accept requests from other machines without an API key.
         max_body_bytes: maximum size of a request body; status 413 above it.
         max_requests: maximum generations in progress or queued; status 429 above it.
         max_choices: maximum completions per request (prompts times `n`); status 400 above it.
@@ -34,7 +35,7 @@ class ServeSettings:
         negative_priorities: accept a `priority` below 0, which runs a client's requests before, and in
             place of, those of others.
         hosts: accepted names in the Host header; empty: any. Protects a local server against web pages that
-            resolve their own name to it (DNS rebinding).
+            resolve their own name to it (DNS rebinding); `at` sets them.
         cors_origins: origins of web pages that may call the server; empty: none.
         docs: serve /docs and /openapi.json.
         playground: serve the playground at /.
@@ -56,6 +57,7 @@ class ServeSettings:
 
     name: str | None = None
     api_keys: tuple[str, ...] = ()
+    no_api_key: bool = False
     max_body_bytes: int = 4 << 20
     max_requests: int = 512
     max_choices: int = 128
@@ -92,6 +94,8 @@ class ServeSettings:
             raise InvalidRequest(
                 f"logprobs_mode={self.logprobs_mode!r}: must be one of {', '.join(LOGPROBS_MODES)}"
             )
+        if self.no_api_key and self.api_keys:
+            raise InvalidRequest("no_api_key: can't be combined with an API key")
         if self.name is not None and not self.name.strip():
             raise InvalidRequest("name='': must not be empty")
         if self.adapter_root is not None:
@@ -114,6 +118,24 @@ class ServeSettings:
                     f"cors origin {origin!r}: must be an origin such as https://example.org, without a "
                     "path or *"
                 )
+
+    def at(self, host: str) -> ServeSettings:
+        """Return the settings for listening at `host`: without keys, a local server gets its `hosts`.
+
+        Raises:
+            InvalidRequest: other machines reach it, and neither `api_keys` nor `no_api_key` is set.
+        """
+        if self.api_keys:
+            return self
+        if is_local(host):  # a web page has no key
+            names = self.hosts or tuple(dict.fromkeys((*LOCAL_HOSTS, host.lower())))
+            return dataclasses.replace(self, hosts=names)
+        if not self.no_api_key:
+            raise InvalidRequest(
+                f"host={host!r} accepts requests from other machines: set api_keys ($VERBATIM_API_KEY or "
+                "--api-key-file), or no_api_key=True (--no-api-key)"
+            )
+        return self
 
 
 LEVELS = ("critical", "error", "warning", "info", "debug")  # of the logs
