@@ -1,4 +1,4 @@
-"""Reading of a user's text (a file, a pipe or stdin) up to a limit, and atomic writing of files."""
+"""Reading of a user's text (a file, a pipe or stdin) up to a limit, atomic writing of files, and hub ids."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from verbatim.errors import InvalidRequest
+from verbatim.errors import InvalidRequest, ModelError, first_line
 
 MAX_TEXT_BYTES = 64 << 20
+_HUB_S = 5.0  # until the hub's answer
 
 
 def read_file(name: str, path: str | os.PathLike[str], limit: int = MAX_TEXT_BYTES) -> str:
@@ -37,13 +38,37 @@ def read_file(name: str, path: str | os.PathLike[str], limit: int = MAX_TEXT_BYT
     return _text(name, data, limit)
 
 
-def read_stdin(limit: int = MAX_TEXT_BYTES) -> str:
+def read_stdin() -> str:
     """Return the text on stdin, as `read_file` does."""
     try:
-        data = sys.stdin.buffer.read(limit + 1)
+        data = sys.stdin.buffer.read(MAX_TEXT_BYTES + 1)
     except OSError as error:
         raise InvalidRequest(f"can't read stdin: {error.strerror or error}") from None
-    return _text("stdin", data, limit)
+    return _text("stdin", data, MAX_TEXT_BYTES)
+
+
+def hub_arguments(named: str, revision: str | None) -> dict[str, Any]:
+    """Return transformers' arguments for a hub id: from the cache only, if the hub can't be reached.
+
+    This is tried once, as the libraries repeat each request for half a minute.
+
+    Raises:
+        ModelError: the hub can't be reached, and the cache doesn't have it.
+    """
+    from huggingface_hub import constants, get_session
+    from huggingface_hub.file_download import repo_folder_name
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_HUB_S)
+    except Exception as error:  # of httpx, requests or a session of the user's
+        cached = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=named, repo_type="model"))
+        if not cached.is_dir():
+            raise ModelError(
+                f"no model at {named!r}: there is no such folder, {cached.parent} has no such hub id, and "
+                f"{constants.ENDPOINT} can't be reached: {first_line(error)}"
+            ) from None
+        return {"revision": revision, "local_files_only": True}
+    return {"revision": revision}
 
 
 def _text(name: str, data: bytes, limit: int) -> str:

@@ -374,14 +374,14 @@ def _write(
     save_file(tensors, folder / "model.safetensors", metadata)
 
 
-def hub_snapshot(root: Path, monkeypatch: Any) -> Path:
+def hub_snapshot(root: Path, monkeypatch: Any, *, offline: bool = True) -> Path:
     """Return the folder of "some/model" in a cache of the hub, to be written to, and keep to that cache."""
     home = root / "hub" / "models--some--model"
     (home / "refs").mkdir(parents=True)
     (home / "refs" / "main").write_text("0" * 40)
     for module in ("huggingface_hub.constants", "huggingface_hub.file_download"):
-        monkeypatch.setattr(f"{module}.HF_HUB_OFFLINE", True, raising=False)
-    monkeypatch.setattr("transformers.utils.hub.HF_HUB_OFFLINE", True, raising=False)
+        monkeypatch.setattr(f"{module}.HF_HUB_OFFLINE", offline, raising=False)
+    monkeypatch.setattr("transformers.utils.hub.HF_HUB_OFFLINE", offline, raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(root / "hub"))
     return home / "snapshots" / ("0" * 40)
 

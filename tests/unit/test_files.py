@@ -6,11 +6,16 @@ import os
 import subprocess
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from support.checkpoints import hub_snapshot
 from support.programs import VERBATIM
 from support.scripted_llm import ScriptedLLM, run
+from support.toy_tokenizers import byte_level
+from support.toys import make_toy
+from verbatim import LLM
 from verbatim.errors import InvalidRequest, ModelError
 from verbatim.files import MAX_TEXT_BYTES, read_file, replacing
 from verbatim.model.kempner.config import KempnerConfig
@@ -106,6 +111,33 @@ def test_stdin_without_end_is_refused():
         done = subprocess.run([*VERBATIM, "generate"], stdin=zero, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == "verbatim: stdin is larger than 67108864 bytes, the limit\n"
+
+
+@pytest.mark.parametrize("error", [OSError("no route"), TimeoutError("timed out")])
+def test_a_hub_id_without_a_network_is_looked_for_once(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The libraries repeat each request for half a minute."""
+
+    def no_request(*_: object) -> None:
+        raise AssertionError("the hub was asked again")
+
+    asked: list[str] = []
+
+    def head(url: str, timeout: float) -> None:
+        asked.append(url)
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.get_session", lambda: SimpleNamespace(head=head))
+    monkeypatch.setattr("huggingface_hub.utils._http.get_session", no_request)
+    snapshot = hub_snapshot(tmp_path, monkeypatch, offline=False)
+    expected = f"no such hub id, and https://huggingface.co can't be reached: {error}"
+    for call in (lambda: LLM("no/model"), lambda: LLM(tokenizer="no/model")):
+        with pytest.raises(ModelError, match=expected):
+            call()
+    make_toy("llama").save_pretrained(snapshot)
+    LLM("some/model", tokenizer=byte_level().hf).close()
+    assert asked == ["https://huggingface.co"] * 3
 
 
 def test_a_file_that_is_replaced_keeps_links_and_devices(tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.errors import InvalidRequest, ModelError, VerbatimError, first_line
+from verbatim.files import hub_arguments
 from verbatim.untrusted import check_tokenizer
 
 # The replacements of transformers' `clean_up_tokenization`, in order (a test compares the two).
@@ -118,8 +119,9 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         with failures_as(ModelError, f"no tokenizer from {str(path_or_id)!r}"):
+            where = {} if folder.is_dir() else hub_arguments(str(path_or_id), revision)
             hf = AutoTokenizer.from_pretrained(
-                str(path_or_id), revision=revision, trust_remote_code=trust_remote_code
+                str(path_or_id), trust_remote_code=trust_remote_code, **where
             )
         return cls(hf)
 

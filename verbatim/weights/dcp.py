@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import InvalidRequest, ModelError, NotSupported
+from verbatim.files import hub_arguments
 from verbatim.model.dcp.checkpoint import DcpCheckpoint
 from verbatim.model.kempner import layout
 from verbatim.model.kempner.config import KempnerConfig
@@ -145,8 +146,10 @@ def _config_of(
                 raise InvalidRequest(
                     f"config={source!r}: it is not there, and no hub id; it must be {ALLOWED}"
                 )
-            if os.path.exists(source):
-                where = {"trust_remote_code": where["trust_remote_code"], "local_files_only": True}
+            remote, revision = where["trust_remote_code"], where["revision"]
+            is_here = os.path.exists(source)
+            found = {"local_files_only": True} if is_here else hub_arguments(source, revision)
+            where = {"trust_remote_code": remote, **found}
             return read_config(source, where), None, _generation(source, where)
         config = KempnerConfig.read(source)
     if isinstance(config, KempnerConfig):

@@ -11,6 +11,7 @@ import torch
 
 from verbatim import storyteller
 from verbatim.errors import InvalidRequest, ModelError, NotSupported, first_line
+from verbatim.files import hub_arguments
 from verbatim.model.dcp.checkpoint import find_dcp
 from verbatim.model.loader import (
     HUB_ID,
@@ -73,7 +74,7 @@ def _folder(source: ModelSource, in_memory: bool) -> ModelFiles:
     """Return the files of a folder in Hugging Face's format, of a hub id, or of an adapter and its base."""
     named = os.fspath(source.model)
     where: dict[str, Any] = {"trust_remote_code": source.trust_remote_code}
-    folder = None
+    folder, hub = None, dict[str, Any]()
     if os.path.isdir(os.path.expanduser(named)):
         named, where["local_files_only"] = os.path.expanduser(named), True
         folder = Path(named).resolve()
@@ -88,7 +89,8 @@ def _folder(source: ModelSource, in_memory: bool) -> ModelFiles:
     elif not HUB_ID.match(named) or os.path.exists(named):
         raise ModelError(f"no model at {named!r}: neither a folder nor a hub id such as org/name")
     else:
-        where["revision"] = source.revision
+        hub = hub_arguments(named, source.revision)
+        where |= hub
     config = read_config(named, where)
     if (quantization := quantization_of(config)) is not None:
         reader_of(named, quantization)  # refused before anything is fetched
@@ -96,7 +98,7 @@ def _folder(source: ModelSource, in_memory: bool) -> ModelFiles:
     # The file of weights that the config names instead of the usual ones.
     file = getattr(config, "transformers_weights", None)
     if folder is None:
-        folder = _fetched(named, source.revision, in_memory, file).resolve()
+        folder = _fetched(named, hub, in_memory, file).resolve()
         read_modelopt_config(folder, config)
     weights, quantization = weight_files(folder, file), quantization_of(config)
     if not weights or (is_pickle(weights[0]) and (quantization is not None or not in_memory)):
@@ -168,16 +170,17 @@ def _check_folder(folder: Path) -> None:
         raise ModelError(f"{folder} holds no weights (model.safetensors or pytorch_model.bin)")
 
 
-def _fetched(source: str, revision: str | None, in_memory: bool, named: str | None) -> Path:
+def _fetched(source: str, hub: dict[str, Any], in_memory: bool, named: str | None) -> Path:
     """Return the folder of a hub id, with its weights, fetched if missing.
 
     Args:
+        hub: the result of `hub_arguments`.
         named: the file of weights that the config names instead of the usual ones.
     """
     from huggingface_hub import snapshot_download
 
     def fetch(*patterns: str) -> Path:
-        return Path(snapshot_download(source, revision=revision, allow_patterns=list(patterns)))
+        return Path(snapshot_download(source, allow_patterns=list(patterns), **hub))
 
     try:
         folder = fetch("*.json", "*.py")
