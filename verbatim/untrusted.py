@@ -120,7 +120,8 @@ def check_config(source: str, config: Mapping[str, Any], trust_remote_code: bool
 
     Raises:
         NotSupported: it names a kernel of the hub.
-        ModelError: a number of layers or parts out of range, or weights in no file of its folder.
+        ModelError: a number of layers or parts out of range, weights in no file of its folder, or a
+            `quantization_config` that is no object.
     """
     for key, value in _fields(config):
         if _IMPLEMENTATIONS.match(key):
@@ -137,6 +138,8 @@ def check_config(source: str, config: Mapping[str, Any], trust_remote_code: bool
                     f"{source}: config.json: {key}={str(value)[:80]!r}: must be the name of a file"
                 )
             check_names(Path(source) / "config.json", [value])
+        elif key == "quantization_config" and not isinstance(value, Mapping | None):
+            raise ModelError(f"{source}: config.json: {key}={str(value)[:80]!r}: must be an object")
         elif isinstance(value, int) and not isinstance(value, bool):
             most = MOST_LAYERS if _LAYERS.match(key) else MOST_PARTS if _PARTS.match(key) else None
             if most is not None and not 0 <= value <= most:

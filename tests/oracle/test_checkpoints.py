@@ -65,7 +65,11 @@ _MODELOPT: dict[str, Any] = dict(quant_method="modelopt", producer={"name": "mod
 _AUTO_ROUND: dict[str, Any] = dict(quant_method="auto-round", bits=4, group_size=32, sym=False)
 _HQQ = dict(
     quant_method="hqq",
-    quant_config={"weight_quant_params": dict(nbits=4, group_size=64, axis=1)},
+    quant_config={
+        "weight_quant_params": dict(nbits=4, group_size=64, axis=1),
+        "scale_quant_params": None,
+        "offload_meta": False,
+    },
     skip_modules=["lm_head"],
 )
 _BNB = dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")
@@ -457,6 +461,35 @@ def test_hqq_of_other_bits_is_refused_by_name(bits: int, tmp_path: Path) -> None
     other = {3: lambda x: x.int(), 8: lambda x: torch.cat([x, x])}[bits]
     edit_tensors(tmp_path, lambda tensors: tensors.update({name: other(tensors[name])}))
     with pytest.raises(NotSupported, match=r"q_proj\.W_q is .*: HQQ must have nbits=4"):
+        LLM(tmp_path)
+
+
+@pytest.mark.parametrize(("key", "value"), [("nbits", 8), ("axis", 0)])
+def test_a_setting_of_hqq_is_refused_by_name(key: str, value: int, tmp_path: Path) -> None:
+    written("hqq", tmp_path)
+    name = "model.layers.0.self_attn.q_proj"
+    edit_tensors(tmp_path, lambda tensors: tensors.update({f"{name}.{key}": torch.tensor(value)}))
+    with pytest.raises(NotSupported, match=rf"q_proj: {key}={value} of HQQ"):
+        LLM(tmp_path)
+
+    def change(config: dict[str, Any]) -> None:
+        params = config["quantization_config"]["quant_config"]["weight_quant_params"]
+        config["quantization_config"]["quant_config"] = {
+            "self_attn.q_proj": {"weight_quant_params": params | {key: value}}
+        }
+
+    edit_config(tmp_path, change)
+    with pytest.raises(NotSupported, match=rf"config\.json: {key}={value} of HQQ"):
+        LLM(tmp_path)
+
+
+@pytest.mark.parametrize("value", [3, "gptq", [1]])
+def test_a_quantization_config_that_is_no_object_is_refused(value: Any, tmp_path: Path) -> None:
+    make_toy("llama").save_pretrained(tmp_path)
+    edit_config(tmp_path, lambda config: config.update(quantization_config=value))
+    with pytest.raises(
+        ModelError, match=r"config\.json: quantization_config=.*: must be an object"
+    ):
         LLM(tmp_path)
 
 

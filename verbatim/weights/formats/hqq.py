@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from verbatim.model.weight_packing import Encoding
 from verbatim.weights.formats.checkpoint import SCALES, QuantizedCheckpoint
 from verbatim.weights.lazy import LazyWeight
 
+_ONLY = {"nbits": 4, "axis": 1}
+
 
 def read_hqq(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
     """Yield the lazy weight of each matrix.
@@ -22,7 +25,13 @@ def read_hqq(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]
         NotSupported: another number of bits, or groups that are not along K.
     """
     names = dict.fromkeys(checkpoint.names(".W_q"))
+    config = checkpoint.option("quant_config", {})
+    for each in (config, *config.values()):  # of all matrices, or of each
+        if isinstance(each, Mapping):
+            _check(checkpoint, "config.json", each.get("weight_quant_params") or {})
     for name in names:
+        stored = {key: checkpoint.take_if_there(f"{name}.{key}") for key in _ONLY}
+        _check(checkpoint, name, {k: int(read_stored(*t)) for k, t in stored.items() if t})
         stored_shape = read_stored(checkpoint.take(f"{name}.shape", shape=(2,)))
         width, depth = shape = tuple(map(int, stored_shape.tolist()))
         codes = checkpoint.take(f"{name}.W_q", shape=(None, None))
@@ -51,6 +60,14 @@ def read_hqq(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]
     checkpoint.drop(
         *(f"{name}.{key}" for name, _, key in left if name in names and key not in kept)
     )
+
+
+def _check(checkpoint: QuantizedCheckpoint, where: str, settings: Mapping[str, Any]) -> None:
+    for key, only in _ONLY.items():
+        if (value := settings.get(key, only)) != only:
+            raise NotSupported(
+                f"{checkpoint.folder}: {where}: {key}={str(value)[:80]} of HQQ: must be {only}"
+            )
 
 
 def _centered(
