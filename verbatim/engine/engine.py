@@ -142,23 +142,30 @@ class Engine:
         return True
 
     def peek(self) -> list[tuple[Request, int, float]]:
-        """Return the draws of the next step, without committing them: request, token id and log-prob."""
-        work = self.scheduler.schedule()
-        while self.scheduler.masks:  # whether a mask is ready shall not decide what is returned
-            wait(self.scheduler.masks)
-            if work is not None:
-                self.scheduler.roll_back(work)
+        """Return the draws of the next step, without committing them: request, token id and log-prob.
+
+        Steps that only recompute what was evicted draw nothing, and are committed.
+        """
+        while True:
             work = self.scheduler.schedule()
-        if work is None:
-            return []
-        try:
-            self._compute(work, None)
-        except CacheLost as error:
-            self._give_up(work, error)
-            return self.peek()
-        except BaseException:
-            self.scheduler.roll_back(work)
-            raise
+            while self.scheduler.masks:  # whether a mask is ready shall not decide what is returned
+                wait(self.scheduler.masks)
+                if work is not None:
+                    self.scheduler.roll_back(work)
+                work = self.scheduler.schedule()
+            if work is None:
+                return []
+            try:
+                forward = self._compute(work, None)
+            except CacheLost as error:
+                self._give_up(work, error)
+                continue
+            except BaseException:
+                self.scheduler.roll_back(work)
+                raise
+            if any(chunk.draws or not chunk.sequence.output_ids for chunk in work.chunks):
+                break
+            self._commit(work, forward)
         self.scheduler.roll_back(work)
         return [
             (chunk.sequence.request, draw.id, draw.logprob)
