@@ -381,7 +381,7 @@ def test_what_was_computed_is_computed_again_once(saved: Callable[[str], Path]) 
         at_batch(last, 5, kill)
         llm.generate([prompt], params)
         assert rows == [60, 1, 1, 1, 1, 1, 65, 1, 1, 1]
-        assert llm.stats()["cluster"]["replayed_tokens"] == 60 + 4
+        assert llm.stats()["cluster"]["recomputed_tokens"] == 60 + 4
 
 
 # Losses at the worst moment.
@@ -475,6 +475,28 @@ def test_a_stage_lost_while_logits_are_processed_or_peeked_at(
         serving(llm)[place].kill()
         until(lambda: llm.engine.runner.group.pump(0.01) or llm.engine.runner.group.lost)
         llm.engine.dummy_forward()
+
+
+def test_what_was_lost_is_computed_again_before_a_peek_returns(
+    saved: Callable[[str], Path],
+) -> None:
+    prompts = [toys.random_ids(60 + i, i) for i in range(2)]
+    params = SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
+    expected = generated(LLM(saved("gpt2")), prompts, params)
+    with clustered(saved("gpt2"), max_batch_tokens=16) as llm:
+        handle = llm.engine
+        requests = [handle.admission.admit(prompt, params) for prompt in prompts]
+        for request in requests:
+            handle.submit(request)
+        until(lambda: handle.step() and all(r.sequences[0].output_ids for r in requests))
+        drawn = [len(request.sequences[0].output_ids) for request in requests]
+        serving(llm)[1].kill()
+        seen = handle.peek()
+        assert seen and seen == handle.peek()
+        for request, token_id, _ in seen:
+            i = requests.index(request)
+            assert token_id == expected[i][4][0][2][drawn[i]]
+        assert [len(request.sequences[0].output_ids) for request in requests] == drawn
 
 
 def test_a_stage_lost_as_all_fall_asleep(saved: Callable[[str], Path]) -> None:

@@ -3,11 +3,76 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 
-from support.programs import PATIENCE_S, started
-from verbatim.placement.distributed.launcher import Launcher
+import pytest
+
+from support.programs import PATIENCE_S, environment, started, state_of, until
+from verbatim.placement.distributed import launcher as launchers
+from verbatim.placement.distributed.launcher import Launcher, WorkerProcess
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    launcher = Launcher("support.programs:wait_for_a_signal")
+    yield launcher
+    launcher.close()
+
+
+def stopped(worker: WorkerProcess) -> int:
+    """Stop a worker once it has reported; return its pid when it has stopped."""
+    pid = reported(worker)
+    stop(pid)
+    return pid
+
+
+def reported(worker: WorkerProcess) -> int:
+    """Return the pid of a worker once it has reported, and so has the launcher."""
+    assert worker.wait_for_message(time.monotonic() + PATIENCE_S)
+    until(lambda: worker.pid is not None)
+    return worker.pid or 0
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: state_of(pid) == "T")
+
+
+@pytest.mark.parametrize("ends", ["is closed", "is killed", "loses its owner"])
+def test_a_stopped_worker_ends_with_its_launcher(launcher: Launcher, ends: str) -> None:
+    pid = stopped(launcher.start(size=1))
+    if ends == "is closed":
+        launcher.close()
+    elif ends == "is killed":
+        launcher._process.kill()
+    else:
+        assert launcher._process.stdin is not None
+        launcher._process.stdin.close()
+    until(lambda: state_of(pid) == "Z")
+
+
+def test_long_reports_of_several_workers_are_not_mixed(launcher: Launcher) -> None:
+    sizes = [1, 100_000, 200_000, 300_000]
+    workers = [launcher.start(size=size) for size in sizes]
+    deadline = time.monotonic() + PATIENCE_S
+    assert [len(worker.wait_for_message(deadline)) for worker in workers] == sizes
+
+
+def test_a_worker_that_does_not_end_is_reported(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(launchers, "_KILL_S", 0.1)
+    worker = launcher.start(size=1)
+    pid = reported(worker)
+    stop(launcher._process.pid)
+    worker.kill()
+    assert f"process {pid} was killed" in caplog.text
 
 
 def test_workers_that_end_together_end_no_other() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -84,6 +85,12 @@ def state_of(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
         return "Z"
+
+
+def wait_for_a_signal(size: int, report: Callable[[str], None]) -> None:
+    """Report a text of `size` characters as a worker, and wait for a signal."""
+    report("x" * size)
+    signal.pause()
 
 
 def resident_bytes() -> int:

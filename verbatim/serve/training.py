@@ -64,6 +64,7 @@ class SendUpdate(FinishUpdate):
     num_bytes: int = Field(ge=0, lt=1 << 60, description="Size of all tensors.")
 
 
+_CONNECT_S = 5.0  # of each step of connecting to a trainer
 _START, _FINISH = StartUpdate(), FinishUpdate()  # bodies that are left out
 
 
@@ -142,7 +143,8 @@ class Updates:
     async def _receive(self, update: SendUpdate) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         address, left = (update.master_address, update.master_port), update.num_bytes
-        link = await asyncio.to_thread(connect, address, bytes.fromhex(update.key), {})
+        key = bytes.fromhex(update.key)
+        link = await asyncio.to_thread(connect, address, key, {}, _CONNECT_S)
         try:
             while True:
                 waits = asyncio.to_thread(link.receive, left + _AROUND)

@@ -6,9 +6,11 @@ stdin and reports on stdout, both as lines of JSON.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
+import logging
 import os
 import select
 import signal
@@ -24,6 +26,10 @@ from typing import IO, Any
 from verbatim.errors import VerbatimError
 
 HOST = "127.0.0.1"  # where workers of this machine listen
+_KILL_S = 5.0  # until a killed worker is reaped
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+_PIECE = 1 << 10  # characters of a message in a line, in which each may take two bytes
+_log = logging.getLogger("verbatim.cluster")
 
 
 def worker_environment() -> dict[str, str]:
@@ -51,6 +57,7 @@ class WorkerProcess:
         self.message: Any = None
         self.returncode: int | None = None
         self.address = (HOST, 0)
+        self.pieces = ""  # of `message`, so far
         self._launcher = launcher
 
     def wait_for_message(self, deadline: float) -> Any:
@@ -85,7 +92,8 @@ class WorkerProcess:
         """End it at once; harmless where it has ended."""
         if self.returncode is None:
             self._launcher.order({"kill": self.number})
-            self.wait(5.0)
+            if not self.wait(_KILL_S):
+                _log.warning("process %s was killed %s s ago, and has not ended", self.pid, _KILL_S)
 
 
 class Launcher:
@@ -145,6 +153,9 @@ class Launcher:
             report = json.loads(line)
             with self.changed:
                 worker = self._workers[report.pop("worker")]
+                worker.pieces += report.pop("piece", "")
+                if report.pop("last", False):
+                    report["message"] = json.loads(worker.pieces)
                 for name, value in report.items():
                     setattr(worker, name, value)
                 self.changed.notify_all()
@@ -170,9 +181,10 @@ class Launcher:
 
 
 def _report(worker: int, pipe: int = 1, **facts: Any) -> None:
+    line = json.dumps({"worker": worker, **facts}).encode() + b"\n"
+    assert len(line) <= select.PIPE_BUF, "lines of several processes could be mixed"
     try:
-        # One call to the system each, so that lines of several processes are never mixed.
-        os.write(pipe, json.dumps({"worker": worker, **facts}).encode() + b"\n")
+        os.write(pipe, line)
     except BrokenPipeError:  # the process that started this one is gone
         os._exit(0)
 
@@ -182,7 +194,7 @@ def main() -> None:
     module, _, name = sys.argv[1].partition(":")
     target: Callable[..., object] = attrgetter(name)(importlib.import_module(module))
     gc.freeze()  # a worker's collections look at none of this, and copy none of its memory
-    alive, held = os.pipe()  # its end tells workers that this process is gone
+    prctl, launcher = ctypes.CDLL(None).prctl, os.getpid()
     workers: dict[int, int] = {}  # pid to number, of those that run or are not yet reaped
     # Signals only wake the loop. So a pid in `workers` can't become another process's meanwhile.
     woken, wake = os.pipe()
@@ -215,18 +227,15 @@ def main() -> None:
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for pipe in (held, woken, wake):
+                for pipe in (woken, wake):
                     os.close(pipe)
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-                threading.Thread(target=_end_with, args=(alive,), daemon=True).start()
+                prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # ends with the launcher, also if stopped
+                if os.getppid() != launcher:  # which has ended before
+                    os._exit(0)
                 _run(target, number, order["arguments"])
             workers[pid] = number
             _report(number, pid=pid)
-
-
-def _end_with(alive: int) -> None:
-    os.read(alive, 1)
-    os._exit(0)
 
 
 def _run(target: Callable[..., object], number: int, arguments: dict[str, Any]) -> None:
@@ -236,7 +245,9 @@ def _run(target: Callable[..., object], number: int, arguments: dict[str, Any]) 
     os.dup2(2, 1)  # whatever a library prints is no report
 
     def report(message: Any) -> None:
-        _report(number, out, message=message)
+        text = json.dumps(message)
+        for at in range(0, len(text), _PIECE):
+            _report(number, out, piece=text[at : at + _PIECE], last=at + _PIECE >= len(text))
 
     try:
         target(**arguments, report=report)

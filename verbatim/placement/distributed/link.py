@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import hmac
 import io
+import os
 import secrets
 import socket
 import struct
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from verbatim.errors import VerbatimError
@@ -186,11 +189,11 @@ class Link:
 
     def close(self) -> None:
         """Close the connection; a waiting `receive` raises."""
-        try:
+        with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
-        self._connection.close()
+        if (descriptor := self._connection.detach()) >= 0:
+            # Not earlier: a thread that is about to use the number must not meet another file.
+            weakref.finalize(self, os.close, descriptor)
 
 
 class Listener:
@@ -272,8 +275,11 @@ class Listener:
         serve()
 
 
-def connect(address: Address, key: bytes, who: Mapping[str, Any], timeout_s: float = 5.0) -> Link:
+def connect(address: Address, key: bytes, who: Mapping[str, Any], timeout_s: float) -> Link:
     """Connect to the listener at `address`, which welcomes this side; `who` describes it.
+
+    Args:
+        timeout_s: of each step of that.
 
     Raises:
         LinkLost: there is no answer.

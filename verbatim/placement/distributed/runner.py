@@ -364,7 +364,7 @@ class Clustered(Runner):
                 "epoch": group.epoch,
                 "restarts": group.num_restarts,
                 "recovery_s": list(group.recovery_s),
-                "replayed_tokens": group.replayed_tokens,
+                "recomputed_tokens": group.recomputed_tokens,
             }
         }
 

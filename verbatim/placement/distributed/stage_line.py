@@ -45,7 +45,7 @@ class StageLine(StageGroup):
         evict: evicts all sequences; returns how many tokens of them were computed.
         at_rest: returns whether no sequence holds K and V.
         recovery_s: how long each recovery so far has taken.
-        replayed_tokens: the tokens that were evicted by `evict`.
+        recomputed_tokens: the tokens that were evicted by `evict`.
         weights: "files", as they are in the checkpoint, "updated" in memory, or "mixed", while that is done
             or where it went wrong.
     """
@@ -66,7 +66,7 @@ class StageLine(StageGroup):
         self.at_rest: Callable[[], bool] = lambda: False
         self.num_restarts = 0
         self.recovery_s: list[float] = []
-        self.replayed_tokens = 0
+        self.recomputed_tokens = 0
         self.weights = "files"
         self._fingerprint = fingerprint
         self._connected = False  # every stage has its connections in this epoch
@@ -133,7 +133,8 @@ class StageLine(StageGroup):
             member.index = index
             behind_at = behind and behind.host.address
             own.append({"index": index, "restarts": member.restarts, "next": behind_at})
-        answers = self.call("link", own=own, epoch=self.epoch, timeout_s=self.step_timeout_s)
+        limits: Message = {"patience_s": self.patience_s, "timeout_s": self.step_timeout_s}
+        answers = self.call("link", own=own, epoch=self.epoch, **limits)
         for member, answer in zip(self.members, answers, strict=True):
             if "unreachable" in answer:
                 self.cut_off(member, answer["unreachable"])
@@ -171,7 +172,7 @@ class StageLine(StageGroup):
         # Until the stages are connected anew, nothing is cached: no KV of an earlier epoch is ever read.
         self._connected = False
         with Shield().up():
-            self.replayed_tokens += self.evict()
+            self.recomputed_tokens += self.evict()
         reason: object = f"max_restarts={self.cluster.max_restarts}"
         gone: list[str] = []
         for _ in range(0 if last else self.cluster.max_restarts):

@@ -1,7 +1,6 @@
 """The share of a stage: some layers with their KV cache, their steps, and connections to the stages beside.
 
-Every step names its epoch, step and micro-batch: what is of another epoch, or was done before, is not done
-again, so a repeated one does no harm.
+Work and hidden states name their epoch, step and micro-batch: those of another epoch are refused.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,17 +46,10 @@ _ECHOES = 3  # round trips by which a new connection is measured
 _SPANS = 4096  # of the past, for benchmarks
 _RECENT_S = 10.0  # over which `tokens_per_s` is
 _FEW_FRAMES = 16  # after which a stage's speed is that of its work
-_HEAD = struct.Struct("<4sqqq")  # of hidden states: magic, and a `Mark`
-_ROWS, _VOID = b"rows", b"void"
+_WORK = struct.Struct("<qqq")  # epoch, step and micro-batch
+_ROWS, _VOID = b"rows", b"void"  # in front of it: hidden states follow, or as many bytes of none
+_HEAD_BYTES = len(_ROWS) + _WORK.size
 _FRONT = 64  # bytes in front of hidden states, which begin at an address of their own
-
-
-class Mark(NamedTuple):
-    """The identity of a piece of work; later ones compare larger."""
-
-    epoch: int
-    step: int
-    part: int  # micro-batch of the step
 
 
 class StageShare(Served):
@@ -67,7 +59,6 @@ class StageShare(Served):
         part: the layers; None: none are open.
         epoch: raised whenever all stages are connected anew.
         index: this stage's place in the line.
-        done: the last piece of work that was begun; what is not behind it is refused.
     """
 
     calls = Served.calls | {"link", "work", "draw", "logits", "record", "spans"}
@@ -78,7 +69,6 @@ class StageShare(Served):
         self.part: Part | None = None
         self.epoch = 0
         self.index = 0
-        self.done = Mark(0, 0, 0)
         self._options: EngineOptions
         self._split: Any = None  # the `Split` of a model that was inspected here
         self._first_of: dict[str, int] = {}
@@ -220,11 +210,18 @@ class StageShare(Served):
         return lambda: _echo(link)
 
     def link(
-        self, epoch: int, index: int, restarts: int, next: Address | None, timeout_s: float
+        self,
+        epoch: int,
+        index: int,
+        restarts: int,
+        next: Address | None,
+        patience_s: float,
+        timeout_s: float,
     ) -> Message:
         """Begin an epoch: close the connections to other stages, and connect to the next one.
 
         Args:
+            patience_s: time limit of the connection to the next stage.
             timeout_s: the next stage reads nothing for so long while it computes.
 
         Returns:
@@ -242,7 +239,7 @@ class StageShare(Served):
         if next is None:
             return {}
         try:
-            link = connect(next, self.key, {"role": "stage", "epoch": epoch})
+            link = connect(next, self.key, {"role": "stage", "epoch": epoch}, patience_s)
             hop_s = _half_round_trip(link)
             link.limit_sending(timeout_s)
         except LinkLost as error:
@@ -268,6 +265,7 @@ class StageShare(Served):
     def hang_up(self) -> None:
         super().hang_up()
         _close(self._before, self._next)
+        self._before = self._next = None
 
     # Steps.
 
@@ -279,23 +277,21 @@ class StageShare(Served):
         """
         if not isinstance(batch, Batch):
             raise TypeError("the batch of a piece of work is none")
-        mark = Mark(epoch, step, part)
         with self._lock:
             now, index, link = self.epoch, self.index, self._next
             before = self._before if self._before_epoch == epoch else None
-        if epoch != now or mark <= self.done:
-            raise VerbatimError(f"{mark} is of the past: this stage has done {self.done}")
-        self.done = mark
-        head, rows = _HEAD.pack(_ROWS, *mark), None
+        if epoch != now:
+            raise VerbatimError(f"epoch {epoch} is of the past: this stage is in {now}")
+        which, rows = _WORK.pack(epoch, step, part), None
         try:
-            hidden = self._receive(before, mark, head, batch.num_tokens) if index else None
+            hidden = self._receive(before, which, batch.num_tokens) if index else None
             begin = time.monotonic()
             out = self.run(batch, hidden)
             end = time.monotonic()  # from here to the `begin` of the next stage it is a hop
             rows = out.logits
         finally:
             if link is not None:
-                self._pass_on(link, mark, head, rows, batch.num_tokens)
+                self._pass_on(link, which, rows, batch.num_tokens)
         self._num_frames += 1
         self._num_tokens += batch.num_tokens
         self._busy_s += end - begin
@@ -309,15 +305,15 @@ class StageShare(Served):
         size: int = self._split.hidden_size * self._split.hidden_dtype.itemsize
         return size
 
-    def _receive(self, before: Link | None, mark: Mark, head: bytes, num_tokens: int) -> Tensor:
+    def _receive(self, before: Link | None, which: bytes, num_tokens: int) -> Tensor:
         """Wait for the hidden states `[T, H]` of a micro-batch.
 
         Raises:
             Skipped: the stage before reports why, or is gone; this one reports that it is cut off from it.
         """
         room = torch.empty(_FRONT + num_tokens * self._row_bytes(), dtype=torch.uint8)
-        view = room.numpy().data[_FRONT - _HEAD.size :]
-        came = view[: _HEAD.size]
+        view = room.numpy().data[_FRONT - _HEAD_BYTES :]
+        head = view[:_HEAD_BYTES]
         hidden = room[_FRONT:].view(self._split.hidden_dtype).view(num_tokens, -1)
         self.busy_since = None
         if before is None:
@@ -326,18 +322,16 @@ class StageShare(Served):
             before.fill(view)
         except LinkLost as error:
             if isinstance(error, CutOff):
-                self.report({"epoch": mark.epoch, "cut_off": str(error)})
+                self.report({"epoch": _WORK.unpack(which)[0], "cut_off": str(error)})
             raise Skipped from None
         self.busy_since = time.monotonic()
-        if came != head:
-            if came != _HEAD.pack(_VOID, *mark):  # of other work
+        if head != _ROWS + which:
+            if head != _VOID + which:  # of other work
                 before.close()
             raise Skipped
         return hidden
 
-    def _pass_on(
-        self, link: Link, mark: Mark, head: bytes, rows: Tensor | None, num_tokens: int
-    ) -> None:
+    def _pass_on(self, link: Link, which: bytes, rows: Tensor | None, num_tokens: int) -> None:
         """Send hidden states to the next stage; None: as many bytes of none, so that it doesn't wait.
 
         They go from stage to stage in every step, right after weights have swept all else out of the
@@ -345,13 +339,14 @@ class StageShare(Served):
         the states does. So both sides know their sizes, and the other side wakes up at the head.
         """
         try:
+            head = _ROWS + which
             if rows is None:
-                head = _HEAD.pack(_VOID, *mark)
+                head = _VOID + which
                 rows = torch.zeros(num_tokens * self._row_bytes(), dtype=torch.uint8)
             link.put(head)
             link.put(bytes_of(rows.contiguous()))
         except LinkLost as error:
-            self.report({"epoch": mark.epoch, "unreachable": str(error)})
+            self.report({"epoch": _WORK.unpack(which)[0], "unreachable": str(error)})
 
     def run(self, batch: Batch, hidden: Tensor | None) -> Forward:
         """Run one micro-batch; return its output, with the hidden states that leave in the place of logits.
@@ -390,7 +385,7 @@ class StageShare(Served):
         return self._logits(epoch, step, parts)[rows].float()
 
     def _logits(self, epoch: int, step: int, parts: int) -> Tensor:
-        if epoch != self.epoch or step < self.done.step:
+        if epoch != self.epoch:
             raise VerbatimError(f"step {step} of epoch {epoch} is of the past")
         rows = [part.logits for part in self._computed.get(step, ())]
         if len(rows) < parts:
