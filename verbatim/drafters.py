@@ -21,6 +21,7 @@ from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.mtp_source import Mtp
 from verbatim.model.spec import inner_model
 from verbatim.options import available_memory, total_memory
+from verbatim.placement.distributed.following import FollowingRunner
 from verbatim.placement.kv_caches import speaks_kv_caches
 from verbatim.placement.options import EngineOptions
 from verbatim.placement.resident import open_resident
@@ -42,6 +43,7 @@ def open_drafting(
     """Open the proposer for `runner`; return None without `draft`.
 
     Args:
+        runner: one that follows rank 0 runs no steps, and gets no draft model.
         num_tokens: tokens per draft; None: adaptive.
     """
     if draft is None:
@@ -49,7 +51,7 @@ def open_drafting(
     proposer: Any = draft
     if isinstance(draft, Mtp | EarlyExit):
         proposer = LayersProposer(runner, options.max_batch_tokens, live=loaded.live)
-    elif isinstance(draft, DraftModel):
+    elif isinstance(draft, DraftModel) and not isinstance(runner, FollowingRunner):
         proposer = _open_draft_model(draft, runner, options, loaded)
     owns = proposer is not draft
     return Drafting(proposer, DraftLengths(num_tokens), runner.vocab_size, owns=owns)

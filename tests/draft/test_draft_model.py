@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,8 +18,10 @@ from support.toys import make_toy, random_ids
 from verbatim import LLM, InvalidRequest, NotSupported, SamplingParams, storyteller
 from verbatim.draft import DraftModel
 from verbatim.draft.model import DraftModelProposer
+from verbatim.drafters import open_drafting
 from verbatim.engine import drafting, scheduler
 from verbatim.errors import ModelError, OutOfBlocks
+from verbatim.placement.distributed import following
 
 PROMPT = random_ids(21, seed=5)
 
@@ -366,3 +368,10 @@ def test_what_can_not_be_a_draft_model_is_refused_by_name(tmp_path: Path) -> Non
     for memory in (-1, "much", "200%", True):
         with pytest.raises(InvalidRequest, match="kv_memory"):
             DraftModel(model, kv_memory=memory)
+
+
+def test_a_rank_that_follows_opens_no_draft_model() -> None:
+    told, unused = dict.fromkeys(following._ATTRIBUTES, 9) | {"info": {}}, cast(Any, None)
+    runner: Any = following.FollowingRunner(unused, told)
+    drafting = open_drafting(DraftModel("no/such/folder"), 3, runner, unused, unused)
+    assert drafting is not None and drafting.info()["num_draft_tokens"] == 3
