@@ -10,13 +10,15 @@ for bit.)
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from verbatim import kernels
 from verbatim.batch import AttentionBatch
-from verbatim.kernels.functions import SUFFIX, addresses, has_kernels, run
+from verbatim.kernels.functions import SUFFIX, addresses, has_kernels, kernel, run
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.quantized import Packing, pack, unpack
 from verbatim.kv.recurrence import tree_sum
@@ -103,8 +105,9 @@ def paged_attention(
         `[T, H, Dv]` in the dtype of `q`.
     """
     stored = q.dtype if packing is not None else k_store.dtype
-    if has_kernels(q.device) and q.dtype in SUFFIX and stored in SUFFIX:
-        return _by_kernel(q, k_store, v_store, batch, options, packing, value_size)
+    if q.device.type == "cpu" and q.dtype in SUFFIX and stored in SUFFIX:
+        if (attend := kernel("vb_attention")) is not None:
+            return _by_kernel(attend, q, k_store, v_store, batch, options, packing, value_size)
     if packing is None and kernels.triton_serves(q.device):
         from verbatim.kernels.triton import attention
 
@@ -126,6 +129,7 @@ def paged_attention(
 
 
 def _by_kernel(
+    attend: Callable[..., Any],
     q: Tensor,
     k_store: Tensor,
     v_store: Tensor,
@@ -155,9 +159,7 @@ def _by_kernel(
         q = q.contiguous()
     out = q.new_empty((num_tokens, heads, value_size))
     at = addresses(q, out, k_store, v_store, query_starts, context_lens, block_tables)
-    run(
-        "vb_attention",
-        None,
+    attend(
         *at,
         *(num_sequences, max_blocks, *q.stride()[:2], heads, kv_heads, key_size, value_size),
         *(block_size, options.window, options.chunk, q.dtype == torch.bfloat16, kv_format),
