@@ -187,8 +187,7 @@ def test_weights_are_read_once_a_step_for_any_number_of_batches(folder, weights)
             model.generate(rows, 6)
             assert runner.num_forwards - forwards == 6
             read[batches] = (runner.weights.ring.bytes_read - bytes_read) / 6
-            assert 0 < read[batches] <= runner.weights.bytes_per_forward
-    assert read[1] == read[4]
+    assert read[1] == read[4] > 0
 
 
 def test_a_cut_length_makes_so_many_forwards_and_leaves_the_rest_to_pads(opened, greedy):

@@ -168,11 +168,6 @@ class Weights:
         """Bytes read from files since it was opened, without those kept in memory."""
         return sum(map(self.trace.nbytes, ("wait weights", "read rows", "read experts")))
 
-    @property
-    def bytes_per_forward(self) -> int:
-        """Read for each forward; rows of an embedding and experts come on top."""
-        return sum(layout.nbytes for layout, _ in self._streamed.values())
-
     @contextmanager
     def learning(self) -> Iterator[None]:
         """Record the order of units in this block; later, units are read ahead in this order."""
