@@ -419,7 +419,7 @@ def test_more_connections_than_descriptors_are_refused():
 
 
 class Others:
-    """Clients that ask for /health and for a short completion all the time, and wait 20 s at most."""
+    """Clients that ask for /health and for a short completion all the time."""
 
     def __init__(self, url: str) -> None:
         self.num_answers = 0
@@ -430,7 +430,7 @@ class Others:
     def _ask(self, method: str, path: str, **body: Any) -> None:
         while not self._ended.is_set():
             try:
-                with Client(base_url=self._url, timeout=20) as client:
+                with Client(base_url=self._url) as client:
                     answer = client.request(method, path, **body)
                 self.num_answers += 1
                 if answer.status_code != 200:
