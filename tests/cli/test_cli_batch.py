@@ -507,7 +507,9 @@ def test_a_process_that_ends_at_any_moment_answers_each_line_once(tmp_path):
         ends[how, run.returncode] += 1
         assert run.returncode in (1, 130, -signal.SIGKILL), said
         assert "Traceback" not in said
-        if run.returncode != -signal.SIGKILL:  # a run that is early or late on a full disk is killed
+        if (
+            run.returncode != -signal.SIGKILL
+        ):  # a run that is early or late on a full disk is killed
             assert out.read_bytes()[-1:] in (b"", b"\n")
     print(ends)
     done = subprocess.run([*VERBATIM, *args, str(out)], capture_output=True, text=True)
