@@ -86,10 +86,8 @@ def exit_status(function: Callable[..., object], *arguments: object) -> int:
 
 def _leave(status: int) -> NoReturn:
     """Exit without the error that Python prints when it flushes a broken stdout."""
-    try:
+    with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError):
-        pass
     raise typer.Exit(status) from None
 
 

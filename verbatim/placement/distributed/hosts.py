@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from verbatim.errors import StageFailed, VerbatimError
@@ -82,10 +83,8 @@ class Hosts:
             model: the fields of a `ModelSource`.
         """
         missing = count - len(self._prepared)
-        try:
+        with suppress(NoHost):  # then there will be one when it is needed, or a message
             self._prepared += self._create(missing, set(), model) if missing > 0 else []
-        except NoHost:
-            pass  # then there will be one when it is needed, or a message
 
     def _create(self, count: int, avoid: set[str], model: dict[str, Any] | None) -> list[Any]:
         """Begin to start processes, which inspect a model if given; NoHost if there is no machine."""

@@ -235,10 +235,8 @@ class Listener:
     def close(self) -> None:
         """Stop listening."""
         for listening in self._sockets:
-            try:
+            with suppress(OSError):
                 listening.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
             listening.close()
 
     def _listen(self, listening: socket.socket) -> None:
@@ -268,10 +266,8 @@ class Listener:
             serve, answer = self._accept(who, link), "welcome"
         except Exception as error:
             serve, answer = link.close, str(error)
-        try:
+        with suppress(LinkLost):  # who serves it notices
             link.send({"answer": answer})
-        except LinkLost:
-            pass  # who serves it notices
         serve()
 
 
