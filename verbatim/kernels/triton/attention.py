@@ -3,8 +3,8 @@
 A tile holds the query rows of a few tokens of one sequence and all the heads of one KV head. Its keys
 come in splits of `SPLIT` positions, counted from position 0 of the sequence, and in tiles of `KEYS`
 within them; a row's state (largest score, sum, values) is merged over the splits in their order. One
-program takes one split or all of them, as is faster: sums of sums of some splits would be rounded otherwise. A
-row's bits depend neither on that nor on the rows beside it, since
+program takes one split or all of them, as is faster: sums of sums of some splits would be rounded
+otherwise. A row's bits depend neither on that nor on the rows beside it, since
 
 - decode and prefill are the same compiled kernel, with the same tile shapes;
 - a tile of keys that a row sees nothing of leaves its state as it is (a factor of 1, a sum of 0);
