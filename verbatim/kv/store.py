@@ -123,7 +123,7 @@ class KVStore(BlockStore):
         """Apply rotary embeddings `[T, R]` to `q` and `k`, `write` `k` and `v`, and return `q`; on a GPU."""
         from verbatim.kernels.triton import rope
 
-        return rope.rope_and_write(q, k, v, cos, sin, *self.layers[layer], slots)
+        return rope.rope_and_write(q, k, v, cos, sin, *self.layers[layer], slots, self.packing)
 
     def attend(self, layer: int, q: Tensor, batch: AttentionBatch, options: AnyOptions) -> Tensor:
         """Compute `paged_attention` over one layer: `q` `[T, H, Dk]` to `[T, H, Dv]`.
