@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,19 +104,10 @@ def test_every_kind_of_model_keeps_its_bits(name: str, dtype: str) -> None:
     holds_in_every_schedule(toy(name, getattr(torch, dtype)))
 
 
-@pytest.mark.parametrize("kv_dtype", slow_but(["int4"], ["int8", "int4"]))
-def test_a_quantized_kv_cache_keeps_its_bits_and_lives_in_files(
-    kv_dtype: str, tmp_path: Path
-) -> None:
-    module = toy("qwen3", torch.bfloat16)
-    holds_in_every_schedule(module, kv_dtype=kv_dtype)
-    prompt, params = [5, 9, 4, 30, 7, 8, 2], SamplingParams(max_tokens=2, seed=1, ignore_eos=True)
-    options = dict(kv_dtype=kv_dtype, deterministic=True, block_size=3)
-    with LLM(module, **options, prefix_folder=tmp_path) as llm:
-        expected = all_facts(llm.generate([prompt], params))
-    with LLM(module, **options, prefix_folder=tmp_path) as llm:
-        assert all_facts(llm.generate([prompt], params)) == expected
-        assert llm.stats()["prefix_folder"]["hits"] > 0
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_a_quantized_kv_cache_keeps_its_bits(kv_dtype: str) -> None:
+    holds_in_every_schedule(toy("qwen3", torch.bfloat16), kv_dtype=kv_dtype)
 
 
 @pytest.mark.parametrize("name", slow_but(["llama"], TOYS))

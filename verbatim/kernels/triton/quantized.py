@@ -105,7 +105,9 @@ def load_rows(
         row_bytes: tl.constexpr = code_bytes + (WIDTH + GROUP - 1) // GROUP * 4
         group = tl.arange(0, BLOCK // GROUP)[:, None]
         i = tl.arange(0, GROUP)[None, :]
-        start = store + row[:, None, None] * row_bytes
+        # The compiler takes rows at multiples of the block size to be aligned as blocks are.
+        alignment: tl.constexpr = row_bytes & -row_bytes
+        start = store + tl.multiple_of(row[:, None, None] * row_bytes, [1, 1, alignment])
         byte = i
         if BITS == 4:
             half = GROUP // 2
