@@ -338,7 +338,7 @@ def paged_attention(
         KEY_GROUP=min(packing.group, key_block) if packing else 0,
         VALUE_GROUP=min(packing.group, value_block) if packing else 0,
         COMPUTE=DTYPES[compute],
-        num_warps=4 * min(4, -(-rows * value_block // 8192)),
+        num_warps=4 if max(key_block, value_block) <= 256 else 8,
         num_stages=max(1, min(3, 160 * 1024 // (keys * key_bytes))),  # they lie in 227 KB together
         **EXACT,
     )
