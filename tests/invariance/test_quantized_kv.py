@@ -28,9 +28,9 @@ from support.poison import poison
 from support.toys import make_toy
 from verbatim import LLM, NotSupported, SamplingParams, kernels
 from verbatim.batch import AttentionBatch
-from verbatim.kernels.options import AttentionOptions
+from verbatim.kernels.options import AttentionOptions, Packing
 from verbatim.kv import attention
-from verbatim.kv.quantized import PACKINGS, Packing, pack, resolve_kv_dtype, unpack
+from verbatim.kv.quantized import PACKINGS, pack, resolve_kv_dtype, unpack
 from verbatim.kv.store import KVStore, LayerShape, bytes_per_token
 
 KINDS = list(PACKINGS.values())

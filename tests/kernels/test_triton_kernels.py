@@ -15,10 +15,10 @@ from support.backends import by
 from support.pairwise import slow_but
 from support.triton_here import BF16, DEVICE, DTYPES, F16, F32, noise
 from verbatim.batch import SamplePlan, SampleRow
-from verbatim.kernels.options import NormKind
+from verbatim.kernels.options import NormKind, Packing
 from verbatim.kernels.triton import attention, linear, norm, rope, sampling
 from verbatim.kv import attention as kv
-from verbatim.kv.quantized import PACKINGS, Packing, pack, unpack
+from verbatim.kv.quantized import PACKINGS, pack, unpack
 from verbatim.model import norms
 from verbatim.model.differential import bit_equal
 from verbatim.params import SamplingParams

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from support.backends import by
 from verbatim.batch import AttentionBatch
-from verbatim.kernels.options import AttentionOptions
+from verbatim.kernels.options import AttentionOptions, Packing
 from verbatim.kv.attention import paged_attention, write_kv
-from verbatim.kv.quantized import Packing
 
 F32, BF16 = torch.float32, torch.bfloat16
 

@@ -15,9 +15,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from verbatim.batch import AttentionBatch
-from verbatim.kernels.options import AttentionOptions, NormKind
+from verbatim.kernels.options import AttentionOptions, NormKind, Packing
 from verbatim.kernels.triton import attention, linear, norm, recurrence, rope, sampling
-from verbatim.kv.quantized import PACKINGS, Packing
+from verbatim.kv.quantized import PACKINGS
 
 
 class NoDevice:

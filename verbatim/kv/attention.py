@@ -17,8 +17,8 @@ from torch import Tensor
 from verbatim import kernels
 from verbatim.batch import AttentionBatch
 from verbatim.kernels.functions import SUFFIX, addresses, has_kernels, run
-from verbatim.kernels.options import AttentionOptions
-from verbatim.kv.quantized import Packing, pack, unpack
+from verbatim.kernels.options import AttentionOptions, Packing
+from verbatim.kv.quantized import pack, unpack
 from verbatim.kv.recurrence import tree_sum
 
 _TILE = 64  # keys per tile of the reference, at absolute positions

@@ -21,10 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from verbatim.batch import AttentionBatch
-from verbatim.kernels.options import AttentionOptions
+from verbatim.kernels.options import AttentionOptions, Packing
 from verbatim.kernels.triton.numbers import DTYPES, EXACT, helper, product, rounded, widened
 from verbatim.kernels.triton.quantized import load_rows
-from verbatim.kv.quantized import Packing
 
 SPLIT = 512  # positions; a split's sums are made before they meet the other splits'
 KEYS = 64  # positions in a tile

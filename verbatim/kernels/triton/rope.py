@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from verbatim.kernels.options import Packing
 from verbatim.kernels.triton.numbers import DTYPES, EXACT, helper, rounded, widened
 from verbatim.kernels.triton.quantized import elements_of, store_groups
-from verbatim.kv.quantized import Packing
 
 
 @helper
