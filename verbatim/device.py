@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.kv.quantized import Packing
 from verbatim.options import available_memory, total_memory
 from verbatim.protocols import Proposer
 
@@ -112,9 +111,7 @@ def _resolve(device: Any, model: Any) -> torch.device:
     return resolved
 
 
-def refuse_on_gpu(
-    device: Device, *, placement: Any, quantization: Any, kv_dtype: Any, draft: Any
-) -> None:
+def refuse_on_gpu(device: Device, *, placement: Any, quantization: Any, draft: Any) -> None:
     """Refuse features that are not supported on a GPU.
 
     Raises:
@@ -127,10 +124,6 @@ def refuse_on_gpu(
     if quantization is not None:
         raise NotSupported(
             f"device={device.torch}: quantization={quantization!r} is only supported on the CPU"
-        )
-    if isinstance(kv_dtype, Packing):
-        raise NotSupported(
-            f"device={device.torch}: kv_dtype={kv_dtype.name!r} is only supported on the CPU"
         )
     if draft is not None and not isinstance(
         draft, Proposer

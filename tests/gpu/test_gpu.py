@@ -6,6 +6,8 @@ GPU where there is one, and under Triton's interpreter elsewhere.
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,50 +26,66 @@ MODELS = {name: odd for name, odd in odd_toys.MODELS.items() if name != "falcon"
 MODELS["qwen3"] = dict(hidden_size=100, head_dim=20)
 # transformers' own experts need rows of a multiple of 16 bytes there.
 MODELS["gpt_oss"] = dict(hidden_size=60, intermediate_size=52)
+DENSE = [*MODELS]
+MODELS["gemma3"] = dict(head_dim=320)
+MODELS |= {name: {} for name in ("deepseek_v32", "minimax_m3", "deepseek_v4")}  # sparse attention
 
 
 def toy(name: str, dtype: torch.dtype) -> Any:
     return make_toy(name, dtype=dtype, **MODELS[name]).cuda()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", MODELS)
-def test_every_schedule_gives_the_same_bits(name: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "kv_dtype"),
+    [
+        *((name, dtype, "auto") for name in DENSE for dtype in DTYPES),
+        *((name, "bfloat16", "int8") for name in ("llama", "gemma3", "deepseek_v32")),
+        *((name, "bfloat16", "int4") for name in ("deepseek_v3", "minimax_m3", "qwen3_next")),
+        ("deepseek_v4", "bfloat16", "auto"),
+    ],
+)
+def test_every_schedule_gives_the_same_bits(name: str, dtype: str, kv_dtype: str) -> None:
     prompts, params = mixed_requests()
-    module = toy(name, DTYPES[dtype])
-    with LLM(module, deterministic=True) as llm:
+    module, options = toy(name, DTYPES[dtype]), dict(deterministic=True, kv_dtype=kv_dtype)
+    with LLM(module, **options) as llm:
         expected = all_facts(llm.generate(prompts, params))
         some = (0, 2, 4, 7, 8, 16)
         alone = [facts(llm.generate(prompts[i], params[i])[0]) for i in some]
         assert alone == [expected[i] for i in some], "alone"
         info = llm.info()
-    with LLM(module, deterministic=True, max_batch_tokens=7, block_size=5) as llm:
+    with LLM(module, **options, max_batch_tokens=7, block_size=5) as llm:
         assert all_facts(llm.generate(prompts, params)) == expected, "chunked"
     kv_memory = info["kv_bytes_per_token"] * 104
     if info["state_bytes"]:  # half of it is for them, and a sequence needs three slots
         kv_memory = 2 * max(kv_memory, 3 * info["state_bytes"])
     memory = dict(kv_memory=kv_memory, block_size=8)
-    with LLM(module, deterministic=True, **memory) as llm:
+    with LLM(module, **options, **memory) as llm:
         assert all_facts(llm.generate(prompts, params)) == expected, "evicted"
         assert llm.stats()["preemptions"] > 0
-    with LLM(module, deterministic=True, draft="ngram") as llm:
+    with LLM(module, **options, draft="ngram") as llm:
         assert all_facts(llm.generate(prompts, params)) == expected, "drafted"
 
 
-def test_long_contexts_keep_their_bits() -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "int4"])
+def test_long_contexts_keep_their_bits(kv_dtype: str) -> None:
     """Over several splits of keys, in decode and in chunks of prefill."""
     module = make_toy("llama", dtype=torch.bfloat16, max_position_embeddings=4096).cuda()
     prompts = [random_ids(length, length) for length in (2100, 511, 512, 513, 1500)]
     params = SamplingParams(max_tokens=40, seed=1, ignore_eos=True)
-    with LLM(module, deterministic=True) as llm:
+    with LLM(module, deterministic=True, kv_dtype=kv_dtype) as llm:
         expected = [facts(llm.generate(prompt, params)[0]) for prompt in prompts]
     for rows in (2048, 300, 64):
-        with LLM(module, deterministic=True, max_batch_tokens=rows) as llm:
+        with LLM(module, deterministic=True, kv_dtype=kv_dtype, max_batch_tokens=rows) as llm:
             assert all_facts(llm.generate(prompts, params)) == expected, f"chunks of {rows}"
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "deterministic"),
+    [
+        *itertools.product(DENSE, (True, False)),
+        *((name, True) for name in MODELS if name not in DENSE),
+    ],
+)
 def test_greedy_tokens_are_transformers(name: str, deterministic: bool) -> None:
     module, prompt = toy(name, torch.float32), random_ids(19, 1)
     theirs = module.generate(
@@ -79,12 +97,14 @@ def test_greedy_tokens_are_transformers(name: str, deterministic: bool) -> None:
     assert found == theirs[0, len(prompt) :].tolist()
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_the_storyteller_is_moved_recorded_and_put_to_sleep(
-    monkeypatch: pytest.MonkeyPatch,
+    kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = ["Once upon a time", "The cat", "A long time ago there was"] * 4
     params = [SamplingParams(max_tokens=20 + i, seed=i, ignore_eos=True) for i in range(12)]
-    with LLM(device="cuda", deterministic=True) as llm:
+    options = dict(device="cuda", deterministic=True, kv_dtype=kv_dtype)
+    with LLM(**options, prefix_folder=tmp_path, block_size=4) as llm:
         recorded = all_facts(llm.generate(prompts, params))
         gpu = llm.info()["gpu"]
         assert isinstance(gpu["graphs"], int) and gpu["graphs"] > 1, gpu
@@ -92,8 +112,11 @@ def test_the_storyteller_is_moved_recorded_and_put_to_sleep(
         llm.sleep(weights=True)
         llm.wake()
         assert all_facts(llm.generate(prompts, params)) == recorded, "after a sleep"
+    with LLM(**options, prefix_folder=tmp_path, block_size=4) as llm:
+        assert all_facts(llm.generate(prompts, params)) == recorded, "with prefixes from files"
+        assert llm.stats()["prefix_folder"]["hits"] > 0
     monkeypatch.setenv("VERBATIM_CUDA_GRAPHS", "0")
-    with LLM(device="cuda", deterministic=True) as llm:
+    with LLM(**options) as llm:
         assert all_facts(llm.generate(prompts, params)) == recorded, "kernel by kernel"
         assert "graphs" not in llm.info()["gpu"]
 
@@ -123,6 +146,6 @@ def test_memory_is_given_back() -> None:
 
 
 def test_what_is_not_done_is_refused() -> None:
-    for options in (dict(quantization="int8"), dict(kv_dtype="int8"), dict(draft="early-exit")):
+    for options in (dict(quantization="int8"), dict(draft="early-exit")):
         with pytest.raises(NotSupported, match="cuda:0"):
             LLM(device="cuda", **options)

@@ -19,6 +19,7 @@ from support.attention_cases import (
     assert_same_bits,
     attend,
     excess,
+    hard_rows,
     options,
     story,
 )
@@ -27,9 +28,9 @@ from support.poison import poison
 from support.toys import make_toy
 from verbatim import LLM, NotSupported, SamplingParams, kernels
 from verbatim.batch import AttentionBatch
-from verbatim.kernels.options import AttentionOptions
+from verbatim.kernels.options import AttentionOptions, Packing
 from verbatim.kv import attention
-from verbatim.kv.quantized import PACKINGS, Packing, pack, resolve_kv_dtype, unpack
+from verbatim.kv.quantized import PACKINGS, pack, resolve_kv_dtype, unpack
 from verbatim.kv.store import KVStore, LayerShape, bytes_per_token
 
 KINDS = list(PACKINGS.values())
@@ -42,18 +43,6 @@ def packing(request: pytest.FixtureRequest) -> Packing:
 
 
 # ---- Rows ----
-
-
-def hard_rows(width: int, seed: int = 0) -> Tensor:
-    """Rows `[16, 2, width]` of many sizes, with what is hard to hold."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(16, 2, width, generator=generator)
-    x *= torch.randn(16, 2, 1, generator=generator).mul(5).exp()
-    x[0], x[1], x[2] = 0, -0.0, -5
-    x[3] = x[3] * 1e-4 - 100  # a narrow range far from zero
-    x[4], x[5] = x[4].sign() * 1e-40, x[5].sign() * 1.6e38
-    x[6, :, 0] = 1e6
-    return x
 
 
 @settings(max_examples=60)

@@ -30,10 +30,10 @@ from support.backends import BACKENDS
 from support.pairwise import parametrize_combinations
 from verbatim import kernels
 from verbatim.batch import AttentionBatch
-from verbatim.kernels.options import AttentionOptions
+from verbatim.kernels.options import AttentionOptions, Packing
 from verbatim.kv import attention
 from verbatim.kv.attention import paged_attention, write_kv
-from verbatim.kv.quantized import PACKINGS, Packing
+from verbatim.kv.quantized import PACKINGS
 
 KERNELS = [*itertools.product(BACKENDS, (F32, BF16))]
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
 from support import attention_cases as cases
-from support.attention_cases import Shape, story
+from support.attention_cases import Shape, hard_rows, story
 from support.backends import by
 from support.pairwise import slow_but
 from support.triton_here import BF16, DEVICE, DTYPES, F16, F32, noise
 from verbatim.batch import SamplePlan, SampleRow
-from verbatim.kernels.options import NormKind
+from verbatim.kernels.options import NormKind, Packing
 from verbatim.kernels.triton import attention, linear, norm, rope, sampling
 from verbatim.kv import attention as kv
+from verbatim.kv.quantized import PACKINGS, pack, unpack
 from verbatim.model import norms
 from verbatim.model.differential import bit_equal
 from verbatim.params import SamplingParams
@@ -25,6 +27,7 @@ from verbatim.sampling.noise import gumbel_row
 from verbatim.sampling.sampler import sample_rows
 
 SMALL = [Shape(4, 2, 20, 12, 5), Shape(3, 3, 16, 16, 8), Shape(20, 1, 8, 8, 16)]
+WIDE = Shape(2, 1, 70, 96, 5)  # several groups, of which the last is short
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +76,24 @@ def test_a_rows_attention_has_the_same_bits_in_every_company(kind: str) -> None:
     assert bit_equal(beside[3], whole[31:32])
 
 
+@pytest.mark.parametrize("packing", PACKINGS.values(), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    slow_but([("bfloat16", WIDE)], itertools.product(("float32", "bfloat16"), [*SMALL, WIDE])),
+    ids=str,
+)
+def test_quantized_attention_has_the_bits_of_attention_over_what_was_unpacked(
+    dtype: str, shape: Shape, packing: Packing
+) -> None:
+    what = story(shape, 40, q_dtype=DTYPES[dtype], kv_dtype=DTYPES[dtype])
+    rows = (unpack(pack(x, packing), x.shape[2], packing) for x in (what.k, what.v))
+    k, v = (x.to(what.q.dtype) for x in rows)
+    opts = cases.options("all", shape, window=25)
+    (out,) = attend(opts, shape.block_size, (what, 30, 40), packing=packing)
+    assert bit_equal(out, attend(opts, shape.block_size, (replace(what, k=k, v=v), 30, 40))[0])
+    assert bit_equal(attend(opts, shape.block_size, (what, 37, 38), packing=packing)[0], out[7:8])
+
+
 @pytest.mark.slow
 def test_how_many_splits_a_program_takes_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = SMALL[0]
@@ -119,26 +140,50 @@ def test_norms_are_the_formulas(dtype: str, kind: NormKind) -> None:
     assert bit_equal(norm.rms_norm(x[3:4], weight, 1e-5, kind)[0], out[3:4])
 
 
+@pytest.mark.parametrize("packing", [None, *PACKINGS.values()], ids=str)
+@pytest.mark.parametrize("widths", [(20, 12), (70, 33), (64, 0)], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rope_turns_as_transformers_does_and_writes(dtype: str) -> None:
+def test_rope_turns_as_transformers_does_and_writes(
+    dtype: str, widths: tuple[int, int], packing: Packing | None
+) -> None:
     made = DTYPES[dtype]
-    tokens, heads, kv_heads, width, value, turned = 7, 6, 2, 20, 12, 16
+    tokens, heads, kv_heads, (width, value), turned = 7, 6, 2, widths, 16
     # As a product of all three makes them: the heads of a token in one run, tokens further apart.
     together = noise(tokens, heads * width + kv_heads * (width + value), dtype=made)
     q, k, v = together.split([heads * width, kv_heads * width, kv_heads * value], 1)
     q, k, v = q.unflatten(1, (heads, -1)), k.unflatten(1, (kv_heads, -1)), v.unflatten(1, (2, -1))
     angles = noise(tokens, turned // 2, seed=5).repeat(1, 2)
     cos, sin = angles.cos().to(made), angles.sin().to(made)
-    stores = [
-        torch.full((4, kv_heads, 5, size), torch.nan, dtype=made, device=DEVICE)
-        for size in (width, value)
-    ]
+    stores, wanted = ([empty_store(kv_heads, size, made, packing) for size in widths] for _ in "ab")
     slots = torch.tensor([5, 6, 19, 3, 0, 11, 12], device=DEVICE)
-    out = rope.rope_and_write(q, k, v, cos, sin, *stores, slots)
+    out = rope.rope_and_write(q, k, v, cos, sin, *stores, slots, packing)
     assert bit_equal(out, rope.rotated(q, cos, sin).contiguous())
-    wanted = [torch.full_like(store, torch.nan) for store in stores]
-    kv.write_kv(rope.rotated(k, cos, sin), v, *wanted, slots)
+    by("none", kv.write_kv)(rope.rotated(k, cos, sin), v, *wanted, slots, packing)
     assert all(bit_equal(a, b) for a, b in zip(stores, wanted, strict=True))
+
+
+def empty_store(
+    kv_heads: int, width: int, dtype: torch.dtype, packing: Packing | None
+) -> torch.Tensor:
+    shape = (4, kv_heads, 5, packing.row_bytes(width) if packing else width)
+    fill, dtype = (255, torch.uint8) if packing else (torch.nan, dtype)
+    return torch.full(shape, fill, dtype=dtype, device=DEVICE)
+
+
+@pytest.mark.parametrize("packing", PACKINGS.values(), ids=lambda p: p.name)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_what_is_hard_to_hold_is_quantized_to_the_bytes_of_the_reference(
+    dtype: str, packing: Packing
+) -> None:
+    for width in (33, 128):
+        rows = hard_rows(width).to(DEVICE, DTYPES[dtype])
+        rows[7, 0, 0], rows[8, 1, -1], rows[9, 0, 3] = torch.nan, -torch.inf, torch.inf
+        rows[1, 0, ::2] = 0.0  # zeros of both signs
+        stores, wanted = ([empty_store(2, width, F32, packing) for _ in range(2)] for _ in range(2))
+        slots = torch.randperm(20, generator=torch.Generator().manual_seed(0))[:16].to(DEVICE)
+        rope.write_kv(rows, rows, *stores, slots, packing)
+        by("none", kv.write_kv)(rows, rows, *wanted, slots, packing)
+        assert torch.equal(stores[0], wanted[0]) and torch.equal(stores[1], wanted[1])
 
 
 def rows_of_all_kinds(count: int) -> list[SampleRow]:

@@ -68,21 +68,22 @@ def facts(llm: LLM, which: slice = slice(None)) -> list[Any]:
     return all_facts(llm.generate(prompts[which], params[which]))
 
 
-def holds_in_every_schedule(module: Any) -> None:
-    with LLM(module, deterministic=True) as llm:
+def holds_in_every_schedule(module: Any, **options: Any) -> None:
+    options["deterministic"] = True
+    with LLM(module, **options) as llm:
         expected = facts(llm)
         assert [facts(llm, slice(i, i + 1))[0] for i in (0, 2)] == expected[::2], "alone"
         info = llm.info()  # kv_memory is for what a token takes in all, its experts' ids among it
         tokens = info["num_blocks"] * info["block_size"]
         states = info["state_bytes"] * info.get("state_slots", 0)
         per_token = (info["kv_bytes"] - states + info["routing_bytes"]) // tokens
-    with LLM(module, deterministic=True, max_batch_tokens=4, block_size=3) as llm:
+    with LLM(module, **options, max_batch_tokens=4, block_size=3) as llm:
         assert facts(llm) == expected, "chunked"
     kv_memory = per_token * 16
     if states:  # half of it is for them, and a sequence needs three slots
         kv_memory = 2 * max(kv_memory, 3 * info["state_bytes"])
     memory = dict(kv_memory=kv_memory, block_size=4, prefix_cache=False)
-    with LLM(module, deterministic=True, **memory) as llm:
+    with LLM(module, **options, **memory) as llm:
         assert facts(llm) == expected
         assert llm.stats()["preemptions"] > 0
 
@@ -101,6 +102,12 @@ def test_batched_and_in_chunks_the_bits_are_the_same() -> None:
 @pytest.mark.parametrize("name", TOYS)
 def test_every_kind_of_model_keeps_its_bits(name: str, dtype: str) -> None:
     holds_in_every_schedule(toy(name, getattr(torch, dtype)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_a_quantized_kv_cache_keeps_its_bits(kv_dtype: str) -> None:
+    holds_in_every_schedule(toy("qwen3", torch.bfloat16), kv_dtype=kv_dtype)
 
 
 @pytest.mark.parametrize("name", slow_but(["llama"], TOYS))

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from support.backends import by
 from verbatim.batch import AttentionBatch
-from verbatim.kernels.options import AttentionOptions
+from verbatim.kernels.options import AttentionOptions, Packing
 from verbatim.kv.attention import paged_attention, write_kv
-from verbatim.kv.quantized import Packing
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -80,6 +79,18 @@ def story(shape: Shape, length: int, seed: int = 0, q_dtype=F32, kv_dtype=F32) -
     )
 
 
+def hard_rows(width: int, seed: int = 0) -> Tensor:
+    """Rows `[16, 2, width]` of many sizes, with what is hard to hold."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(16, 2, width, generator=generator)
+    x *= torch.randn(16, 2, 1, generator=generator).mul(5).exp()
+    x[0], x[1], x[2] = 0, -0.0, -5
+    x[3] = x[3] * 1e-4 - 100  # a narrow range far from zero
+    x[4], x[5] = x[4].sign() * 1e-40, x[5].sign() * 1.6e38
+    x[6, :, 0] = 1e6
+    return x
+
+
 def attend(
     backend: str,
     opts: AttentionOptions,
@@ -95,14 +106,15 @@ def attend(
         packing: in which the store holds keys and values, and 255 in place of NaN.
     """
     first, device = pieces[0][0], torch.device("cpu")
-    write = partial(write_kv, packing=packing)
-    compute = partial(paged_attention, packing=packing, value_size=first.v.shape[2])
+    write, compute = write_kv, paged_attention
     if backend == "triton":
         from support.triton_here import DEVICE as device
         from verbatim.kernels.triton.attention import paged_attention as compute
         from verbatim.kernels.triton.rope import write_kv as write
     else:
         compute = by(backend, compute)
+    write = partial(write, packing=packing)
+    compute = partial(compute, packing=packing, value_size=first.v.shape[2])
     blocks = [-(-stop // block_size) for _, _, stop in pieces]
     shuffled = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(seed)) + 1
     tables = torch.zeros(len(pieces), max(blocks), dtype=torch.int32)

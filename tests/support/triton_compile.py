@@ -6,6 +6,7 @@ together. Each line: the rows, a kernel's name, its binary's number, what its PT
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from verbatim.batch import AttentionBatch
-from verbatim.kernels.options import AttentionOptions, NormKind
+from verbatim.kernels.options import AttentionOptions, NormKind, Packing
 from verbatim.kernels.triton import attention, linear, norm, recurrence, rope, sampling
+from verbatim.kv.quantized import PACKINGS
 
 
 class NoDevice:
@@ -51,14 +53,28 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any)
 JITFunction.run = compile_only  # type: ignore[method-assign]
 
 
-def attend(tokens: int, sequences: int, dtype: torch.dtype, *, head: int = 128) -> None:
-    q = torch.empty(tokens, 16, head, dtype=dtype)
-    store = torch.empty(10, 8, 16, head, dtype=dtype)
+def stored(
+    blocks: int, head: int, dtype: torch.dtype, packing: Packing | None = None
+) -> torch.Tensor:
+    if packing is not None:
+        head, dtype = packing.row_bytes(head), torch.uint8
+    return torch.empty(blocks, 8, 16, head, dtype=dtype)
+
+
+def attend(
+    tokens: int,
+    sequences: int,
+    dtype: torch.dtype,
+    *,
+    head: int = 128,
+    packing: Packing | None = None,
+) -> None:
+    q, store = torch.empty(tokens, 16, head, dtype=dtype), stored(10, head, dtype, packing)
     tables = torch.zeros(sequences, 64, dtype=torch.int32)
     numbers = torch.zeros(sequences + 1, dtype=torch.int32)
     options = AttentionOptions(0.1, sinks=torch.zeros(16), alibi=torch.zeros(16), softcap=2.0)
     batch = AttentionBatch(numbers, numbers[1:], tables)
-    attention.paged_attention(q, store, store, batch, options)
+    attention.paged_attention(q, store, store, batch, options, packing=packing, value_size=head)
 
 
 def recur(tokens: int, sequences: int, dtype: torch.dtype) -> None:
@@ -82,14 +98,18 @@ for dtype in (torch.bfloat16, torch.float32):
     weight, z = torch.empty(512, 256, dtype=dtype), torch.zeros(5, dtype=torch.int64)
     for tokens, sequences in ((1, 1), (4, 4), (77, 3)):
         label = f"{tokens}x{sequences}"
-        attend(tokens, sequences, dtype)
+        for packing in (None, *PACKINGS.values()):
+            attend(tokens, sequences, dtype, packing=packing)
         linear.linear(torch.empty(tokens, 256, dtype=dtype), weight)
         recur(tokens, sequences, dtype)
     label = "wide"
-    attend(7, 1, dtype, head=256)
+    for head in (256, 512):
+        attend(7, 1, dtype, head=head)
     label = "once"
     norm.rms_norm(weight, weight[0], 1e-6, NormKind.ROUNDED, residual=weight)
     heads, angles = torch.empty(5, 8, 64, dtype=dtype), torch.empty(5, 64, dtype=dtype)
-    store = torch.empty(4, 8, 16, 64, dtype=dtype)
-    rope.rope_and_write(heads, heads, heads, angles, angles, store, store, z)
-    sampling.draw(torch.zeros(5, 1000, dtype=dtype), z, z, z, z, torch.ones(5), z)
+    for packing in (None, *PACKINGS.values()):
+        store = stored(4, 64, dtype, packing)
+        rope.rope_and_write(heads, heads, heads, angles, angles, store, store, z, packing)
+    with suppress(ValueError):  # nothing ran, so what it reads back is whatever memory held
+        sampling.draw(torch.zeros(5, 1000, dtype=dtype), z, z, z, z, torch.ones(5), z)

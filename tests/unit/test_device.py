@@ -12,7 +12,6 @@ from verbatim import LLM, InvalidRequest, NotSupported, Offload
 from verbatim.device import CPU, Device, refuse_on_gpu, resolve_device
 from verbatim.draft.config import DraftModel
 from verbatim.kernels import numerics_key
-from verbatim.kv.quantized import resolve_kv_dtype
 
 
 def test_auto_is_the_cpu_and_a_live_module_stays_where_it_is() -> None:
@@ -61,12 +60,11 @@ def test_a_live_module_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("placement", Offload()),
         ("quantization", "int8"),
-        ("kv_dtype", resolve_kv_dtype("int4")),
         ("draft", DraftModel("somewhere")),
     ],
 )
 def test_what_a_gpu_does_not_do_is_refused_by_name(name: str, value: Any) -> None:
-    nothing = dict(placement=None, quantization=None, kv_dtype=None, draft=None)
+    nothing = dict(placement=None, quantization=None, draft=None)
     gpu = Device(torch.device("cuda", 0), batch_invariant=False)
     refuse_on_gpu(gpu, **nothing)
     refuse_on_gpu(CPU, **(nothing | {name: value}))

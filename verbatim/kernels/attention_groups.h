@@ -143,7 +143,7 @@ template <int BITS, class T> static inline void pack_row(const T *x, int width, 
         bf16 head[2] = {0x7fc0, 0x7fc0};
         const bf16 rounded_low = round_down(low + 0.0f);  // -0 becomes 0
         low = to_float(rounded_low);
-        const float step = (high - low) / LEVELS;
+        const float step = (high - low) / LEVELS + 0.0f;
         float scale = 0;
         if (finite && step - step == 0) {
             head[0] = round_away(step), head[1] = rounded_low;

@@ -19,6 +19,30 @@ EXP_COEFFICIENTS = (
     0.0001546144469856913,
 )
 
+HEAD_BYTES = 4  # of a group of quantized K or V: (scale, low), two bf16
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """A quantized format of K and V.
+
+    Attributes:
+        name: its value of `kv_dtype`.
+        bits: bits per code.
+        group: elements per (scale, low).
+    """
+
+    name: str
+    bits: int
+    group: int
+
+    def code_bytes(self, width: int) -> int:
+        return (width * self.bits + 7) // 8
+
+    def row_bytes(self, width: int) -> int:
+        """Return the bytes of one head's vector of `width` elements: codes, then (scale, low) of groups."""
+        return self.code_bytes(width) + -(-width // self.group) * HEAD_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:

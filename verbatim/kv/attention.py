@@ -19,8 +19,8 @@ from torch import Tensor
 from verbatim import kernels
 from verbatim.batch import AttentionBatch
 from verbatim.kernels.functions import SUFFIX, addresses, has_kernels, kernel, run
-from verbatim.kernels.options import AttentionOptions
-from verbatim.kv.quantized import Packing, pack, unpack
+from verbatim.kernels.options import AttentionOptions, Packing
+from verbatim.kv.quantized import pack, unpack
 from verbatim.kv.recurrence import tree_sum
 
 _TILE = 64  # keys per tile of the reference, at absolute positions
@@ -54,15 +54,16 @@ def write_kv(
             is_bf16, at = k.dtype == torch.bfloat16, addresses(k, v, k_store, v_store, slots)
             run("vb_pack_kv", None, *at, *sizes, strides, is_bf16, packing.bits)
             return
-        k, v = pack(k, packing), pack(v, packing)
-    if k.dtype != k_store.dtype or v.dtype != v_store.dtype:
-        k, v = k.to(k_store.dtype), v.to(v_store.dtype)
     if not compiled and kernels.triton_serves(k_store.device):
         from verbatim.kernels.triton import rope
 
-        if rope.served(k, v, k_store):
-            rope.write_kv(k, v, k_store, v_store, slots)
+        if rope.served(k, v, k_store, packing):
+            rope.write_kv(k, v, k_store, v_store, slots, packing)
             return
+    if packing is not None:
+        k, v = pack(k, packing), pack(v, packing)
+    if k.dtype != k_store.dtype or v.dtype != v_store.dtype:
+        k, v = k.to(k_store.dtype), v.to(v_store.dtype)
     if not compiled or k.stride(2) != 1 or v.stride(2) != 1:
         blocks, offsets = slots // k_store.shape[2], slots % k_store.shape[2]
         k_store[blocks, :, offsets] = k
@@ -108,10 +109,12 @@ def paged_attention(
     if q.device.type == "cpu" and q.dtype in SUFFIX and stored in SUFFIX:
         if (attend := kernel("vb_attention")) is not None:
             return _by_kernel(attend, q, k_store, v_store, batch, options, packing, value_size)
-    if packing is None and kernels.triton_serves(q.device):
+    if packing is None:
+        value_size = v_store.shape[3]
+    if kernels.triton_serves(q.device):
         from verbatim.kernels.triton import attention
 
-        if attention.served(q, k_store, v_store):
+        if attention.served(q, k_store, value_size, packing):
             return attention.paged_attention(
                 q,
                 k_store,
@@ -119,6 +122,8 @@ def paged_attention(
                 batch,
                 options,
                 batch_invariant=batch_invariant,
+                packing=packing,
+                value_size=value_size,
             )
     if packing is not None:
         used, renamed = torch.unique(batch.block_tables, return_inverse=True)

@@ -17,38 +17,13 @@ channels (benchmarks/kv.py --formats).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from verbatim.errors import NotSupported
+from verbatim.kernels.options import HEAD_BYTES, Packing
 
-_HEAD_BYTES = 4  # (scale, low) of a group, two bf16
 HIGH_BITS = -0x10000  # the bits of a float32 that a bf16 keeps
-
-
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """A quantized format of K and V.
-
-    Attributes:
-        name: its value of `kv_dtype`.
-        bits: bits per code.
-        group: elements per (scale, low).
-    """
-
-    name: str
-    bits: int
-    group: int
-
-    def code_bytes(self, width: int) -> int:
-        return (width * self.bits + 7) // 8
-
-    def row_bytes(self, width: int) -> int:
-        """Return the bytes of one head's vector of `width` elements: codes, then (scale, low) of groups."""
-        return self.code_bytes(width) + -(-width // self.group) * _HEAD_BYTES
-
 
 # The groups are those of verbatim/kernels/attention_groups.h.
 PACKINGS = {p.name: p for p in (Packing("int8", 8, 64), Packing("int4", 4, 32))}
@@ -87,7 +62,7 @@ def pack(x: Tensor, packing: Packing) -> Tensor:
     for group in x.float().split(packing.group, -1):
         low, high = group.amin(-1, keepdim=True), group.amax(-1, keepdim=True)
         low = round_down(low + 0.0)  # -0 becomes 0
-        step = (high - low) / levels
+        step = (high - low) / levels + 0.0
         scale = round_up(step)
         steps = torch.where(scale > 0, (group - low) / scale, 0.0)
         finite = step.isfinite()
@@ -106,7 +81,7 @@ def pack(x: Tensor, packing: Packing) -> Tensor:
 def unpack(rows: Tensor, width: int, packing: Packing) -> Tensor:
     """Dequantize rows `[..., row_bytes(width)]` uint8 to `[..., width]` float32."""
     sizes = [min(packing.group, width - e) for e in range(0, width, packing.group)]
-    codes, head_bytes = rows.split([packing.code_bytes(width), _HEAD_BYTES * len(sizes)], -1)
+    codes, head_bytes = rows.split([packing.code_bytes(width), HEAD_BYTES * len(sizes)], -1)
     heads = head_bytes.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()
     groups = []
     for size, code, head in zip(

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from verbatim.batch import AttentionBatch, Batch
-from verbatim.kernels.options import AnyOptions, IndexOptions
+from verbatim.kernels.options import AnyOptions, IndexOptions, Packing
 from verbatim.kv.attention import paged_attention, write_kv
 from verbatim.kv.flat import BlockStore
 from verbatim.kv.indexing import attend_to_chosen, attend_to_records, choose_keys
-from verbatim.kv.quantized import KVDtype, Packing, row_nbytes, unpack
+from verbatim.kv.quantized import KVDtype, row_nbytes, unpack
 from verbatim.kv.states import StateShape, StateStore
 
 
@@ -123,7 +123,7 @@ class KVStore(BlockStore):
         """Apply rotary embeddings `[T, R]` to `q` and `k`, `write` `k` and `v`, and return `q`; on a GPU."""
         from verbatim.kernels.triton import rope
 
-        return rope.rope_and_write(q, k, v, cos, sin, *self.layers[layer], slots)
+        return rope.rope_and_write(q, k, v, cos, sin, *self.layers[layer], slots, self.packing)
 
     def attend(self, layer: int, q: Tensor, batch: AttentionBatch, options: AnyOptions) -> Tensor:
         """Compute `paged_attention` over one layer: `q` `[T, H, Dk]` to `[T, H, Dv]`.

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from verbatim.errors import ModelChanged, NotSupported, UnsupportedModel
-from verbatim.kv.quantized import Packing
+from verbatim.kernels.options import Packing
 from verbatim.kv.store import KVStore, LayerShape
 from verbatim.model.decoder import Decoder
 from verbatim.model.differential import largest_error, tolerance

@@ -21,8 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from verbatim.batch import AttentionBatch
-from verbatim.kernels.options import AttentionOptions
+from verbatim.kernels.options import AttentionOptions, Packing
 from verbatim.kernels.triton.numbers import DTYPES, EXACT, helper, product, rounded, widened
+from verbatim.kernels.triton.quantized import load_rows
 
 SPLIT = 512  # positions; a split's sums are made before they meet the other splits'
 KEYS = 64  # positions in a tile
@@ -30,15 +31,16 @@ ROWS = 16  # rows of a tile, tokens times heads of a KV head: the least that a m
 _FAST_ROWS = 64  # of a chunk, where its bits need not be those of a single row
 _PROGRAMS = 1024  # that keep a GPU busy
 _PARTIAL_BYTES = 256 * 2**20  # of states between the two kernels
-MAX_WIDTH = 256  # of a head
+MAX_WIDTH = 512  # of a head
+_TILE_BYTES = 128 * 1024  # of K and V at most; a tile of wide heads has fewer keys
 
 
-def served(q: Tensor, k_store: Tensor, v_store: Tensor) -> bool:
+def served(q: Tensor, k_store: Tensor, value_size: int, packing: Packing | None = None) -> bool:
     """Return whether the kernels support these dtypes and widths."""
     return (
         q.dtype in DTYPES
-        and k_store.dtype in DTYPES
-        and max(q.shape[2], v_store.shape[3]) <= MAX_WIDTH
+        and (packing is not None or k_store.dtype in DTYPES)
+        and max(q.shape[2], value_size) <= MAX_WIDTH
     )
 
 
@@ -87,6 +89,9 @@ def _attend(
     CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    BITS: tl.constexpr,
+    KEY_GROUP: tl.constexpr,
+    VALUE_GROUP: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
     """The states of a tile of rows over a group of splits: `tops`, `totals` `[T, H, groups]` and
@@ -149,14 +154,8 @@ def _attend(
             held = key < num_keys  # later keys are unwritten, or another sequence's
             block = tl.load(block_tables + s * table_stride + key // BLOCK_SIZE, held, other=0)
             slot = (block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
-            keys = tl.load(
-                k_store + slot[None, :] * KEY + at_key[:, None],
-                mask=held[None, :] & (at_key < KEY)[:, None],
-                other=0.0,
-            )
-            if keys.dtype != COMPUTE:
-                keys = widened(keys)
-            score = product(queries, keys, tl.zeros([ROWS, KEYS], tl.float32)) * scale
+            keys = load_rows(k_store, slot, held, KEYS, KEY, KEY_BLOCK, BITS, KEY_GROUP, COMPUTE)
+            score = product(queries, tl.trans(keys), tl.zeros([ROWS, KEYS], tl.float32)) * scale
             if SOFTCAP > 0:  # softcap * tanh(score / softcap)
                 score = SOFTCAP - 2 * SOFTCAP / (tl.exp(score * (2 / SOFTCAP)) + 1)
             if HAS_ALIBI:
@@ -171,13 +170,9 @@ def _attend(
             safe = tl.where(highest == float("-inf"), 0.0, highest)
             weight = tl.exp(score - safe[:, None])
             factor = tl.exp(split_top - safe)
-            values = tl.load(
-                v_store + slot[:, None] * VALUE + at_value[None, :],
-                mask=held[:, None] & (at_value < VALUE)[None, :],
-                other=0.0,
+            values = load_rows(
+                v_store, slot, held, KEYS, VALUE, VALUE_BLOCK, BITS, VALUE_GROUP, COMPUTE
             )
-            if values.dtype != COMPUTE:
-                values = widened(values)
             split_total = split_total * factor + tl.sum(weight, 1)
             split_acc = product(rounded(weight, COMPUTE), values, split_acc * factor[:, None])
             split_top = highest
@@ -264,6 +259,8 @@ def paged_attention(
     options: AttentionOptions,
     *,
     batch_invariant: bool = True,
+    packing: Packing | None = None,
+    value_size: int = 0,
 ) -> Tensor:
     """Compute `verbatim.kv.attention.paged_attention` for tensors on one GPU; `served` must hold.
 
@@ -272,9 +269,11 @@ def paged_attention(
     Args:
         batch_invariant: chunks are cut into the tiles of single rows. False takes taller tiles, which are
             faster and round otherwise.
+        packing, value_size: as there.
     """
     num_tokens, heads, key_size = q.shape
-    _, kv_heads, block_size, value_size = v_store.shape
+    _, kv_heads, block_size, width = v_store.shape
+    value_size = width if packing is None else value_size
     query_starts, context_lens, block_tables = batch
     num_sequences = len(context_lens)
     assert k_store.is_contiguous() and v_store.is_contiguous() and block_tables.stride(1) == 1
@@ -294,10 +293,13 @@ def paged_attention(
     splits_each, groups = (1, splits) if alone else (splits, 1)
     tops, totals = q.new_empty((2, num_tokens, heads, groups), dtype=torch.float32)
     accs = q.new_empty((num_tokens, heads, groups, value_size), dtype=torch.float32)
-    compute = q.dtype if q.dtype == k_store.dtype else torch.float32
+    stored = q.dtype if packing else k_store.dtype
+    compute = q.dtype if q.dtype == stored else torch.float32
     key_block = max(16, triton.next_power_of_2(key_size))
     value_block = max(16, triton.next_power_of_2(value_size))
-    tile_bytes = (key_block + value_block) * KEYS * compute.itemsize
+    keys, key_bytes = KEYS, (key_block + value_block) * compute.itemsize
+    while keys * key_bytes > _TILE_BYTES:
+        keys //= 2
     _attend[(tiles, kv_heads, groups)](
         q,
         k_store,
@@ -325,15 +327,18 @@ def paged_attention(
         BLOCK_SIZE=block_size,
         ROWS=rows,
         TOKENS=tokens,
-        KEYS=KEYS,
+        KEYS=keys,
         SPLIT=SPLIT,
         WINDOW=options.window,
         CHUNK=options.chunk,
         SOFTCAP=options.softcap,
         HAS_ALIBI=options.alibi is not None,
+        BITS=packing.bits if packing else 0,
+        KEY_GROUP=min(packing.group, key_block) if packing else 0,
+        VALUE_GROUP=min(packing.group, value_block) if packing else 0,
         COMPUTE=DTYPES[compute],
-        num_warps=4,
-        num_stages=max(1, min(3, 160 * 1024 // tile_bytes)),  # they lie in 227 KB together
+        num_warps=4 if max(key_block, value_block) <= 256 else 8,
+        num_stages=max(1, min(3, 160 * 1024 // (keys * key_bytes))),  # they lie in 227 KB together
         **EXACT,
     )
     _finish[(num_tokens, kv_heads)](

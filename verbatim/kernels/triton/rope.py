@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from verbatim.kernels.options import Packing
 from verbatim.kernels.triton.numbers import DTYPES, EXACT, helper, rounded, widened
+from verbatim.kernels.triton.quantized import elements_of, store_groups
 
 
 @helper
@@ -25,6 +27,45 @@ def _turned(x, pointer, at, held, cos, sin, WIDTH: tl.constexpr, ROTATED: tl.con
     left = rounded(widened(x) * widened(cos), x.dtype)
     right = rounded(beside * widened(sin), x.dtype)
     return tl.where(place < ROTATED, rounded(widened(left) + widened(right), x.dtype), x)
+
+
+@helper
+def _groups(
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    UNITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Return where the elements `[UNITS, GROUP]` of a token's heads stand, which there are, and the head and
+    the group within it `[UNITS]`.
+    """
+    groups: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
+    unit = tl.arange(0, UNITS)
+    head, group = unit // groups, unit % groups
+    element = elements_of(group, WIDTH, GROUP, BITS)
+    held = (head < HEADS)[:, None] & (element < WIDTH)
+    return head[:, None] * WIDTH + element, held, head, group
+
+
+@helper
+def _write(
+    store,
+    x,
+    at,
+    held,
+    row,
+    group,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    STORE: tl.constexpr,
+):
+    """Write elements that `_groups` names to rows `[UNITS]` of a store, quantized if it has `BITS`."""
+    if BITS == 0:
+        tl.store(store + row[:, None] * WIDTH + at % WIDTH, rounded(widened(x), STORE), mask=held)
+    else:
+        store_groups(store, row, group, x, held, WIDTH, GROUP, BITS)
 
 
 @triton.jit
@@ -49,8 +90,11 @@ def _rope_and_write(
     ROTATED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     Q_BLOCK: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    V_BLOCK: tl.constexpr,
+    K_UNITS: tl.constexpr,
+    V_UNITS: tl.constexpr,
+    K_GROUP: tl.constexpr,
+    V_GROUP: tl.constexpr,
+    BITS: tl.constexpr,
     STORE: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -58,22 +102,21 @@ def _rope_and_write(
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     angles = token * angle_stride
 
-    at = tl.arange(0, K_BLOCK)
-    held = at < KV_HEADS * KEY
+    at, held, head, group = _groups(KV_HEADS, KEY, K_UNITS, K_GROUP, BITS)
     keys = tl.load(k + token * k_stride + at, mask=held, other=0.0)
     if ROTATED > 0:
         angle = held & (at % KEY < ROTATED)
         c = tl.load(cos + angles + at % KEY, mask=angle, other=1.0)
         s = tl.load(sin + angles + at % KEY, mask=angle, other=0.0)
         keys = _turned(keys, k + token * k_stride, at, held, c, s, KEY, ROTATED)
-    place = ((block * KV_HEADS + at // KEY) * BLOCK_SIZE + offset) * KEY + at % KEY
-    tl.store(k_store + place, rounded(widened(keys), STORE), mask=held)
+    row = (block * KV_HEADS + head) * BLOCK_SIZE + offset
+    _write(k_store, keys, at, held, row, group, KEY, K_GROUP, BITS, STORE)
 
-    at = tl.arange(0, V_BLOCK)
-    held = at < KV_HEADS * VALUE
-    values = tl.load(v + token * v_stride + at, mask=held, other=0.0)
-    place = ((block * KV_HEADS + at // VALUE) * BLOCK_SIZE + offset) * VALUE + at % VALUE
-    tl.store(v_store + place, rounded(widened(values), STORE), mask=held)
+    if VALUE > 0:  # the keys of an indexer have no values
+        at, held, head, group = _groups(KV_HEADS, VALUE, V_UNITS, V_GROUP, BITS)
+        values = tl.load(v + token * v_stride + at, mask=held, other=0.0)
+        row = (block * KV_HEADS + head) * BLOCK_SIZE + offset
+        _write(v_store, values, at, held, row, group, VALUE, V_GROUP, BITS, STORE)
 
     if ROTATED > 0:
         at = tl.arange(0, Q_BLOCK)
@@ -86,9 +129,10 @@ def _rope_and_write(
         tl.store(q_out + token * HEADS * KEY + at, queries, mask=held)
 
 
-def served(k: Tensor, v: Tensor, k_store: Tensor) -> bool:
+def served(k: Tensor, v: Tensor, k_store: Tensor, packing: Packing | None = None) -> bool:
     """Return whether the kernel supports these dtypes."""
-    return k.dtype in DTYPES and v.dtype is k.dtype and k_store.dtype in DTYPES
+    stored = packing is not None or k_store.dtype in DTYPES
+    return k.dtype in DTYPES and v.dtype is k.dtype and stored
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -105,6 +149,7 @@ def rope_and_write(
     k_store: Tensor,
     v_store: Tensor,
     slots: Tensor,
+    packing: Packing | None = None,
 ) -> Tensor:
     """Rotate `q` `[T, H, D]` and `k` `[T, Hkv, D]`, and write `k` and `v` `[T, Hkv, Dv]` to the stores.
 
@@ -113,6 +158,7 @@ def rope_and_write(
             a head's D values turn. None turns nothing.
         k_store, v_store: `[blocks, Hkv, block_size, D]`, of any served dtype.
         slots: `[T]` int64.
+        packing: the stores hold uint8 rows of this format, `[blocks, Hkv, block_size, row_bytes]`.
 
     Returns:
         The rotated `q`, or `q` itself where nothing turns.
@@ -127,6 +173,14 @@ def rope_and_write(
         cos, sin = cos.contiguous(), sin.contiguous()
         rotated, out = cos.shape[1], q.new_empty(q.shape)
         assert rotated % 2 == 0 and cos.dtype is sin.dtype is q.dtype is k.dtype
+    sizes = key_size, value_size
+    group_sizes = [
+        packing.group if packing else triton.next_power_of_2(max(1, size)) for size in sizes
+    ]
+    units = [
+        triton.next_power_of_2(kv_heads * -(-size // group))
+        for size, group in zip(sizes, group_sizes, strict=True)
+    ]
     if num_tokens:
         _rope_and_write[(num_tokens,)](
             out,
@@ -149,18 +203,28 @@ def rope_and_write(
             ROTATED=rotated,
             BLOCK_SIZE=k_store.shape[2],
             Q_BLOCK=triton.next_power_of_2(heads * key_size),
-            K_BLOCK=triton.next_power_of_2(kv_heads * key_size),
-            V_BLOCK=triton.next_power_of_2(kv_heads * value_size),
-            STORE=DTYPES[k_store.dtype],
+            K_UNITS=units[0],
+            V_UNITS=units[1],
+            K_GROUP=group_sizes[0],
+            V_GROUP=group_sizes[1],
+            BITS=packing.bits if packing else 0,
+            STORE=None if packing else DTYPES[k_store.dtype],
             num_warps=4,
             **EXACT,
         )
     return out
 
 
-def write_kv(k: Tensor, v: Tensor, k_store: Tensor, v_store: Tensor, slots: Tensor) -> None:
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_store: Tensor,
+    v_store: Tensor,
+    slots: Tensor,
+    packing: Packing | None = None,
+) -> None:
     """Compute `verbatim.kv.attention.write_kv` for tensors on one GPU; `served` must hold."""
-    rope_and_write(k, k, v, None, None, k_store, v_store, slots)
+    rope_and_write(k, k, v, None, None, k_store, v_store, slots, packing)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

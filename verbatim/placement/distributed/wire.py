@@ -31,7 +31,8 @@ from verbatim.batch import (
 )
 from verbatim.core import Completion, DraftStats, FinishReason, Metrics, Result
 from verbatim.errors import VerbatimError
-from verbatim.kv.quantized import PACKINGS, Packing
+from verbatim.kernels.options import Packing
+from verbatim.kv.quantized import PACKINGS
 from verbatim.kv.states import StateShape
 from verbatim.kv.store import LayerShape
 from verbatim.model.loader import ModelSource
