@@ -180,7 +180,7 @@ class LLM:
         draft = resolve_draft(draft)
         refuse_on_gpu(
             placed,
-            placement=placement,
+            offload=offload or getattr(placement, "offload", None),
             quantization=quantization,
             kv_dtype=options.kv_dtype,
             draft=draft,

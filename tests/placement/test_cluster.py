@@ -35,14 +35,14 @@ from support.requests_mixed import (
     resident_facts,
 )
 from support.stages import ThreadHost, ThreadHosts, check_threads_end, num_threads, serving, staged
-from verbatim import LLM, Cluster, InvalidRequest, NotSupported, SamplingParams, StageFailed
+from verbatim import LLM, Cluster, InvalidRequest, NotSupported, SamplingParams, StageFailed, device
 from verbatim.compat import megatron
 from verbatim.compat.megatron import DynamicInferenceRequest
 from verbatim.draft import EarlyExit
 from verbatim.errors import ModelChanged
 from verbatim.placement.distributed import link as links
 from verbatim.placement.distributed import opening as cluster_opening
-from verbatim.placement.distributed import served, stage_share
+from verbatim.placement.distributed import stage_share
 from verbatim.placement.distributed.link import LinkLost
 from verbatim.placement.distributed.plan import LayerSizes
 from verbatim.placement.distributed.stage_share import StageShare
@@ -620,14 +620,14 @@ def test_a_stage_that_fits_on_no_machine_is_split_over_two(
     hosts = ThreadHosts()
     with clustered(saved("qwen3_moe"), hosts, stages=2) as llm:
         needed = max(stage["weight_bytes"] for stage in llm.info()["stages"])
-        monkeypatch.setattr(served, "available_memory", lambda: needed * 3 // 4)
+        monkeypatch.setattr(device, "available_memory", lambda: needed * 3 // 4)
         at_batch(serving(llm)[1], 5, kill)
         assert mixed_facts(llm) == expected
         assert [stage["layers"] for stage in llm.info()["stages"]] in (
             [[0, 3], [3, 4], [4, 6]],
             [[0, 3], [3, 5], [5, 6]],
         )
-        monkeypatch.setattr(served, "available_memory", lambda: needed // 9)
+        monkeypatch.setattr(device, "available_memory", lambda: needed // 9)
         at_batch(serving(llm)[0], 5, kill)
         with pytest.raises(StageFailed, match=r"stage 0 .*can't be divided"):
             llm.generate(*mixed_requests())

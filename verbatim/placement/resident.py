@@ -7,7 +7,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from verbatim.batch import Adapter, Batch, Choices, Draws, SamplePlan
@@ -169,12 +168,9 @@ class Resident(Runner):
     def info(self) -> dict[str, Any]:
         spec, drafts, states = self.decoder.spec, self.draft_layers, self.store.states
         kv_dtype = self.store.dtype
-        gpu: dict[str, Any] | None = None
-        if self._device.is_gpu:
-            name = torch.cuda.get_device_name(self._device.torch)
-            gpu = {"name": name, "deterministic": self._device.batch_invariant}
-            if self.graphs is not None:
-                gpu["graphs"] = self.graphs.reason or self.graphs.count
+        gpu = self._device.info()
+        if gpu is not None and self.graphs is not None:
+            gpu["graphs"] = self.graphs.reason or self.graphs.count
         return {
             "architecture": self.decoder.architecture,
             **weight_info(self.decoder.owner),
@@ -270,7 +266,7 @@ def open_resident(
         InvalidRequest, NotSupported, ModelError: the layers that draft can't be opened.
         OutOfBlocks: the memory does not hold one block, or can't be allocated.
     """
-    drafts, spec, device = open_draft_layers(draft, decoder, loaded), decoder.spec, options.device
+    drafts, spec = open_draft_layers(draft, decoder, loaded), decoder.spec
     token_bytes = options.token_bytes(spec, drafts)
     state_bytes = sum(shape.nbytes for shape in spec.states)
     num_states = options.num_states(state_bytes)
@@ -282,7 +278,6 @@ def open_resident(
         raise OutOfBlocks(
             f"the KV cache of {nbytes} bytes can't be allocated: lower kv_memory or max_length"
         ) from error
-    store.batch_invariant = device.batch_invariant
     runner = Resident(decoder, store, options.num_threads, drafts, loaded)
     if options.device.is_gpu and not loaded.live and graphs.wanted():
         runner.record_steps()  # a live module's owner may make changes that no check detects
@@ -306,5 +301,5 @@ def open_store(
     drafts.open_stores(num_blocks, options.block_size, dtype)
     states = open_states(spec.states, num_states, device)
     store = make(spec.layers, num_blocks, options.block_size, dtype, device)
-    store.states = states
+    store.states, store.batch_invariant = states, options.device.batch_invariant
     return store

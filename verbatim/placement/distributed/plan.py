@@ -1,15 +1,32 @@
-"""The assignment of layers to stages."""
+"""The assignment of layers to stages, and of memory to K and V."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from verbatim.errors import OutOfBlocks
+from verbatim.placement.options import DEFAULT_KV_SHARE
 
 Range = tuple[int, int]  # first layer, and the one behind the last
+
+
+def kv_share(processes: Iterable[tuple[Hashable, int, int]]) -> int:
+    """Return the bytes for K, V and states of all processes: as many tokens as the least memory has room for.
+
+    Args:
+        processes: for each of them, what names the memory that it uses, the bytes that are free there, and
+            the bytes of a token, or of a state, in this process.
+    """
+    needed, free = Counter[Hashable](), dict[Hashable, int]()
+    for memory, nbytes, each in processes:
+        needed[memory] += each
+        free[memory] = min(nbytes, free.get(memory, nbytes))
+    share = min(DEFAULT_KV_SHARE * free[memory] / needed[memory] for memory in needed)
+    return int(share * needed.total())
 
 
 @dataclass(frozen=True, slots=True)
