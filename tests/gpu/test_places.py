@@ -17,10 +17,10 @@ from support.toys import make_toy
 from verbatim import LLM, Cluster, PipelineParallel, SamplingParams, TensorParallel
 
 Folders = Callable[..., Path]
-# Heads that are shared by whole KV heads, and of one KV head; experts; windows and caps; recurrent layers.
+# Ranks with KV heads of their own, and ranks that share one; experts; windows and caps; recurrent layers.
 TENSOR = {
     "qwen3": {},
-    "falcon_mqa": {},
+    "llama": dict(num_key_value_heads=1),
     "qwen3_moe": dict(hidden_size=64),
     "gemma2": dict(hidden_size=100),
     "qwen3_next": {},
