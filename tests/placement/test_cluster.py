@@ -178,6 +178,8 @@ def test_a_killed_stage_changes_no_word(
         assert mixed_facts(llm) == expected
         assert llm.stats()["cluster"]["restarts"] == 1 and before[place].killed
         assert replaced(before, llm) == [place]
+        members = llm.engine.runner.group.members
+        assert [member.number for member in members] == [0, 1, 2], "which GPU it would take"
         assert llm.stats()["blocks_used"] == 0
         llm.engine.scheduler.pool.check()
     assert all(host.killed for host in hosts.hosts)
