@@ -65,7 +65,7 @@ def test_the_processes_of_a_machine_take_its_gpus_in_turn(monkeypatch: pytest.Mo
     assert all(device.batch_invariant for device in found)
     assert CPU.nth(3) == CPU
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(NotSupported, match="device=cuda:1: .* has no GPU"):
+    with pytest.raises(NotSupported, match=r"device=cuda:1: .* has no GPU"):
         gpu.nth(0)
 
 
