@@ -40,13 +40,15 @@ def opened(folder: Path, placement: Any = None, dtype: str = "bfloat16", **optio
     )
 
 
-def generated(llm: LLM, count: int = 12) -> list[Any]:
+def generated(llm: LLM, count: int = 8) -> list[Any]:
     return all_facts(llm.generate(*mixed_requests(count)))
 
 
-def resident(folder: Path, dtype: str = "bfloat16") -> tuple[list[Any], dict[str, Any]]:
+def resident(
+    folder: Path, dtype: str = "bfloat16", count: int = 8
+) -> tuple[list[Any], dict[str, Any]]:
     with opened(folder, dtype=dtype) as llm:
-        return generated(llm), llm.info()
+        return generated(llm, count), llm.info()
 
 
 def changed(folder: Path) -> dict[str, torch.Tensor]:
@@ -104,9 +106,9 @@ def test_stages_lose_one_sleep_move_and_get_new_weights(folders: Folders) -> Non
 @pytest.mark.parametrize("name", ["gemma2", "qwen3_next"])
 def test_stages_have_the_bits_of_one_process(name: str, folders: Folders) -> None:
     folder = folders(name, **TENSOR[name])
-    expected, _ = resident(folder, "float32")
+    expected, _ = resident(folder, "float32", 12)
     with opened(folder, PipelineParallel(3), "float32") as llm:
-        assert generated(llm) == expected
+        assert generated(llm, 12) == expected
 
 
 @pytest.mark.parametrize("name", TENSOR)
@@ -134,7 +136,7 @@ def test_tensor_ranks_have_the_bits_of_one_process(name: str, folders: Folders) 
 def test_expert_ranks_have_the_bits_of_one_process(tmp_path: Path) -> None:
     make_toy("qwen3_moe").save_pretrained(tmp_path / "model")
     told = run_ranks(2, tmp_path, "gpu_rank", tmp_path / "model")
-    expected, alone = resident(tmp_path / "model")
+    expected, alone = resident(tmp_path / "model", count=12)
     for rank, ours in enumerate(told):
         assert ours["facts"] == repr(expected[rank::2])
         assert ours["numerics_key"] == alone["numerics_key"]
