@@ -133,9 +133,10 @@ class Resident(Runner):
             return [] if plan is None else [[draw.id] for draw in sample_rows(logits, plan)]
 
     def record_steps(self) -> None:
-        """Run decode steps as CUDA graphs from now on; the model must be on a GPU and never edited."""
-        recorder = graphs.cuda_recorder(self.store.device)
-        self.graphs = DecodeGraphs(self.decoder, self.store, recorder)
+        """Run decode steps as CUDA graphs from now on, on a GPU; the model must never be edited."""
+        if self._device.is_gpu and graphs.wanted():
+            recorder = graphs.cuda_recorder(self.store.device)
+            self.graphs = DecodeGraphs(self.decoder, self.store, recorder)
 
     def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
         with threads(self._num_threads), self._device.current():
@@ -279,8 +280,8 @@ def open_resident(
             f"the KV cache of {nbytes} bytes can't be allocated: lower kv_memory or max_length"
         ) from error
     runner = Resident(decoder, store, options.num_threads, drafts, loaded)
-    if options.device.is_gpu and not loaded.live and graphs.wanted():
-        runner.record_steps()  # a live module's owner may make changes that no check detects
+    if not loaded.live:  # whose owner may make changes that no check detects
+        runner.record_steps()
     return runner
 
 

@@ -113,7 +113,8 @@ class StageShare(Served):
         """
         self.close()
         device = self.device
-        options = self._options = replace(message["options"], device=device)
+        options = message["options"] = replace(message["options"], device=device)
+        self._options = options
         with self._inspecting, threads(options.num_threads), device.current():
             loaded = self.skeleton(message["source"])
             first, end, place = message["first"], message["end"], None
@@ -162,6 +163,7 @@ class StageShare(Served):
         else:
             store = open_store(decoder.spec, options, drafts, num_blocks, num_states)
             self.runner = Resident(decoder, store, options.num_threads, drafts, part.own)
+            self.runner.record_steps()
         return {"row_widths": self.row_widths}
 
     def record(self, name: str, **fields: Any) -> Tensor | None:
@@ -309,6 +311,8 @@ class StageShare(Served):
         if link is None:
             if step not in self._computed:
                 self._computed = {step: []}
+            if self.running.graphs is not None:  # the next micro-batch overwrites what is replayed
+                out = replace(out, logits=out.logits.clone())
             self._computed[step].append(out)
 
     def _row_bytes(self) -> int:
