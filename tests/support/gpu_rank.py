@@ -9,7 +9,7 @@ from verbatim import LLM, ExpertParallel
 
 
 def main(rank: int, world: int, folder: str) -> dict[str, Any]:
-    prompts, params = mixed_requests(12)
+    prompts, params = mixed_requests(8)
     options: dict[str, Any] = dict(device="cuda", deterministic=True, dtype="bfloat16")
     with LLM(folder, placement=ExpertParallel(), kv_memory="64MB", **options) as llm:
         results = llm.generate(prompts[rank::world], params[rank::world])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -124,9 +125,10 @@ def _splits_exactly(
     bounds: tuple[int, ...],
     device: torch.device,
 ) -> bool:
-    noise = torch.Generator().manual_seed(0)
-    weight = torch.randn(shape, generator=noise).to(device, dtype)
-    x = torch.randn(_ASKED_ROWS, shape[1 - dimension], generator=noise).to(device, dtype)
+    noise = partial(
+        torch.randn, generator=torch.Generator(device).manual_seed(0), dtype=dtype, device=device
+    )
+    weight, x = noise(shape), noise((_ASKED_ROWS, shape[1 - dimension]))
 
     def product(first: int, end: int) -> Tensor:
         part = weight.narrow(dimension, first, end - first).contiguous()

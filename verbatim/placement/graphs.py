@@ -92,9 +92,9 @@ class DecodeGraphs:
         return recorded.replay()[:rows]
 
     @property
-    def count(self) -> int:
-        """The number of recorded sizes."""
-        return len(self._recorded)
+    def status(self) -> int | str:
+        """The number of recorded sizes, or `reason`."""
+        return self.reason or len(self._recorded)
 
     def forget(self) -> None:
         """Drop all recordings; they are made again when needed."""

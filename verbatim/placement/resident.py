@@ -171,7 +171,7 @@ class Resident(Runner):
         kv_dtype = self.store.dtype
         gpu = self._device.info()
         if gpu is not None and self.graphs is not None:
-            gpu["graphs"] = self.graphs.reason or self.graphs.count
+            gpu["graphs"] = self.graphs.status
         return {
             "architecture": self.decoder.architecture,
             **weight_info(self.decoder.owner),

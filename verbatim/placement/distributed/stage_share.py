@@ -182,11 +182,11 @@ class StageShare(Served):
 
     def status(self) -> Message:
         """See `Served`. `speed` is that of the work so far, in bytes of weights a second."""
-        part, frames = self.part, self._num_frames
+        part, runner, frames = self.part, self.runner, self._num_frames
         since = time.monotonic() - _RECENT_S
         recent = sum(tokens for *_, end, tokens in self._spans.copy() if end > since)
         weight_bytes = 0 if part is None else part.weight_bytes
-        held = 0 if self.runner is None else sum(store.nbytes for store in self.runner.stores)
+        held = 0 if runner is None else sum(store.nbytes for store in runner.stores)
         known = frames >= _FEW_FRAMES and self._busy_s
         return {
             **super().status(),
@@ -202,6 +202,7 @@ class StageShare(Served):
             "epoch": self.epoch,
             "restarts": self._restarts,
             "hop_s": self._hop_s,
+            "graphs": None if runner is None or runner.graphs is None else runner.graphs.status,
         }
 
     def spans(self) -> list[tuple[int, int, float, float, int]]:
