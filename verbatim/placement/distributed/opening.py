@@ -20,7 +20,7 @@ from verbatim.model.spec import inner_model
 from verbatim.placement.distributed.choice import Cluster
 from verbatim.placement.distributed.group import StageHandle
 from verbatim.placement.distributed.hosts import Hosts, LocalHosts
-from verbatim.placement.distributed.plan import LayerSizes, kv_share
+from verbatim.placement.distributed.plan import LayerSizes, with_kv
 from verbatim.placement.distributed.ray_hosts import RayHosts
 from verbatim.placement.distributed.runner import Clustered
 from verbatim.placement.distributed.served import describe_draft
@@ -81,11 +81,9 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
         token_bytes = sum(member.shape["token_bytes"] for member in members)
         state_bytes = sum(member.shape["state_bytes"] for member in members)
         if cluster.offload is None:
-            if options.kv_bytes is None:
-                each = [m.shape["token_bytes"] or m.shape["state_bytes"] for m in members]
-                free = [(m.memory_at, m.shape["memory"]) for m in members]
-                kv_bytes = kv_share((*f, nbytes) for f, nbytes in zip(free, each, strict=True))
-                options = replace(options, kv_bytes=kv_bytes)
+            each = [m.shape["token_bytes"] or m.shape["state_bytes"] for m in members]
+            free = [(m.memory_at, m.shape["memory"]) for m in members]
+            options = with_kv(options, free, each)
             num_states = options.num_states(state_bytes)
             blocks = options.num_blocks(token_bytes, limit, num_states * state_bytes)
         else:

@@ -96,11 +96,10 @@ class StageLine(StageGroup):
             VerbatimError: the layers can't be had there, or the bits would differ.
         """
         own = []
-        on = Counter((m.facts["machine"], m.facts["device"]) for m in members)
-        for member, (first, end) in zip(members, ranges, strict=True):
+        at = [(member.facts["machine"], member.facts["device"]) for member in members]
+        for member, place, (first, end) in zip(members, at, ranges, strict=True):
             member.first, member.end = first, end
-            sharing = on[member.facts["machine"], member.facts["device"]]
-            memory = member.facts["memory"] // sharing
+            memory = member.facts["memory"] // at.count(place)
             kv_bytes = self._kv_bytes.get((first, end))
             own.append({"first": first, "end": end, "memory": memory, "kv_bytes": kv_bytes})
         told = {**self.model, "adapters": list(self.adapters.values())}
