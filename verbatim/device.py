@@ -1,10 +1,11 @@
-"""The device of a model, and the features refused on a GPU."""
+"""The device of a model or of its share in a process, and the features refused on a GPU."""
 
 from __future__ import annotations
 
 import importlib.util
+import platform
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from verbatim.protocols import Proposer
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The device of a resident model.
+    """The device of a model, or of its share in one of several processes.
 
     Attributes:
         torch: the torch device; a GPU with its index.
@@ -34,6 +35,31 @@ class Device:
     def current(self) -> AbstractContextManager[object]:
         """Return a context manager that launches kernels on this device."""
         return torch.cuda.device(self.torch) if self.is_gpu else nullcontext()
+
+    def nth(self, number: int) -> Device:
+        """Return the device of the process `number` of a machine, from 0: its GPUs in turn, from this one on.
+
+        Raises:
+            NotSupported: this machine has no GPU.
+        """
+        if not self.is_gpu:
+            return self
+        count = torch.cuda.device_count()
+        if not count:
+            raise NotSupported(f"device={self.torch}: {platform.node()} has no GPU")
+        return replace(self, torch=torch.device("cuda", ((self.torch.index or 0) + number) % count))
+
+    def info(self) -> dict[str, Any] | None:
+        """Return the GPU's name and whether it is `deterministic`, for `LLM.info`; None: the CPU."""
+        if not self.is_gpu:
+            return None
+        name = torch.cuda.get_device_name(self.torch)
+        return {"name": name, "deterministic": self.batch_invariant}
+
+    def synchronize(self) -> None:
+        """Wait until a GPU has computed what it was given."""
+        if self.is_gpu:
+            torch.cuda.synchronize(self.torch)
 
     @property
     def total_memory(self) -> int:
@@ -111,7 +137,7 @@ def _resolve(device: Any, model: Any) -> torch.device:
     return resolved
 
 
-def refuse_on_gpu(device: Device, *, placement: Any, quantization: Any, draft: Any) -> None:
+def refuse_on_gpu(device: Device, *, offload: Any, quantization: Any, draft: Any) -> None:
     """Refuse features that are not supported on a GPU.
 
     Raises:
@@ -119,8 +145,8 @@ def refuse_on_gpu(device: Device, *, placement: Any, quantization: Any, draft: A
     """
     if not device.is_gpu:
         return
-    if placement is not None:
-        raise NotSupported(f"device={device.torch}: placement={placement!r} computes on the CPU")
+    if offload is not None:
+        raise NotSupported(f"device={device.torch}: {offload!r} computes on the CPU")
     if quantization is not None:
         raise NotSupported(
             f"device={device.torch}: quantization={quantization!r} is only supported on the CPU"

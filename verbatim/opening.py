@@ -144,9 +144,7 @@ def _open_here(model: ToOpen, weak: bool) -> Placed:
             )
         return Placed(open_kv_caches(loaded, options, limit, weak=weak), options)
     if device.is_gpu and not loaded.live:
-        loaded.module.to(device.torch)
-        if loaded.checkpoint is not None:
-            loaded.checkpoint.moved(loaded.module)
+        loaded.move(device.torch)
     with device.current():
         decoder = Decoder(
             loaded.module,

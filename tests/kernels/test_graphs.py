@@ -5,12 +5,14 @@ records a step just runs it again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from support.requests_mixed import generated
+from support.stages import staged
 from support.toys import make_toy, random_ids
 from verbatim import LLM, SamplingParams, drafters
 from verbatim.placement.graphs import DecodeGraphs, rounded_rows
@@ -73,6 +75,22 @@ def test_recorded_steps_give_the_same_bits(name: str, recording: Counting) -> No
         patch.setattr(DecodeGraphs, "run", lambda self, batch: None)
         assert generated(LLM(module), prompts, params) == found
     assert recording.runs == recorded
+
+
+def test_recorded_steps_of_stages_give_the_same_bits(
+    recording: Counting, folders: Callable[..., Path]
+) -> None:
+    prompts = [random_ids(3 + 2 * i, i) for i in range(5)]
+    params = [SamplingParams(max_tokens=4 + i, seed=i, ignore_eos=True) for i in range(5)]
+    folder = folders("llama")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DecodeGraphs, "run", lambda self, batch: None)
+        expected = generated(LLM(folder), prompts, params)
+    for micro_batches in (1, 2):
+        before = recording.runs
+        placement = staged(micro_batches=micro_batches)
+        assert generated(LLM(folder, placement=placement), prompts, params) == expected
+        assert recording.runs - before >= 2 * 7
 
 
 def test_hooks_experts_and_chunks_run_plainly(recording: Counting) -> None:

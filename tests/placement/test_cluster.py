@@ -35,17 +35,18 @@ from support.requests_mixed import (
     resident_facts,
 )
 from support.stages import ThreadHost, ThreadHosts, check_threads_end, num_threads, serving, staged
-from verbatim import LLM, Cluster, InvalidRequest, NotSupported, SamplingParams, StageFailed
+from verbatim import LLM, Cluster, InvalidRequest, NotSupported, SamplingParams, StageFailed, device
 from verbatim.compat import megatron
 from verbatim.compat.megatron import DynamicInferenceRequest
 from verbatim.draft import EarlyExit
 from verbatim.errors import ModelChanged
 from verbatim.placement.distributed import link as links
 from verbatim.placement.distributed import opening as cluster_opening
-from verbatim.placement.distributed import served, stage_share
+from verbatim.placement.distributed import stage_share
 from verbatim.placement.distributed.link import LinkLost
-from verbatim.placement.distributed.plan import LayerSizes
+from verbatim.placement.distributed.plan import LayerSizes, with_kv
 from verbatim.placement.distributed.stage_share import StageShare
+from verbatim.placement.options import engine_options
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": dict(
@@ -178,6 +179,8 @@ def test_a_killed_stage_changes_no_word(
         assert mixed_facts(llm) == expected
         assert llm.stats()["cluster"]["restarts"] == 1 and before[place].killed
         assert replaced(before, llm) == [place]
+        members = llm.engine.runner.group.members
+        assert [member.number for member in members] == [0, 1, 2], "which GPU it would take"
         assert llm.stats()["blocks_used"] == 0
         llm.engine.scheduler.pool.check()
     assert all(host.killed for host in hosts.hosts)
@@ -642,14 +645,14 @@ def test_a_stage_that_fits_on_no_machine_is_split_over_two(
     hosts = ThreadHosts()
     with clustered(saved("qwen3_moe"), hosts, stages=2) as llm:
         needed = max(stage["weight_bytes"] for stage in llm.info()["stages"])
-        monkeypatch.setattr(served, "available_memory", lambda: needed * 3 // 4)
+        monkeypatch.setattr(device, "available_memory", lambda: needed * 3 // 4)
         at_batch(serving(llm)[1], 5, kill)
         assert mixed_facts(llm) == expected
         assert [stage["layers"] for stage in llm.info()["stages"]] in (
             [[0, 3], [3, 4], [4, 6]],
             [[0, 3], [3, 5], [5, 6]],
         )
-        monkeypatch.setattr(served, "available_memory", lambda: needed // 9)
+        monkeypatch.setattr(device, "available_memory", lambda: needed // 9)
         at_batch(serving(llm)[0], 5, kill)
         with pytest.raises(StageFailed, match=r"stage 0 .*can't be divided"):
             llm.generate(*mixed_requests())
@@ -675,6 +678,15 @@ def test_layers_are_divided_by_memory_and_speed(
         return
     with pytest.raises(MemoryError, match="can't be divided over 2 stages"):
         layout.divide(room, speed)
+
+
+def test_processes_that_share_a_memory_share_its_kv_budget() -> None:
+    options = engine_options()
+    alone = with_kv(options, [("cuda:0", 1000), ("cuda:1", 500)], [10, 10])
+    assert alone.kv_bytes == 20 * 20  # tokens, as 40% of the smaller memory holds
+    together = with_kv(options, [("cuda:0", 1000), ("cuda:0", 500)], [10, 10])
+    assert together.kv_bytes == 10 * 20  # what is free was read after the other one's weights
+    assert with_kv(engine_options(kv_memory=77), [("cpu", 1000)], [10]).kv_bytes == 77
 
 
 def test_some_layers_are_divided() -> None:

@@ -22,6 +22,7 @@ import torch
 from support.programs import PATIENCE_S, in_thread, resident_bytes
 from verbatim import SamplingParams, StageFailed, VerbatimError
 from verbatim.batch import dummy_batch
+from verbatim.device import Device
 from verbatim.placement.distributed import link as links
 from verbatim.placement.distributed.group import StageGroup
 from verbatim.placement.distributed.hosts import Hosts, NoHost
@@ -62,6 +63,7 @@ def test_plain_data_and_arrays_arrive_as_they_were() -> None:
         "scalar": torch.tensor(3.5),
         "flags": torch.tensor([True, False]),
         "by number": {1: [2.5], (3, None): torch.float32},
+        "device": Device(torch.device("cuda", 2), batch_invariant=True),
         "many": list(range(-500, 500)),
         "many of all sorts": [True, 2**80, *range(100)],
     }

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.programs import PATIENCE_S, environment, started, state_of, until
+from support.programs import PATIENCE_S, environment, run_program, started, state_of, until
 from verbatim.placement.distributed import launcher as launchers
 from verbatim.placement.distributed.launcher import Launcher, WorkerProcess
 
@@ -87,6 +87,20 @@ def test_workers_that_end_together_end_no_other() -> None:
             assert {worker.ended for worker in workers} <= {"exit status 0", *ends}
     finally:
         launcher.close()
+
+
+def test_what_is_imported_before_a_fork_uses_no_gpu() -> None:
+    """CUDA can't be used in a fork of a process that has used it."""
+    run_program(
+        "-c",
+        "import torch\n"
+        "def used(*_): raise AssertionError('CUDA')\n"
+        "for name in ('is_available', 'device_count', 'init', '_lazy_init', 'current_device'):\n"
+        "    assert hasattr(torch.cuda, name)\n"
+        "    setattr(torch.cuda, name, used)\n"
+        "import verbatim.placement.distributed.stage_share\n"
+        "import verbatim.placement.distributed.rank_share\n",
+    )
 
 
 def test_a_launcher_that_its_owner_has_left_ends_without_a_word() -> None:

@@ -128,13 +128,13 @@ def test_layers_that_fit_nowhere_are_divided_by_memory(
 ) -> None:
     """As a machine with little memory would hold the others up."""
     hosts = ThreadHosts("small", "large")
-    facts = StageShare.facts
+    use = StageShare.use
 
-    def little(layers: Any) -> Any:
+    def little(layers: Any, *args: Any, **kwargs: Any) -> Any:
         on = [host.machine for host in hosts.hosts if host.stage is layers]
-        return facts(layers) | {"memory": 20_000 if on == ["small"] else 60_000}
+        return use(layers, *args, **kwargs) | {"memory": 20_000 if on == ["small"] else 60_000}
 
-    monkeypatch.setattr(StageShare, "facts", little)
+    monkeypatch.setattr(StageShare, "use", little)
     folder, offload = folders("llama"), Offload(cpu="20MB", policy=None)
     with LLM(folder, placement=staged(hosts=hosts, offload=offload), max_length=200) as llm:
         (one, _), (other, end) = (stage["layers"] for stage in llm.info()["stages"])

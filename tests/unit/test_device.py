@@ -12,6 +12,7 @@ from verbatim import LLM, InvalidRequest, NotSupported, Offload
 from verbatim.device import CPU, Device, refuse_on_gpu, resolve_device
 from verbatim.draft.config import DraftModel
 from verbatim.kernels import numerics_key
+from verbatim.model.packed import moved_to, placeholder
 
 
 def test_auto_is_the_cpu_and_a_live_module_stays_where_it_is() -> None:
@@ -55,20 +56,41 @@ def test_a_live_module_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_device("cuda:2", "auto")
 
 
+def test_the_processes_of_a_machine_take_its_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Device(torch.device("cuda", 1), batch_invariant=True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    found = [gpu.nth(number) for number in range(4)]
+    assert [device.torch.index for device in found] == [1, 2, 0, 1]
+    assert all(device.batch_invariant for device in found)
+    assert CPU.nth(3) == CPU
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(NotSupported, match=r"device=cuda:1: .* has no GPU"):
+        gpu.nth(0)
+
+
+def test_a_weight_without_memory_gets_none_on_a_device() -> None:
+    weight, meta = torch.ones(1000, 1000), torch.device("meta")
+    moved = moved_to(placeholder(weight), meta)
+    assert moved.shape == weight.shape
+    assert moved.untyped_storage().nbytes() == weight.itemsize
+    assert moved_to(weight, meta).untyped_storage().nbytes() == weight.nbytes
+    assert moved_to(placeholder(weight), CPU.torch).isnan().all()
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("placement", Offload()),
+        ("offload", Offload()),
         ("quantization", "int8"),
         ("draft", DraftModel("somewhere")),
     ],
 )
 def test_what_a_gpu_does_not_do_is_refused_by_name(name: str, value: Any) -> None:
-    nothing = dict(placement=None, quantization=None, draft=None)
+    nothing = dict(offload=None, quantization=None, draft=None)
     gpu = Device(torch.device("cuda", 0), batch_invariant=False)
     refuse_on_gpu(gpu, **nothing)
     refuse_on_gpu(CPU, **(nothing | {name: value}))
-    with pytest.raises(NotSupported, match=f"cuda:0: {name}="):
+    with pytest.raises(NotSupported, match=f"cuda:0: (Offload|{name}=)"):
         refuse_on_gpu(gpu, **(nothing | {name: value}))
 
 

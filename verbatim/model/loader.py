@@ -23,7 +23,7 @@ from verbatim.errors import (
     VerbatimError,
     first_line,
 )
-from verbatim.model.packed import drop_weights, packed_buffers
+from verbatim.model.packed import drop_weights, moved_to, packed_buffers
 from verbatim.model.quantization import Quantization
 from verbatim.untrusted import check_config, parts_of, read_json, resolve_implementations
 
@@ -64,6 +64,12 @@ class LoadedModel:
     # The state dict before quantization, with its parameters.
     original: dict[str, Tensor] | None = None
     config: Mapping[str, Any] | None = None  # of a DCP folder, as plain data, for `ModelSource`
+
+    def move(self, device: torch.device) -> None:
+        """Move the module to a device, in place."""
+        self.module._apply(lambda tensor: moved_to(tensor, device))
+        if self.checkpoint is not None:
+            self.checkpoint.moved(self.module)
 
     @property
     def folders(self) -> list[Path]:
@@ -164,7 +170,7 @@ class Checkpoint:
             again = self._read()
         weights = dict(again.named_parameters())
         for name, parameter in module.named_parameters():  # tied ones come once
-            parameter.data = weights[name].data.to(parameter.device)
+            parameter.data = moved_to(weights[name].data, parameter.device)
         in_few_bits = {name: packed for name, packed, _ in packed_buffers(again)}
         for name, packed, _ in packed_buffers(module):
             packed.data = in_few_bits[name]

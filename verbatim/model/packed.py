@@ -171,6 +171,13 @@ def placeholder(like: Tensor) -> Tensor:
         return torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)
 
 
+def moved_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device; one without memory, such as a `placeholder`, gets none there."""
+    if tensor.untyped_storage().nbytes() >= tensor.nbytes:
+        return tensor.to(device)
+    return tensor.as_strided((), ()).to(device).expand(tensor.shape)
+
+
 def drop_weights(module: nn.Module) -> None:
     """Free the memory of all weights; a second call does nothing."""
     for tensor in _weights(module):

@@ -10,18 +10,22 @@ Attention is cut by heads, in the store of K and V (`placement/distributed/heads
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from verbatim.device import Device
 from verbatim.model import products
 from verbatim.model.experts import ExpertShare, run_experts
 
-# With the kernels, a column's bits are the same in any slice of 2 or more; torch's own products have other
-# methods for few columns, and cut in sixteens they held wherever they were tried (`splits_exactly` checks).
+# With the kernels of a CPU, a column's bits are the same in any slice of 2 or more. Triton compiles a product
+# of columns in sixteens apart from others, and torch's own products have other methods for few columns; cut
+# in sixteens they held wherever they were tried (`splits_exactly` checks).
 COLUMNS = 16
 _ASKED_ROWS = 16
 
@@ -104,14 +108,31 @@ class RankExperts(ExpertShare):
         return self._ranks.rows(own, shares)
 
 
-def splits_exactly(weight: Tensor, bounds: Sequence[int]) -> bool:
-    """Return whether torch computes shares of the columns of `weight` `[N, K]` bit-identically."""
-    noise = torch.Generator().manual_seed(0)
-    x = torch.randn(_ASKED_ROWS, weight.shape[1], generator=noise).to(weight.dtype)
-    whole = products.linear(x, weight)
-    for first, end in pairwise(bounds):
-        part = weight[first:end]
-        part = part.clone() if weight.is_contiguous() else part.t().contiguous().t()
-        if not torch.equal(products.linear(x, part), whole[:, first:end]):
-            return False
-    return True
+def splits_exactly(like: Tensor, dimension: int, bounds: Sequence[int], device: Device) -> bool:
+    """Return whether shares of the columns of a product are computed bit-identically on a device.
+
+    Args:
+        like: has the shape and dtype of the weight, `[N, K]`, or `[K, N]` where `dimension` is 1.
+    """
+    return _splits_exactly(tuple(like.shape), like.dtype, dimension, tuple(bounds), device.torch)
+
+
+@functools.cache
+def _splits_exactly(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    dimension: int,
+    bounds: tuple[int, ...],
+    device: torch.device,
+) -> bool:
+    noise = partial(
+        torch.randn, generator=torch.Generator(device).manual_seed(0), dtype=dtype, device=device
+    )
+    weight, x = noise(shape), noise((_ASKED_ROWS, shape[1 - dimension]))
+
+    def product(first: int, end: int) -> Tensor:
+        part = weight.narrow(dimension, first, end - first).contiguous()
+        return products.linear(x, part if dimension == 0 else part.t())
+
+    whole = product(0, bounds[-1])
+    return all(torch.equal(product(a, b), whole[:, a:b]) for a, b in pairwise(bounds))

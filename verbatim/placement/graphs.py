@@ -84,7 +84,7 @@ class DecodeGraphs:
         recorded = self._recorded.get(key)
         if recorded is None:
             try:
-                recorded = self._recorded[key] = self._record(*key)
+                recorded = self._recorded[key] = self._record(*key, batch.entering)
             except Exception as error:  # a model may do anything that can't be recorded
                 self.reason = f"{type(error).__name__}: {first_line(error)}"
                 return None
@@ -92,9 +92,9 @@ class DecodeGraphs:
         return recorded.replay()[:rows]
 
     @property
-    def count(self) -> int:
-        """The number of recorded sizes."""
-        return len(self._recorded)
+    def status(self) -> int | str:
+        """The number of recorded sizes, or `reason`."""
+        return self.reason or len(self._recorded)
 
     def forget(self) -> None:
         """Drop all recordings; they are made again when needed."""
@@ -109,9 +109,11 @@ class DecodeGraphs:
             stores += self._store.states.tensors[:1]
         return [*map(Tensor.data_ptr, stores), *map(Tensor.data_ptr, self._weights)]
 
-    def _record(self, rows: int, width: int) -> _Recorded:
+    def _record(self, rows: int, width: int, entering: Tensor | None) -> _Recorded:
         device = self._store.device
         batch = dummy_batch(rows, width, device)
+        if entering is not None:
+            batch.entering = entering.new_zeros(rows, entering.shape[1], device=device)
         if self._store.states is not None:
             zeros = torch.zeros(rows, dtype=torch.int32, device=device)
             batch.state_sources, batch.state_targets = zeros, zeros.clone()
@@ -136,9 +138,13 @@ class DecodeGraphs:
         if self._store.states is not None:
             fillers = ZERO_STATE, static.num_tokens, ZERO_STATE
             columns += zip(StateRows.of(static)[1:], StateRows.of(batch)[1:], fillers, strict=True)
+        if static.entering is not None:
+            assert batch.entering is not None
+            columns.append((static.entering, batch.entering, 0))
         for place, values, filler in columns:
             spare = len(place) - len(values)
-            padded = torch.cat([values, values.new_full((spare,), filler)]) if spare else values
+            fill = values.new_full((spare, *values.shape[1:]), filler)
+            padded = torch.cat([values, fill]) if spare else values
             place.copy_(padded, non_blocking=True)
         static.block_tables.copy_(tables, non_blocking=True)
 

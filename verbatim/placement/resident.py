@@ -7,7 +7,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from verbatim.batch import Adapter, Batch, Choices, Draws, SamplePlan
@@ -134,9 +133,10 @@ class Resident(Runner):
             return [] if plan is None else [[draw.id] for draw in sample_rows(logits, plan)]
 
     def record_steps(self) -> None:
-        """Run decode steps as CUDA graphs from now on; the model must be on a GPU and never edited."""
-        recorder = graphs.cuda_recorder(self.store.device)
-        self.graphs = DecodeGraphs(self.decoder, self.store, recorder)
+        """Run decode steps as CUDA graphs from now on, on a GPU; the model must never be edited."""
+        if self._device.is_gpu and graphs.wanted():
+            recorder = graphs.cuda_recorder(self.store.device)
+            self.graphs = DecodeGraphs(self.decoder, self.store, recorder)
 
     def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
         with threads(self._num_threads), self._device.current():
@@ -169,12 +169,9 @@ class Resident(Runner):
     def info(self) -> dict[str, Any]:
         spec, drafts, states = self.decoder.spec, self.draft_layers, self.store.states
         kv_dtype = self.store.dtype
-        gpu: dict[str, Any] | None = None
-        if self._device.is_gpu:
-            name = torch.cuda.get_device_name(self._device.torch)
-            gpu = {"name": name, "deterministic": self._device.batch_invariant}
-            if self.graphs is not None:
-                gpu["graphs"] = self.graphs.reason or self.graphs.count
+        gpu = self._device.info()
+        if gpu is not None and self.graphs is not None:
+            gpu["graphs"] = self.graphs.status
         return {
             "architecture": self.decoder.architecture,
             **weight_info(self.decoder.owner),
@@ -270,7 +267,7 @@ def open_resident(
         InvalidRequest, NotSupported, ModelError: the layers that draft can't be opened.
         OutOfBlocks: the memory does not hold one block, or can't be allocated.
     """
-    drafts, spec, device = open_draft_layers(draft, decoder, loaded), decoder.spec, options.device
+    drafts, spec = open_draft_layers(draft, decoder, loaded), decoder.spec
     token_bytes = options.token_bytes(spec, drafts)
     state_bytes = sum(shape.nbytes for shape in spec.states)
     num_states = options.num_states(state_bytes)
@@ -282,10 +279,9 @@ def open_resident(
         raise OutOfBlocks(
             f"the KV cache of {nbytes} bytes can't be allocated: lower kv_memory or max_length"
         ) from error
-    store.batch_invariant = device.batch_invariant
     runner = Resident(decoder, store, options.num_threads, drafts, loaded)
-    if options.device.is_gpu and not loaded.live and graphs.wanted():
-        runner.record_steps()  # a live module's owner may make changes that no check detects
+    if not loaded.live:  # whose owner may make changes that no check detects
+        runner.record_steps()
     return runner
 
 
@@ -306,5 +302,5 @@ def open_store(
     drafts.open_stores(num_blocks, options.block_size, dtype)
     states = open_states(spec.states, num_states, device)
     store = make(spec.layers, num_blocks, options.block_size, dtype, device)
-    store.states = states
+    store.states, store.batch_invariant = states, options.device.batch_invariant
     return store

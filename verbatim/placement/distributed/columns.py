@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from verbatim import kernels
+from verbatim.device import Device
+from verbatim.kernels.functions import has_kernels
 from verbatim.model.experts import flat_experts, is_stacked
 from verbatim.model.loader import Checkpoint, LoadedModel, ModelSource
 from verbatim.model.patching import replacement_of
@@ -15,7 +16,6 @@ from verbatim.model.recurrent_layers import reads_weight
 from verbatim.model.shard import COLUMNS, Columns, RankExperts, Ranks, bounds_of, splits_exactly
 from verbatim.weights.files import read_whole
 from verbatim.weights.lazy import Cut as Range
-from verbatim.weights.lazy import materialize
 from verbatim.weights.load import Place, load_weights
 from verbatim.weights.opening import reopen
 
@@ -31,6 +31,7 @@ def take_share(
     loaded: LoadedModel,
     source: ModelSource,
     ranks: Ranks,
+    device: Device,
     *,
     head: nn.Module | None,
     linears: bool = True,
@@ -42,6 +43,7 @@ def take_share(
         loaded: gets the report of what this rank holds quantized, the state dict of the whole model as
             `original`, and a checkpoint.
         source: where the weights are read again after they slept.
+        device: where products are computed; the weights stay in memory.
         head: its columns are wanted on rank 0 alone; None: of a model that names none.
         linears: cut linears by columns; else only experts are shared.
         share: makes of (ranks, bounds) what runs the experts.
@@ -60,6 +62,7 @@ def take_share(
     experts: list[str] = []
     whole: list[str] = []  # linears that can't be cut, or are too narrow
     names = {id(layer): name for name, layer in module.named_modules()}
+    tried = device.batch_invariant and not has_kernels(device.torch)
     for name, layer in module.named_modules():
         if is_stacked(layer):
             _share_experts(layer, ranks, share, cuts)
@@ -73,10 +76,8 @@ def take_share(
         bounds = bounds_of(weight.shape[dimension], ranks.size, COLUMNS)
         if reads_weight(module.get_submodule(parent), own_name):
             bounds = None
-        if bounds is not None and kernels.library() is None:
-            matrix = materialize(lazy_weights[weight], read_whole)
-            if not splits_exactly(matrix if dimension == 0 else matrix.t(), bounds):
-                bounds = None
+        if bounds is not None and tried and not splits_exactly(weight, dimension, bounds, device):
+            bounds = None
         if bounds is None:
             whole.append(name)
             continue
@@ -98,7 +99,7 @@ def take_share(
 
     def read() -> nn.Module:
         again = reopen(source)
-        take_share(again, source, ranks, head=None, linears=linears, share=share)
+        take_share(again, source, ranks, device, head=None, linears=linears, share=share)
         return again.module
 
     loaded.checkpoint = Checkpoint(loaded, read)

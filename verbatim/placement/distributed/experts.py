@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -15,12 +16,12 @@ from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.model.decoder import Decoder
 from verbatim.model.experts import ExpertShare, is_stacked, run_experts
 from verbatim.model.spec import inner_model
-from verbatim.options import available_memory, rank_of
+from verbatim.options import rank_of
 from verbatim.placement.distributed.choice import ExpertParallel
 from verbatim.placement.distributed.columns import take_share
 from verbatim.placement.distributed.served import check_keys, key_of
 from verbatim.placement.distributed.torchrun import gather, gather_text
-from verbatim.placement.options import DEFAULT_KV_SHARE, Placed, ToOpen
+from verbatim.placement.options import Placed, ToOpen
 from verbatim.placement.resident import open_resident
 
 
@@ -39,8 +40,8 @@ class ExpertGroup:
         backend = str(dist.get_backend(self.group))
         if "gloo" not in backend:
             raise NotSupported(
-                f"placement=ExpertParallel: the process group's backend is {backend}; tensors on the CPU "
-                "need gloo"
+                f"placement=ExpertParallel: the process group's backend is {backend}; rows go through "
+                "the memory of machines, which needs gloo"
             )
 
     def close(self) -> None:
@@ -48,13 +49,16 @@ class ExpertGroup:
         self.group = None
 
     def send_rows(self, rows: Tensor, counts: list[int], coming: list[int]) -> Tensor:
-        """Send `counts[r]` of the rows `[n, H]` to rank r; return `coming[r]` rows from each, `[sum, H]`."""
-        rows = rows.contiguous()
+        """Send `counts[r]` of the rows `[n, H]` to rank r; return `coming[r]` rows from each, `[sum, H]`.
+
+        Those of GPUs go through the memory of the machine.
+        """
+        device, rows = rows.device, rows.cpu().contiguous()
         found = rows.new_empty(sum(coming), rows.shape[1])
         width = rows.shape[1] * rows.itemsize
         into, out = (x.view(torch.uint8).view(-1, width) for x in (found, rows))
         dist.all_to_all_single(into, out, coming, counts, group=self.group)
-        return found
+        return found.to(device)
 
 
 class ExchangedExperts(ExpertShare):
@@ -79,6 +83,7 @@ class ExchangedExperts(ExpertShare):
         # They come rank by rank, each rank's by expert; stably sorted, expert by expert.
         numbers = torch.arange(here.shape[1]).repeat(group.size)
         by_expert = torch.argsort(numbers.repeat_interleave(here.flatten()), stable=True)
+        by_expert = by_expert.to(got.device)
         made = torch.empty_like(got)
         made[by_expert] = run_experts(experts, got[by_expert], here.sum(0).tolist())
         return group.send_rows(made, coming, sent)
@@ -96,13 +101,19 @@ def open_expert_parallel(model: ToOpen, choice: ExpertParallel) -> Placed:
         )
     keys = gather_text(key_of(loaded, options), group.group)
     check_keys((f"rank {rank}", key) for rank, key in enumerate(keys))
-    cut = take_share(loaded, source, group, head=None, linears=False, share=ExchangedExperts)
-    decoder = Decoder(module, fused=options.fused)
-    if options.kv_bytes is None:
-        options = replace(
-            options, kv_bytes=int(available_memory() * DEFAULT_KV_SHARE) // group.size
-        )
-    runner = open_resident(decoder, loaded, options, limit, draft)
+    device = options.device
+    used = gather_text(f"{device.torch} of {platform.node()}", group.group)
+    cut = take_share(
+        loaded, source, group, device, head=None, linears=False, share=ExchangedExperts
+    )
+    loaded.move(device.torch)
+    with device.current():
+        decoder = Decoder(module, fused=options.fused, batch_invariant=device.batch_invariant)
+        if options.kv_bytes is None:
+            kv_bytes = options.kv_budget // used.count(used[group.rank])
+            options = replace(options, kv_bytes=kv_bytes)
+        runner = open_resident(decoder, loaded, options, limit, draft)
+    runner.graphs = None  # a step waits for the other ranks, in every layer
     runner.cuts = cut.ranges
     runner.placement = {
         "placement": "expert parallel",

@@ -91,8 +91,11 @@ class Gloo:
         return torch.cat([part[:count] for part, count in zip(found, counts, strict=True)])
 
     def _exchange(self, own: Tensor, to: int | None) -> Tensor | None:
-        """Return the tensors of all ranks, of one shape, stacked; None on a rank that doesn't need them."""
-        own = own.contiguous()
+        """Return the tensors of all ranks, of one shape, stacked; None on a rank that doesn't need them.
+
+        Those of GPUs go through the memory of the machine.
+        """
+        device, own = own.device, own.cpu().contiguous()
         sent = own.view(torch.uint8).view(-1)
         if to is not None and to != self.rank:
             self._wait("gather", [], [sent], _gather_to(to))
@@ -103,7 +106,7 @@ class Gloo:
             self._wait("allgather", [list(into)], [sent])
         else:
             self._wait("gather", [list(into)], [sent], _gather_to(to))
-        return found
+        return found.to(device)
 
     def _wait(self, name: str, *args: Any) -> None:
         with _told(self.rank):

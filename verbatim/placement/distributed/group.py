@@ -55,6 +55,7 @@ class StageHandle:
         first, end: its layers.
         shape: what it told of its part of the model.
         lost: why it is given up; None while it is there.
+        number: which of the processes of its machine it is, from 0.
         restarts: how often this place in the line was filled anew.
     """
 
@@ -63,7 +64,7 @@ class StageHandle:
         self.link = link
         self.name = ""  # in errors; "": that of a stage with layers
         self.index = -1
-        self.first = self.end = 0
+        self.first = self.end = self.number = 0
         self.shape: Message = {}
         self.facts: Message = {}
         self.restarts = 0
@@ -71,6 +72,11 @@ class StageHandle:
         self.asked: float | None = None  # when a ping went out that isn't answered
         self._listener = threading.Thread(target=self._listen, args=(inbox,), daemon=True)
         self._listener.start()
+
+    @property
+    def memory_at(self) -> tuple[str, str]:
+        """The memory that it uses: that of its machine, or of a GPU."""
+        return self.host.machine, self.facts["device"]
 
     def __str__(self) -> str:
         why = "" if self.lost is None else f": {self.lost}"
@@ -147,6 +153,7 @@ class StageGroup:
             for member, facts in zip(found, answers, strict=True):
                 member.facts = facts
                 self._check_versions(member)
+            self._prepare(found)
         except BaseException as error:
             for member in found:
                 member.give_up()
@@ -156,6 +163,9 @@ class StageGroup:
                 raise StageGone(str(error)) from None
             raise
         return found
+
+    def _prepare(self, launched: list[StageHandle]) -> None:
+        """Tell new processes what they need to know first; errors as of `call`."""
 
     def _check_versions(self, member: StageHandle) -> None:
         for name, ours in versions().items():

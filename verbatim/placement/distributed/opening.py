@@ -20,7 +20,7 @@ from verbatim.model.spec import inner_model
 from verbatim.placement.distributed.choice import Cluster
 from verbatim.placement.distributed.group import StageHandle
 from verbatim.placement.distributed.hosts import Hosts, LocalHosts
-from verbatim.placement.distributed.plan import LayerSizes
+from verbatim.placement.distributed.plan import LayerSizes, with_kv
 from verbatim.placement.distributed.ray_hosts import RayHosts
 from verbatim.placement.distributed.runner import Clustered
 from verbatim.placement.distributed.served import describe_draft
@@ -28,7 +28,7 @@ from verbatim.placement.distributed.split import Split
 from verbatim.placement.distributed.stage_line import StageLine
 from verbatim.placement.distributed.stage_share import LIMITS
 from verbatim.placement.distributed.wire import Message
-from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions, Placed, ToOpen
+from verbatim.placement.options import EngineOptions, Placed, ToOpen
 from verbatim.weights.identity import fingerprint
 
 _ALIKE = 0.7  # of a machine's speed
@@ -81,7 +81,9 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
         token_bytes = sum(member.shape["token_bytes"] for member in members)
         state_bytes = sum(member.shape["state_bytes"] for member in members)
         if cluster.offload is None:
-            options = _with_kv(options, members)
+            each = [m.shape["token_bytes"] or m.shape["state_bytes"] for m in members]
+            free = [(m.memory_at, m.shape["memory"]) for m in members]
+            options = with_kv(options, free, each)
             num_states = options.num_states(state_bytes)
             blocks = options.num_blocks(token_bytes, limit, num_states * state_bytes)
         else:
@@ -161,37 +163,20 @@ def _ranges(
     """Return each stage's range of layers: as given, or by memory and speed."""
     if cluster.layers is not None:
         return list(itertools.pairwise([0, *itertools.accumulate(cluster.layers)]))
-    on = Counter(member.host.machine for member in members)
-    room = [member.facts["memory"] / on[member.host.machine] for member in members]
-    speed = {
-        machine: max(m.facts["speed"] for m in members if m.host.machine == machine)
-        for machine in on
-    }
+    on = Counter(member.memory_at for member in members)
+    room = [member.facts["memory"] / on[member.memory_at] for member in members]
+    speed = {at: max(m.facts["speed"] for m in members if m.memory_at == at) for at in on}
     fastest = max(speed.values())
     # Small differences are noise, and the same machine should get the same layers the next time.
-    speed = {m: fastest if s > _ALIKE * fastest else s for m, s in speed.items()}
+    speed = {at: fastest if s > _ALIKE * fastest else s for at, s in speed.items()}
     try:
-        return layout.divide(room, [speed[member.host.machine] for member in members])
+        return layout.divide(room, [speed[member.memory_at] for member in members])
     except OutOfBlocks:
         if not layout.spills:
             raise
         return layout.divide(
             [layout.room(0)] * len(room), room
         )  # about as much of each is on disks
-
-
-def _with_kv(options: EngineOptions, members: list[StageHandle]) -> EngineOptions:
-    """Return the options with a KV budget: as many tokens as fit on the machine with the least memory."""
-    if options.kv_bytes is not None:
-        return options
-    # By machine: bytes of a token, or else of a state; and the least memory.
-    needed, memory = Counter[str](), dict[str, int]()
-    for member in members:
-        machine, shape = member.host.machine, member.shape
-        needed[machine] += shape["token_bytes"] or shape["state_bytes"]
-        memory[machine] = min(shape["memory"], memory.get(machine, shape["memory"]))
-    share = min(DEFAULT_KV_SHARE * memory[machine] / needed[machine] for machine in needed)
-    return replace(options, kv_bytes=int(share * needed.total()))
 
 
 def _joined_limits(

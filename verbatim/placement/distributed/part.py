@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.batch import Batch
+from verbatim.device import CPU, Device
 from verbatim.errors import UnsupportedModel
 from verbatim.heap import give_back_freed
 from verbatim.model.context import active_context
@@ -54,6 +55,7 @@ class Part:
     Args:
         skeleton: of the whole model; left as it is, so that other parts can be made of it.
         split: of this skeleton, where it is there already.
+        device: where it computes, and holds its weights.
         draft: layers of the model that draft, if they are here: MTP layers are behind the last layer, and
             need the embedding; the first layers exit early, and need what follows the last one.
         place: reads its weights, with these MTP layers beside them, into the tiers of a plan; None: into
@@ -81,6 +83,7 @@ class Part:
         end: int,
         *,
         split: Split | None = None,
+        device: Device = CPU,
         draft: Mtp | EarlyExit | None = None,
         place: Callable[[LoadedModel, Mtp | None], Tiers] | None = None,
     ) -> None:
@@ -121,6 +124,7 @@ class Part:
                 self.tiers = place(self.own, mtp)
             else:
                 read(self.own)
+                self.own.move(device.torch)
                 if skeleton.folder is not None:
                     self.own.checkpoint = Checkpoint(self.own, lambda: read(copied()[1]))
             whole = copy_path(module, layers)  # with the forwards of the whole model
@@ -136,7 +140,9 @@ class Part:
             inner = inner_model(module)
             inner.__dict__["forward"] = self._forward_of(inner)
             if self.tiers is None:
-                self.decoder = Decoder(module, unseen=True, part=self)
+                self.decoder = Decoder(
+                    module, unseen=True, batch_invariant=device.batch_invariant, part=self
+                )
             else:
                 self.decoder = self.tiers.inspect(part=self)
             if not self.decoder.spec.finite:
@@ -234,7 +240,7 @@ class Part:
         split = self._split
         generator = torch.Generator().manual_seed(0)
         table = torch.randn(_STAND_INS, split.hidden_size, generator=generator)
-        return table.to(split.hidden_dtype)[token_ids.flatten() % _STAND_INS]
+        return table.to(token_ids.device, split.hidden_dtype)[token_ids.flatten() % _STAND_INS]
 
 
 def _to_rows(hidden: Tensor, outer: int) -> Tensor:

@@ -1,15 +1,36 @@
-"""The assignment of layers to stages."""
+"""The assignment of layers to stages, and of memory to K and V."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 from verbatim.errors import OutOfBlocks
+from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions
 
 Range = tuple[int, int]  # first layer, and the one behind the last
+
+
+def with_kv(
+    options: EngineOptions, memories: Sequence[tuple[Hashable, int]], each: Sequence[int]
+) -> EngineOptions:
+    """Return the options with a KV budget of all processes: as many tokens as the least memory has room for.
+
+    Args:
+        memories: what names the memory of each process, which several may share, and its free bytes.
+        each: the bytes of a token, or else of a state, in each process.
+    """
+    if options.kv_bytes is not None:
+        return options
+    needed, free = Counter[Hashable](), dict[Hashable, int]()
+    for (memory, nbytes), token_bytes in zip(memories, each, strict=True):
+        needed[memory] += max(1, token_bytes)
+        free[memory] = min(nbytes, free.get(memory, nbytes))
+    share = min(DEFAULT_KV_SHARE * free[memory] / needed[memory] for memory in needed)
+    return replace(options, kv_bytes=int(share * needed.total()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,7 @@ class RankShare(Served):
         ranks: all of them, since `share`; and the weights: cut, decoder, draft_layers.
     """
 
-    calls = Served.calls | {"share", "forward"}
+    calls = Served.calls | {"memory", "share", "forward"}
     make_runner: Callable[..., Resident] = Resident
     ranks: Gloo | None = None
     _told: Message
@@ -59,8 +60,10 @@ class RankShare(Served):
             told: `rank`, `size`, `source`, `options`, `draft` as of `describe_draft`, and `meeting` and
                 `timeout_s` as of `Gloo`.
         """
-        self._told = told
-        return {"key": key_of(self.skeleton(told["source"]), told["options"])}
+        self.use(told["options"].device, told["rank"])
+        options = replace(told["options"], device=self.device)
+        self._told = {**told, "options": options}
+        return {"key": key_of(self.skeleton(told["source"]), options)}
 
     def share(self) -> None:
         """Read this rank's share of the weights, and inspect the model; all ranks do so at once.
@@ -72,12 +75,16 @@ class RankShare(Served):
         """
         told, loaded, rank, size = self._told, self._loaded, self._told["rank"], self._told["size"]
         assert loaded is not None
-        ranks = self.ranks = Gloo(told["meeting"], rank, size, told["timeout_s"])
-        self.cut = take_share(
-            loaded, told["source"], ranks, head=head_of(inner_model(loaded.module))
-        )
-        with threads(told["options"].num_threads), ranks.everywhere():
-            decoder = self.decoder = Decoder(loaded.module, fused=False)  # its products are shared
+        ranks, device = Gloo(told["meeting"], rank, size, told["timeout_s"]), self.device
+        self.ranks, head = ranks, head_of(inner_model(loaded.module))
+        with threads(told["options"].num_threads), ranks.everywhere(), device.current():
+            self.cut = take_share(loaded, told["source"], ranks, device, head=head)
+            loaded.move(device.torch)
+            decoder = self.decoder = Decoder(
+                loaded.module,
+                fused=False,  # its products are shared
+                batch_invariant=device.batch_invariant,
+            )
             own_layers(decoder.spec.layers, decoder.spec.query_heads, rank, size)  # checks them
             self.draft_layers = open_draft_layers(draft_of(told["draft"]), decoder, loaded)
 

@@ -328,6 +328,7 @@ class Clustered(Runner):
         return {
             **{name: shapes[0][name] for name in ("architecture", "dtype", "kv_dtype")},
             "placement": "cluster",
+            **({} if shapes[0]["gpu"] is None else {"gpu": shapes[0]["gpu"]}),
             **sums,
             **{
                 name: dict(sum((Counter(shape[name]) for shape in shapes), Counter()))
@@ -342,6 +343,7 @@ class Clustered(Runner):
                 {
                     "layers": [member.first, member.end],
                     "machine": member.host.machine,
+                    "device": member.facts["device"],
                     "pid": member.facts["pid"],
                     "weight_bytes": member.shape["weight_bytes"],
                     "restarts": member.restarts,

@@ -19,6 +19,7 @@ import transformers
 from torch import Tensor
 
 from verbatim._version import __version__
+from verbatim.device import CPU, Device
 from verbatim.errors import NotSupported, VerbatimError
 from verbatim.kernels import numerics_key
 from verbatim.kv.flat import row_bytes
@@ -26,7 +27,7 @@ from verbatim.model.early_exit import EarlyExit
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.mtp_source import Mtp
 from verbatim.model.spec import inner_model
-from verbatim.options import available_memory, dtype_name
+from verbatim.options import dtype_name
 from verbatim.placement.distributed.link import Address, Link, LinkLost, Listener
 from verbatim.placement.distributed.wire import Buffer, Garbage, Message, dtype_named, encode
 from verbatim.placement.options import EngineOptions
@@ -52,6 +53,7 @@ def key_of(loaded: LoadedModel, options: EngineOptions) -> str:
         dtype_name(inner_model(loaded.module).config.dtype),
         "auto" if kv_dtype is None else dtype_named(kv_dtype),
         None if kind is None else kind.name,
+        options.device.info(),
     )
 
 
@@ -69,7 +71,7 @@ def check_keys(keys: Iterable[tuple[str, str]]) -> None:
         if key != expected:
             raise NotSupported(
                 f"{name} has the numerics key {key!r} and {first} {expected!r}: together they would not "
-                "give the bits of either; all need the same processor features, kernels and dtypes"
+                "give the bits of either; all need the same processor features or GPUs, kernels and dtypes"
             )
 
 
@@ -114,6 +116,7 @@ class Served:
         key: the secret of all processes.
         address: where this process listens.
         told: what the head tells the program around this share; None once it has nothing more to do.
+        device: where this process computes, and has its memory.
         busy_since: when the present computation began; None: there is none, or it waits for another process.
 
     Raises:
@@ -122,7 +125,7 @@ class Served:
 
     calls: frozenset[str] = frozenset(
         {
-            *("facts", "open", "allocate", "tell", "status"),
+            *("facts", "use", "open", "allocate", "tell", "status"),
             *("draft", "read_cache", "write_cache", "sleep", "wake"),
             *("load_adapter", "unload_adapter"),
             *("weight_names", "prepare_weights", "write_weights"),
@@ -133,6 +136,7 @@ class Served:
     key: bytes
     address: Address
     busy_since: float | None = None
+    device = CPU
     _weights: WeightWriter | None = None
 
     def __init__(
@@ -282,13 +286,17 @@ class Served:
         return self.runner
 
     def facts(self) -> Message:
-        """Return the versions, cores and memory of this process."""
-        return {
-            **versions(),
-            "machine": platform.node(),
-            "pid": os.getpid(),
-            "memory": available_memory(),
-        }
+        """Return the versions, machine and number of this process."""
+        return {**versions(), "machine": platform.node(), "pid": os.getpid()}
+
+    def use(self, device: Device, number: int) -> Message:
+        """Choose the device, as `Device.nth`, and return `memory`."""
+        self.device = device.nth(number)
+        return self.memory()
+
+    def memory(self) -> Message:
+        """Return the name of the device, and the bytes of its memory that are free."""
+        return {"device": str(self.device.torch), "memory": self.device.available_memory}
 
     def warm(self, source: Mapping[str, Any]) -> None:
         """Inspect a model without reading weights, so that `open` is fast, and reports its errors.

@@ -74,6 +74,20 @@ class StageLine(StageGroup):
         self._shunned: set[str] = set()  # machines on which layers could not be opened
         self._next_look = time.monotonic() + _LOOK_S
 
+    def _prepare(self, launched: list[StageHandle]) -> None:
+        """Let each new process choose its device, and tell its memory and speed."""
+        alive = [member for member in self.members if member.lost is None]
+        for member in launched:
+            machine = member.facts["machine"]
+            taken = {other.number for other in alive if other.facts["machine"] == machine}
+            member.number = min({*range(len(taken) + 1)} - taken)
+            alive.append(member)
+        own = [{"number": member.number} for member in launched]
+        device = self.model["options"].device
+        answers = self.call("use", launched, own, patient=True, alone=True, device=device)
+        for member, facts in zip(launched, answers, strict=True):
+            member.facts |= facts
+
     def open(self, members: list[StageHandle], ranges: list[Range]) -> None:
         """Open the layers of each of these.
 
@@ -82,10 +96,10 @@ class StageLine(StageGroup):
             VerbatimError: the layers can't be had there, or the bits would differ.
         """
         own = []
-        on = Counter(member.facts["machine"] for member in members)
-        for member, (first, end) in zip(members, ranges, strict=True):
+        at = [(member.facts["machine"], member.facts["device"]) for member in members]
+        for member, place, (first, end) in zip(members, at, ranges, strict=True):
             member.first, member.end = first, end
-            memory = member.facts["memory"] // on[member.facts["machine"]]
+            memory = member.facts["memory"] // at.count(place)
             kv_bytes = self._kv_bytes.get((first, end))
             own.append({"first": first, "end": end, "memory": memory, "kv_bytes": kv_bytes})
         told = {**self.model, "adapters": list(self.adapters.values())}

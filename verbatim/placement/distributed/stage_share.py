@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from verbatim.batch import Batch, SamplePlan
+from verbatim.device import Device
 from verbatim.errors import VerbatimError
 from verbatim.kv.store import cache_info
 from verbatim.model.draft_layers import DraftLayers
@@ -26,7 +27,7 @@ from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.mtp_source import Mtp
 from verbatim.model.products import threads
 from verbatim.model.spec import ModelSpec
-from verbatim.options import available_memory, dtype_name
+from verbatim.options import dtype_name
 from verbatim.placement.distributed.link import Address, CutOff, Link, LinkLost, connect
 from verbatim.placement.distributed.part import Part
 from verbatim.placement.distributed.served import Served, Skipped, draft_of, key_of
@@ -84,9 +85,9 @@ class StageShare(Served):
 
     # Its layers.
 
-    def facts(self) -> Message:
-        """See `Served`. `speed` is the read bandwidth in bytes/s."""
-        return {**super().facts(), "speed": _bytes_per_second()}
+    def use(self, device: Device, number: int) -> Message:
+        """See `Served`. `speed` is the read bandwidth of the device's memory in bytes/s."""
+        return {**super().use(device, number), "speed": _bytes_per_second(self.device)}
 
     def skeleton(self, source: ModelSource) -> LoadedModel:
         loaded = super().skeleton(source)
@@ -101,14 +102,18 @@ class StageShare(Served):
             ModelError, NotSupported: it can't be had here.
         """
         self.close()
-        options = self._options = message["options"]
-        with self._inspecting, threads(options.num_threads):
+        device = self.device
+        options = message["options"] = replace(message["options"], device=device)
+        self._options = options
+        with self._inspecting, threads(options.num_threads), device.current():
             loaded = self.skeleton(message["source"])
             first, end, place = message["first"], message["end"], None
             if message["offload"] is not None:
                 place = partial(_tiers_of, message, (end - first) / self._split.num_layers)
             draft = draft_of(message["draft"])
-            part = Part(loaded, first, end, split=self._split, draft=draft, place=place)
+            part = Part(
+                loaded, first, end, split=self._split, device=device, draft=draft, place=place
+            )
             self.part = part
         for adapter in message.get("adapters", ()):
             part.decoder.load_adapter(adapter)
@@ -128,9 +133,10 @@ class StageShare(Served):
             "token_bytes": options.token_bytes(spec, part.drafts),
             "draft": part.drafts.info(),
             "limits": None if part.tiers is None else _limits_of(part.tiers, spec, part.drafts),
+            "gpu": device.info(),
             "numerics_key": key_of(loaded, options),
             "fingerprint": fingerprint(loaded),
-            "memory": available_memory(),
+            "memory": device.available_memory,
         }
 
     def allocate(self, num_blocks: int, num_states: int, first_of: dict[str, int]) -> Message:
@@ -147,6 +153,7 @@ class StageShare(Served):
         else:
             store = open_store(decoder.spec, options, drafts, num_blocks, num_states)
             self.runner = Resident(decoder, store, options.num_threads, drafts, part.own)
+            self.runner.record_steps()
         return {"row_widths": self.row_widths}
 
     def record(self, name: str, **fields: Any) -> Tensor | None:
@@ -165,11 +172,11 @@ class StageShare(Served):
 
     def status(self) -> Message:
         """See `Served`. `speed` is that of the work so far, in bytes of weights a second."""
-        part, frames = self.part, self._num_frames
+        part, runner, frames = self.part, self.runner, self._num_frames
         since = time.monotonic() - _RECENT_S
         recent = sum(tokens for *_, end, tokens in self._spans.copy() if end > since)
         weight_bytes = 0 if part is None else part.weight_bytes
-        held = 0 if self.runner is None else sum(store.nbytes for store in self.runner.stores)
+        held = 0 if runner is None else sum(store.nbytes for store in runner.stores)
         known = frames >= _FEW_FRAMES and self._busy_s
         return {
             **super().status(),
@@ -185,6 +192,7 @@ class StageShare(Served):
             "epoch": self.epoch,
             "restarts": self._restarts,
             "hop_s": self._hop_s,
+            "graphs": None if runner is None or runner.graphs is None else runner.graphs.status,
         }
 
     def spans(self) -> list[tuple[int, int, float, float, int]]:
@@ -287,6 +295,7 @@ class StageShare(Served):
             hidden = self._receive(before, which, batch.num_tokens) if index else None
             begin = time.monotonic()
             out = self.run(batch, hidden)
+            self.device.synchronize()
             end = time.monotonic()  # from here to the `begin` of the next stage it is a hop
             rows = out.logits
         finally:
@@ -299,6 +308,8 @@ class StageShare(Served):
         if link is None:
             if step not in self._computed:
                 self._computed = {step: []}
+            if self.running.graphs is not None:  # the next micro-batch overwrites what is replayed
+                out = replace(out, logits=out.logits.clone())
             self._computed[step].append(out)
 
     def _row_bytes(self) -> int:
@@ -344,7 +355,7 @@ class StageShare(Served):
                 head = _VOID + which
                 rows = torch.zeros(num_tokens * self._row_bytes(), dtype=torch.uint8)
             link.put(head)
-            link.put(bytes_of(rows.contiguous()))
+            link.put(bytes_of(rows.cpu().contiguous()))
         except LinkLost as error:
             self.report({"epoch": _WORK.unpack(which)[0], "unreachable": str(error)})
 
@@ -382,7 +393,7 @@ class StageShare(Served):
 
     def logits(self, epoch: int, step: int, parts: int, rows: list[int]) -> Tensor:
         """Return some logits of a step; errors as of `draw`."""
-        return self._logits(epoch, step, parts)[rows].float()
+        return self.running.logits(Forward(self._logits(epoch, step, parts)), rows)
 
     def _logits(self, epoch: int, step: int, parts: int) -> Tensor:
         if epoch != self.epoch:
@@ -454,12 +465,13 @@ def _limits_of(tiers: Tiers, spec: ModelSpec, drafts: DraftLayers) -> Message:
     }
 
 
-def _bytes_per_second() -> float:
-    """Measure this process's read bandwidth in bytes/s: the median of a few tries."""
-    block = torch.ones(1 << 22)
+def _bytes_per_second(device: Device) -> float:
+    """Measure the read bandwidth of a device in bytes/s: the median of a few tries."""
+    block = torch.ones(1 << 22, device=device.torch)
     times = []
     for _ in range(5):
         begin = time.perf_counter()
         block.sum()
+        device.synchronize()
         times.append(time.perf_counter() - begin)
     return block.nbytes / sorted(times)[2]

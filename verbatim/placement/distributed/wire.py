@@ -30,6 +30,7 @@ from verbatim.batch import (
     Support,
 )
 from verbatim.core import Completion, DraftStats, FinishReason, Metrics, Result
+from verbatim.device import Device
 from verbatim.errors import VerbatimError
 from verbatim.kernels.options import Packing
 from verbatim.kv.quantized import PACKINGS
@@ -47,6 +48,7 @@ _MAX_HEADER = 1 << 28
 _MAX_ARRAYS = 1 << 38
 # Keys that stand for what JSON lacks; no message of ours has one otherwise.
 _ARRAY, _DTYPE, _TUPLE, _PAIRS = "\0array", "\0dtype", "\0tuple", "\0pairs"
+_DEVICE = "\0device"  # torch's, by its name
 _IDS = "\0ids"  # a long list of whole numbers, as an array
 _OBJECT, _SAME = "\0object", "\0same"  # an object of `FIELDS`; one that came before
 _LONG = 64  # entries of a list
@@ -73,11 +75,12 @@ _DRAWN_WITH = (
 _OPENED_WITH = (
     *("kv_dtype", "kv_bytes", "block_size", "max_batch_tokens", "max_sequences", "max_waiting"),
     *("max_length", "prefix_cache", "num_threads", "default_batch_tokens", "prompt_rows"),
+    "device",
 )
 _WHOLE: tuple[Any, ...] = (
     *(Adapter, LowRank, Batch, SamplePlan, SampleRow, Candidates),
     *(Choices, LayerShape, StateShape, Result, Completion, Metrics, DraftStats),
-    *(ModelSource, Offload),
+    *(ModelSource, Offload, Device),
 )
 
 # The fields of each class that are sent, and of which the receiver makes the object again.
@@ -190,6 +193,8 @@ class _Writer:
             return value
         if isinstance(value, torch.dtype | Packing):
             return {_DTYPE: _NAMES[value]}
+        if isinstance(value, torch.device):
+            return {_DEVICE: str(value)}
         raise TypeError(f"{type(value).__name__} is not plain data")
 
     def _object(self, value: Any) -> Any:
@@ -211,6 +216,7 @@ class _Reader:
         self._made: dict[str, Callable[[Any], Any]] = {
             _ARRAY: lambda entry: self._array(*entry),
             _DTYPE: _DTYPES.__getitem__,
+            _DEVICE: torch.device,
             _TUPLE: tuple,
             _PAIRS: dict,
             _IDS: Tensor.tolist,
