@@ -112,9 +112,7 @@ def _resolve(device: Any, model: Any) -> torch.device:
     return resolved
 
 
-def refuse_on_gpu(
-    device: Device, *, placement: Any, quantization: Any, kv_dtype: Any, draft: Any
-) -> None:
+def refuse_on_gpu(device: Device, *, placement: Any, kv_dtype: Any, draft: Any) -> None:
     """Refuse features that are not supported on a GPU.
 
     Raises:
@@ -124,10 +122,6 @@ def refuse_on_gpu(
         return
     if placement is not None:
         raise NotSupported(f"device={device.torch}: placement={placement!r} computes on the CPU")
-    if quantization is not None:
-        raise NotSupported(
-            f"device={device.torch}: quantization={quantization!r} is only supported on the CPU"
-        )
     if isinstance(kv_dtype, Packing):
         raise NotSupported(
             f"device={device.torch}: kv_dtype={kv_dtype.name!r} is only supported on the CPU"

@@ -26,6 +26,7 @@ from verbatim.model.early_exit import EarlyExit
 from verbatim.model.limits import eos_ids_of, max_length_of, placeholders_of
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.mtp_source import Mtp
+from verbatim.model.packed import move_weights
 from verbatim.model.spec import inner_model
 from verbatim.placement.distributed.choice import (
     Cluster,
@@ -144,7 +145,7 @@ def _open_here(model: ToOpen, weak: bool) -> Placed:
             )
         return Placed(open_kv_caches(loaded, options, limit, weak=weak), options)
     if device.is_gpu and not loaded.live:
-        loaded.module.to(device.torch)
+        move_weights(loaded.module, device.torch)
         if loaded.checkpoint is not None:
             loaded.checkpoint.moved(loaded.module)
     with device.current():

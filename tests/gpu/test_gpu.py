@@ -6,6 +6,7 @@ GPU where there is one, and under Triton's interpreter elsewhere.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,9 @@ from support.requests_mixed import all_facts, facts, mixed_requests
 from support.toys import make_toy, random_ids
 from verbatim import LLM, NotSupported, SamplingParams
 from verbatim.batch import SamplePlan, SampleRow
+from verbatim.model.packing import choose_packings
+from verbatim.model.quantization import resolve_quantization
+from verbatim.model.quantize import rounded
 from verbatim.sampling.sampler import sample_rows
 
 MODELS = {name: odd for name, odd in odd_toys.MODELS.items() if name != "falcon"}
@@ -98,6 +102,52 @@ def test_the_storyteller_is_moved_recorded_and_put_to_sleep(
         assert "graphs" not in llm.info()["gpu"]
 
 
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [
+        *(("qwen3", name) for name in ("int8", "int4", "w8a8", "w4a8")),
+        ("qwen3_moe", "int4"),
+        ("gpt_oss", "int8"),
+        ("gpt2", "w8a8"),
+    ],
+)
+def test_quantized_models_keep_their_bits(name: str, quantization: str, tmp_path: Path) -> None:
+    prompts, params = mixed_requests()
+    kind = resolve_quantization(quantization)
+    assert kind is not None
+    module = make_toy(name, dtype=torch.bfloat16, **MODELS[name])
+    module.save_pretrained(tmp_path)
+    original = {n: x.clone() for n, x in module.state_dict().items()}
+    with torch.no_grad():
+        for weight, packing in choose_packings(module, kind).items():
+            weight.copy_(rounded(weight, packing))
+    options = dict(device="cuda", deterministic=True, tokenizer=False, quantization=quantization)
+    with LLM(tmp_path, **options) as llm:
+        expected = all_facts(llm.generate(prompts, params))
+        assert quantization not in ("int8", "int4") or expected == _facts_of(module)
+        some = (0, 2, 4, 7, 8, 16)
+        alone = [facts(llm.generate(prompts[i], params[i])[0]) for i in some]
+        assert alone == [expected[i] for i in some], "alone"
+        graphs = llm.info()["gpu"].get("graphs")
+        assert "moe" in name or "oss" in name or (isinstance(graphs, int) and graphs > 1), graphs
+        assert f"/weights-{kind.name}/" in llm.info()["numerics_key"]
+        llm.sleep(weights=True)
+        llm.wake()
+        assert all_facts(llm.generate(prompts, params)) == expected, "after a sleep"
+        llm.update_weights({n: x.flip(0) for n, x in original.items()})
+        assert all_facts(llm.generate(prompts, params)) != expected
+        llm.update_weights(original)
+        assert all_facts(llm.generate(prompts, params)) == expected, "updated"
+    with LLM(tmp_path, **options, max_batch_tokens=7, block_size=5) as llm:
+        assert all_facts(llm.generate(prompts, params)) == expected, "chunked"
+
+
+def _facts_of(module: Any) -> Any:
+    prompts, params = mixed_requests()
+    with LLM(module.cuda(), deterministic=True) as llm:
+        return all_facts(llm.generate(prompts, params))
+
+
 def test_draws_are_those_of_the_cpu() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(128, 151_936, generator=generator)).bfloat16()
@@ -123,6 +173,6 @@ def test_memory_is_given_back() -> None:
 
 
 def test_what_is_not_done_is_refused() -> None:
-    for options in (dict(quantization="int8"), dict(kv_dtype="int8"), dict(draft="early-exit")):
+    for options in (dict(kv_dtype="int8"), dict(draft="early-exit")):
         with pytest.raises(NotSupported, match="cuda:0"):
             LLM(device="cuda", **options)

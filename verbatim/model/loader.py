@@ -167,7 +167,7 @@ class Checkpoint:
             parameter.data = weights[name].data.to(parameter.device)
         in_few_bits = {name: packed for name, packed, _ in packed_buffers(again)}
         for name, packed, _ in packed_buffers(module):
-            packed.data = in_few_bits[name]
+            packed.data = in_few_bits[name].to(packed.device)
         self.dropped = False
 
     def moved(self, module: nn.Module) -> None:
