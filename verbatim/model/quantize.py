@@ -55,7 +55,7 @@ def pack(weight: Tensor, packing: WeightPacking, name: str = "a weight") -> Tens
     Raises:
         ModelError: a NaN, an infinity, or a number too large.
     """
-    out = torch.empty(packing.nbytes, dtype=torch.uint8)
+    out = torch.empty(packing.nbytes, dtype=torch.uint8, device=weight.device)
     for rows, part, one in _matrices(weight, out, packing):
         _pack(rows, one, name, part)
     return out
