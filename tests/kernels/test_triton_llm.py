@@ -91,8 +91,9 @@ def holds_in_every_schedule(module: Any) -> None:
         assert llm.stats()["preemptions"] > 0
 
 
-def test_batched_and_in_chunks_the_bits_are_the_same() -> None:
-    module, prompts = toy("llama", torch.bfloat16), [[5, 9, 4, 30, 7], [6, 11]]
+@pytest.mark.parametrize("dtype", slow_but(["bfloat16"], ["float16"]))
+def test_batched_and_in_chunks_the_bits_are_the_same(dtype: str) -> None:
+    module, prompts = toy("llama", getattr(torch, dtype)), [[5, 9, 4, 30, 7], [6, 11]]
     params = SamplingParams(max_tokens=2, seed=1, ignore_eos=True)
     with LLM(module, deterministic=True) as llm:
         expected = all_facts([llm.generate(prompt, params)[0] for prompt in prompts])
