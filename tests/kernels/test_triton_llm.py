@@ -91,7 +91,7 @@ def holds_in_every_schedule(module: Any) -> None:
         assert llm.stats()["preemptions"] > 0
 
 
-@pytest.mark.parametrize("dtype", slow_but(["bfloat16"], ["float16"]))
+@pytest.mark.parametrize("dtype", slow_but(["bfloat16"], ["bfloat16", "float16"]))
 def test_batched_and_in_chunks_the_bits_are_the_same(dtype: str) -> None:
     module, prompts = toy("llama", getattr(torch, dtype)), [[5, 9, 4, 30, 7], [6, 11]]
     params = SamplingParams(max_tokens=2, seed=1, ignore_eos=True)
@@ -103,7 +103,10 @@ def test_batched_and_in_chunks_the_bits_are_the_same(dtype: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "quantization"),
-    slow_but([("llama", "int4")], [("qwen3_moe", "int8"), ("llama", "w8a8"), ("gpt2", "w4a8")]),
+    slow_but(
+        [("llama", "int4")],
+        [("llama", "int4"), ("qwen3_moe", "int8"), ("llama", "w8a8"), ("gpt2", "w4a8")],
+    ),
 )
 def test_a_quantized_model_keeps_the_bits_of_its_decoded_weights(
     name: str, quantization: str, tmp_path: Path

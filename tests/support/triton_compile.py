@@ -113,7 +113,7 @@ for dtype in (torch.bfloat16, torch.float32):
         linear.linear(torch.empty(tokens, 256, dtype=dtype), weight)
         recur(tokens, sequences, dtype)
         multiply_codes(tokens, dtype, 4)
-        label = f"packed {label}"
+        label = f"packed-{label}"
         decode(tokens, dtype, Encoding.AFFINE, 4)
     label = "wide"
     attend(7, 1, dtype, head=256)

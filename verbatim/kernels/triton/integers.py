@@ -12,10 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from verbatim.kernels.triton.numbers import DTYPES, EXACT, rounded, widened
-from verbatim.kernels.triton.packed import Layout, affine_head, group_codes, rows_at
+from verbatim.kernels.triton.packed import Layout
 
-_FEW = 16  # rows of a tile if there are no more
-_ROWS, _COLUMNS = 64, 64
+_TILES = ((16, 32, 4), (64, 64, 4), (128, 64, 8))  # rows, columns and warps, for more and more rows
 _HALF_EVEN = tl.constexpr(1.5 * 2.0**23)  # adding it rounds to an integer, to even
 _SMALLEST = tl.constexpr(2.0**-100)
 
@@ -70,35 +69,41 @@ def _integer_linear(
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
-    WHOLE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     OUT: tl.constexpr,
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     held_row, held_column = row < num_rows, column < num_columns
-    matrix = rows_at(data, column, stride, True)[None, :]
     row_at = row.to(tl.int64)
-    at = tl.arange(0, GROUP)
+    matrix = data.to(tl.pointer_type(tl.int32), bitcast=True)
+    matrix += column.to(tl.int64) // 32 * stride * 32 + column % 32
+    CODES: tl.constexpr = 32 // BITS  # of a word
+    WORDS: tl.constexpr = GROUP // CODES
+    within, place = tl.arange(0, GROUP), tl.arange(0, CODES)
+    shift = (place * 8 if BITS == 8 else place % 4 * 8 + place // 4 * 4)[None, :, None]
     total = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
     for group in range(groups):
-        first = group * GROUP
-        held = (first + at < depth)[:, None] & held_column[None, :]
-        code = group_codes(matrix, first, at[:, None], depth, held, GROUP, GROUP, BITS, True, WHOLE)
+        first = group * (1 + WORDS)  # of the group's words: the head, then codes
+        k, word = group * GROUP + within, first + 1 + tl.arange(0, WORDS)
         a = tl.load(
-            codes + row_at[:, None] * depth + (first + at)[None, :],
-            mask=held_row[:, None] & (first + at < depth)[None, :],
+            codes + row_at[:, None] * depth + k[None, :],
+            mask=held_row[:, None] & (k < depth)[None, :],
             other=0,
         )
-        of_row = row_at * groups + group
-        sum_ = tl.load(sums + of_row, mask=held_row, other=0.0)
+        held = held_column[None, :] & (word < stride)[:, None]
+        words = tl.load(matrix[None, :] + word[:, None] * 32, mask=held, other=0)
+        head = tl.load(matrix + first * 32, mask=held_column, other=0)
+        x_scale = tl.load(scales + row_at * groups + group, mask=held_row, other=0.0)[:, None]
+        x_sum = tl.load(sums + row_at * groups + group, mask=held_row, other=0.0)[:, None]
+        code = tl.reshape(words[:, None, :] >> shift & (1 << BITS) - 1, GROUP, COLUMNS)
         dots = tl.dot(a, (code - 128 if BITS == 8 else code).to(tl.int8), out_dtype=tl.int32)
         products = dots.to(tl.float32)
         if BITS == 8:
-            products += 128.0 * sum_[:, None]
-        scale, low = affine_head(matrix, first, depth, held_column[None, :], GROUP, BITS, True, 4)
-        part = scale * products + low * sum_[:, None]
-        total += tl.load(scales + of_row, mask=held_row, other=0.0)[:, None] * part
+            products += 128.0 * x_sum
+        scale = (head << 16).to(tl.float32, bitcast=True)[None, :]
+        low = (head & -65536).to(tl.float32, bitcast=True)[None, :]
+        total += x_scale * (scale * products + low * x_sum)
     if HAS_BIAS:
         total += widened(tl.load(bias + column, mask=held_column, other=0.0))[None, :]
     tl.store(
@@ -118,8 +123,9 @@ def linear(
     dtype = torch.float32 if float32 else x.dtype
     out = torch.empty(num_rows, num_columns, dtype=dtype, device=x.device)
     if out.numel():
-        rows = _FEW if num_rows <= _FEW else _ROWS
-        _integer_linear[(triton.cdiv(num_columns, _COLUMNS), triton.cdiv(num_rows, rows))](
+        fits = (tile for tile in _TILES if num_rows <= tile[0])
+        rows, columns, warps = next(fits, _TILES[-1])
+        _integer_linear[(triton.cdiv(num_columns, columns), triton.cdiv(num_rows, rows))](
             out,
             codes,
             scales,
@@ -132,13 +138,13 @@ def linear(
             groups,
             layout.stride,
             ROWS=rows,
-            COLUMNS=_COLUMNS,
+            COLUMNS=columns,
             GROUP=layout.group,
             BITS=layout.bits,
-            WHOLE=depth % layout.group == 0,
             HAS_BIAS=bias is not None,
             OUT=DTYPES[out.dtype],
-            num_warps=4,
+            num_warps=warps,
+            num_stages=4,
             **EXACT,
         )
     return out.view(*x.shape[:-1], num_columns)

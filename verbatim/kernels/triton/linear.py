@@ -18,6 +18,9 @@ from verbatim.kernels.triton.packed import Layout, decode_tile
 ROWS = 64
 COLUMNS = 32
 DEPTH = 128  # of one tile product
+# Rows, columns and depth of a tile of few rows with a quantized matrix: decoding it takes longer than the
+# product, so tiles are many, and deep. The order of the sums is the same.
+FEW = (16, 16, 256)
 _GROUP = 8  # tiles of rows that run side by side and share a tile of the matrix in the cache
 
 
@@ -109,9 +112,12 @@ def linear(
     num_rows = rows.shape[0]
     out = rows.new_empty((num_rows, num_columns), dtype=torch.float32 if float32 else x.dtype)
     if out.numel():
-        tiles = triton.cdiv(num_rows, ROWS) * triton.cdiv(num_columns, COLUMNS)
-        deep = DEPTH * x.element_size() // 2  # bytes of a row of a tile: the same for all dtypes
-        deep = DEPTH if deep <= DEPTH else DEPTH // 2
+        tile_rows, columns, deep = (ROWS, COLUMNS, DEPTH)
+        if layout is not None and num_rows <= FEW[0]:
+            tile_rows, columns, deep = FEW
+        if x.element_size() > 2:  # bytes of a row of a tile are the same for all dtypes
+            deep //= 2
+        tiles = triton.cdiv(num_rows, tile_rows) * triton.cdiv(num_columns, columns)
         _linear[(tiles,)](
             out,
             rows,
@@ -123,8 +129,8 @@ def linear(
             depth,
             depth,
             *strides,
-            ROWS=ROWS,
-            COLUMNS=COLUMNS,
+            ROWS=tile_rows,
+            COLUMNS=columns,
             DEPTH=deep,
             GROUP=_GROUP,
             HAS_BIAS=bias is not None,

@@ -74,6 +74,12 @@ def _byte(pointer, held):
 
 
 @helper
+def _number(code, offset: tl.constexpr):
+    """Return codes from 0 to 255, less an integer, in float32: by their bits, as conversions are slow."""
+    return (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + offset)
+
+
+@helper
 def _two_bytes(pointer, held, ALIGN: tl.constexpr):
     """Load a number of 16 bits, 0 to 65535."""
     if ALIGN >= 2:
@@ -112,11 +118,9 @@ def _block_codes(block, j, at, held, ENCODING: tl.constexpr):
     elif ENCODING == "Q6_K":
         code = _byte(block + j // 128 * 64 + j % 64 + at, held) >> j % 128 // 64 * 4 & 15
         code |= (_byte(block + 128 + j // 128 * 32 + low, held) >> j % 128 // 32 * 2 & 3) << 4
-        code -= 32
     elif ENCODING == "Q3_K":
         code = _byte(block + 32 + j // 128 * 32 + low, held) >> j % 128 // 32 * 2 & 3
         code |= (_byte(block + low, held) >> j // 32 & 1) << 2
-        code -= 4
     elif ENCODING == "Q2_K":
         code = _byte(block + 16 + j // 128 * 32 + low, held) >> j % 128 // 32 * 2 & 3
     else:
@@ -157,7 +161,7 @@ def _block_heads(block, table, j, held, ENCODING: tl.constexpr, ALIGN: tl.conste
 
 
 @helper
-def group_codes(
+def _group_codes(
     row,
     first,
     at,
@@ -202,14 +206,7 @@ def _group_head(row, first, depth, held, GROUP, BITS, ENCODING, INTERLEAVED, ALI
 
 
 @helper
-def affine_head(row, first, depth, held, GROUP, BITS, INTERLEAVED, ALIGN):
-    """Return scale and smallest element of the groups of elements `first`, of `Encoding.AFFINE`."""
-    head = _group_head(row, first, depth, held, GROUP, BITS, "AFFINE", INTERLEAVED, ALIGN)
-    return (head << 16).to(tl.float32, bitcast=True), (head & -65536).to(tl.float32, bitcast=True)
-
-
-@helper
-def rows_at(data, column, stride, INTERLEAVED: tl.constexpr):
+def _rows_at(data, column, stride, INTERLEAVED: tl.constexpr):
     """Return the addresses of the first byte of rows `column` of the matrix."""
     column = column.to(tl.int64)
     if INTERLEAVED:
@@ -249,7 +246,7 @@ def decode_tile(
     at = tl.arange(0, SPAN)[None, :, None]
     held_head = (first < depth) & (column < num_columns)[None, None, :]
     held = held_head if WHOLE else held_head & (first + at < depth)
-    row = rows_at(data, column, stride, INTERLEAVED)[None, None, :]
+    row = _rows_at(data, column, stride, INTERLEAVED)[None, None, :]
     has_zero = True
     if BLOCK_BYTES > 0:
         block = row + first // 256 * BLOCK_BYTES
@@ -258,25 +255,29 @@ def decode_tile(
         has_zero = ENCODING != "NVFP4"
         if ENCODING == "NVFP4":
             number = tl.load(table + code)
+        elif ENCODING == "Q6_K":
+            number = _number(code, 32)
+        elif ENCODING == "Q3_K":
+            number = _number(code, 4)
         else:
-            number = code.to(tl.float32)
+            number = _number(code, 0)
     else:
         head = _group_head(row, first, depth, held_head, GROUP, BITS, ENCODING, INTERLEAVED, ALIGN)
-        code = group_codes(row, first, at, depth, held, SPAN, GROUP, BITS, INTERLEAVED, WHOLE)
+        code = _group_codes(row, first, at, depth, held, SPAN, GROUP, BITS, INTERLEAVED, WHOLE)
         zero = 0.0
         if ENCODING == "AFFINE" or ENCODING == "CENTERED":
             step = (head << 16).to(tl.float32, bitcast=True)
             zero = (head & -65536).to(tl.float32, bitcast=True)
-            number = (code - 8 if ENCODING == "CENTERED" else code).to(tl.float32)
+            number = _number(code, 8 if ENCODING == "CENTERED" else 0)
         elif ENCODING == "ZERO_POINT":
             step = (head & -256).to(tl.float32, bitcast=True)
-            number = (code - (head & 255)).to(tl.float32)
+            number = _number(code, 0) - _number(head & 255, 0)
         elif ENCODING == "SIGNED":
             step = head.to(tl.float32, bitcast=True)
-            number = (code - (1 << BITS - 1)).to(tl.float32)
+            number = _number(code, 1 << BITS - 1)
         elif ENCODING == "HALF":
             step = head.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-            number = (code - (1 << BITS - 1)).to(tl.float32)
+            number = _number(code, 1 << BITS - 1)
         else:
             has_zero = False
             number = tl.load(table + code)
@@ -284,9 +285,8 @@ def decode_tile(
                 step = (head << 16).to(tl.float32, bitcast=True)
             else:
                 step = head.to(tl.float32, bitcast=True)
-    value = step * number
-    if has_zero:  # the product is exact where `zero` is not 0
-        value += zero
+    # The product is exact where `zero` is not 0, so there is one rounding either way.
+    value = tl.fma(step, number, zero) if has_zero else step * number
     if not WHOLE:
         value = tl.where(held, value, 0.0)
     return tl.reshape(rounded(value, DTYPE), DEPTH, column.shape[0])
