@@ -112,21 +112,22 @@ def test_a_quantized_model_keeps_the_bits_of_its_decoded_weights(
     name: str, quantization: str, tmp_path: Path
 ) -> None:
     module, prompts = toy(name, torch.bfloat16).cpu(), [[5, 9, 4, 30, 7], [6, 11]]
-    module.save_pretrained(tmp_path)
+    module.save_pretrained(tmp_path / "plain")
     kind = resolve_quantization(quantization)
     assert kind is not None
     with torch.no_grad():
         for weight, packing in choose_packings(module, kind).items():
             weight.copy_(by("none", rounded)(weight, packing))
+    module.save_pretrained(tmp_path / "decoded")
     params = SamplingParams(max_tokens=2, seed=1, ignore_eos=True)
-    options: dict[str, Any] = dict(device=DEVICE.type, quantization=quantization, tokenizer=False)
-    options["deterministic"] = True
-    with LLM(tmp_path, **options) as llm:
+    options: dict[str, Any] = dict(device=DEVICE.type, deterministic=True, tokenizer=False)
+    with LLM(tmp_path / "plain", **options, quantization=quantization) as llm:
         expected = all_facts([llm.generate(prompt, params)[0] for prompt in prompts])
     if kind.activation_bits is None:
-        with LLM(module.to(DEVICE), deterministic=True) as llm:
+        with LLM(tmp_path / "decoded", **options) as llm:
             assert all_facts(llm.generate(prompts, params)) == expected
-    with LLM(tmp_path, **options, max_batch_tokens=4, block_size=3) as llm:
+    options |= dict(max_batch_tokens=4, block_size=3)
+    with LLM(tmp_path / "plain", **options, quantization=quantization) as llm:
         assert all_facts(llm.generate(prompts, params)) == expected
 
 
