@@ -129,7 +129,7 @@ def quantize(model: Any, name: str) -> None:
 def quantized(steps: int, bandwidth: float, length: int = 128) -> dict[str, Any]:
     """Decode of one row of the 8B shape with quantized weights, deterministic."""
     found: dict[str, Any] = {}
-    for name in ("int8", "int4", "w8a8", "w4a8"):
+    for name in ("int8", "int4"):
         model = make_model(**QWEN3_8B)
         embedding = model.get_input_embeddings()
         quantize(model, name)
