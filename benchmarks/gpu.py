@@ -1,6 +1,6 @@
 """Decode on one GPU: an 8B shape at one row, a 0.6B shape at many, and what `deterministic=True` costs.
 
-    python benchmarks/gpu.py [--parts one many prefill] [--json benchmarks/results/gpu.json]
+    python benchmarks/gpu.py [--parts one quantized many prefill] [--json benchmarks/results/gpu.json]
 
 Random weights in bfloat16, made on the GPU. The limit of a step is reading the weights and the KV once; its
 share is of the bandwidth that a copy of 4 GB reaches in the same run, reads and writes counted. Times
@@ -24,6 +24,10 @@ import triton
 
 import verbatim
 from verbatim import LLM, SamplingParams
+from verbatim.model.packed import hold_all, weights_of
+from verbatim.model.packing import choose_packings, owners
+from verbatim.model.quantization import resolve_quantization
+from verbatim.model.quantize import interleave, pack
 
 QWEN3_8B = dict(
     hidden_size=4096,
@@ -110,6 +114,40 @@ def one_row(steps: int, bandwidth: float) -> dict[str, Any]:
     return found
 
 
+def quantize(model: Any, name: str) -> None:
+    """Quantize a model in place, on the GPU."""
+    kind = resolve_quantization(name)
+    assert kind is not None
+    packings, held = choose_packings(model, kind), dict[Any, Any]()
+    for weight, packing in packings.items():
+        data = pack(weight, packing)
+        held[weight] = interleave(data, packing) if packing.multiplies_codes else (data, packing)
+    uses = [(layer, n, *held[p]) for _, layer, n, p in owners(model) if p in held]
+    hold_all(uses, model)
+
+
+def quantized(steps: int, bandwidth: float, length: int = 128) -> dict[str, Any]:
+    """Decode of one row of the 8B shape with quantized weights, deterministic."""
+    found: dict[str, Any] = {}
+    for name in ("int8", "int4"):
+        model = make_model(**QWEN3_8B)
+        embedding = model.get_input_embeddings()
+        quantize(model, name)
+        with open_engine(model, deterministic=True) as llm:
+            step_times(llm, length, 8)
+            taken = statistics.median(step_times(llm, length, steps))
+            per_token, graphs = llm.info()["kv_bytes_per_token"], llm.info()["gpu"]["graphs"]
+        moved = sum(x.nbytes for x in weights_of(model)) - embedding.packed.nbytes
+        moved += per_token * (length + steps * 2 // 3)
+        found[name] = {
+            "tokens_per_s": 1 / taken,
+            "bytes_per_step": moved,
+            "share_of_copy_bandwidth": moved / taken / bandwidth,
+            "graphs": graphs,
+        }
+    return found
+
+
 def all_of(llm: LLM, ids: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     torch.cuda.synchronize()
@@ -167,7 +205,7 @@ def prefill() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", default=["one", "many", "prefill"])
+    parser.add_argument("--parts", nargs="+", default=["one", "quantized", "many", "prefill"])
     parser.add_argument("--steps", type=int, default=96)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=128)
@@ -186,6 +224,7 @@ def main() -> None:
     }
     parts = {
         "one": lambda: one_row(options.steps, bandwidth),
+        "quantized": lambda: quantized(options.steps, bandwidth),
         "many": lambda: many_rows(options.rows, options.tokens),
         "prefill": prefill,
     }

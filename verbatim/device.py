@@ -137,7 +137,7 @@ def _resolve(device: Any, model: Any) -> torch.device:
     return resolved
 
 
-def refuse_on_gpu(device: Device, *, offload: Any, quantization: Any, draft: Any) -> None:
+def refuse_on_gpu(device: Device, *, offload: Any, draft: Any) -> None:
     """Refuse features that are not supported on a GPU.
 
     Raises:
@@ -147,10 +147,6 @@ def refuse_on_gpu(device: Device, *, offload: Any, quantization: Any, draft: Any
         return
     if offload is not None:
         raise NotSupported(f"device={device.torch}: {offload!r} computes on the CPU")
-    if quantization is not None:
-        raise NotSupported(
-            f"device={device.torch}: quantization={quantization!r} is only supported on the CPU"
-        )
     if draft is not None and not isinstance(
         draft, Proposer
     ):  # a draft model, or layers of this one

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.kernels import triton_serves
 from verbatim.model.loader import DTYPES, LoadedModel, ModelSource
 from verbatim.model.spec import inner_model
 from verbatim.options import dtype_name
@@ -65,7 +66,10 @@ def _check_live(module: nn.Module, dtype: str | torch.dtype) -> None:
     if dtype != "auto":
         raise NotSupported(f"dtype={dtype!r}: a live module keeps its own; leave it at 'auto'")
     for name, parameter in module.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype not in DTYPES.values():
+        on_gpu = triton_serves(parameter.device)
+        served = DTYPES | ({"float16": torch.float16} if on_gpu else {})
+        if parameter.is_floating_point() and parameter.dtype not in served.values():
             raise NotSupported(
-                f"{name} is {dtype_name(parameter.dtype)}; a live module must be one of {sorted(DTYPES)}"
+                f"{name} is {dtype_name(parameter.dtype)}; a live module must be one of {sorted(served)} on "
+                f"{parameter.device.type}"
             )

@@ -20,6 +20,11 @@ from support.requests_mixed import all_facts, facts, mixed_requests
 from support.toys import make_toy, random_ids
 from verbatim import LLM, NotSupported, SamplingParams
 from verbatim.batch import SamplePlan, SampleRow
+from verbatim.model.packing import choose_packings
+from verbatim.model.products import Packed, linear
+from verbatim.model.quantization import resolve_quantization
+from verbatim.model.quantize import pack, rounded, unpack
+from verbatim.model.weight_packing import WeightPacking
 from verbatim.sampling.sampler import sample_rows
 
 MODELS = {name: odd for name, odd in odd_toys.MODELS.items() if name != "falcon"}
@@ -39,6 +44,7 @@ def toy(name: str, dtype: torch.dtype) -> Any:
     ("name", "dtype", "kv_dtype"),
     [
         *((name, dtype, "auto") for name in DENSE for dtype in DTYPES),
+        *((name, "float16", "auto") for name in ("qwen3", "qwen3_next")),
         *((name, "bfloat16", "int8") for name in ("llama", "gemma3", "deepseek_v32")),
         *((name, "bfloat16", "int4") for name in ("deepseek_v3", "minimax_m3", "qwen3_next")),
         ("deepseek_v4", "bfloat16", "auto"),
@@ -46,7 +52,8 @@ def toy(name: str, dtype: torch.dtype) -> Any:
 )
 def test_every_schedule_gives_the_same_bits(name: str, dtype: str, kv_dtype: str) -> None:
     prompts, params = mixed_requests()
-    module, options = toy(name, DTYPES[dtype]), dict(deterministic=True, kv_dtype=kv_dtype)
+    module = toy(name, getattr(torch, dtype))
+    options = dict(deterministic=True, kv_dtype=kv_dtype)
     with LLM(module, **options) as llm:
         expected = all_facts(llm.generate(prompts, params))
         some = (0, 2, 4, 7, 8, 16)
@@ -121,6 +128,67 @@ def test_the_storyteller_is_moved_recorded_and_put_to_sleep(
         assert "graphs" not in llm.info()["gpu"]
 
 
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [
+        ("qwen3", "int8"),
+        ("qwen3", "w4a8"),
+        ("qwen3_moe", "int4"),
+        ("gpt_oss", "int8"),
+        ("gpt2", "w8a8"),
+    ],
+)
+def test_quantized_models_keep_their_bits(name: str, quantization: str, tmp_path: Path) -> None:
+    prompts, params = mixed_requests()
+    kind = resolve_quantization(quantization)
+    assert kind is not None
+    module = make_toy(name, dtype=torch.bfloat16, **MODELS[name])
+    module.save_pretrained(tmp_path / "plain")
+    original = {n: x.clone() for n, x in module.state_dict().items()}
+    with torch.no_grad():
+        for weight, packing in choose_packings(module, kind).items():
+            weight.copy_(rounded(weight, packing))
+    module.save_pretrained(tmp_path / "decoded")
+    options: dict[str, Any] = dict(device="cuda", deterministic=True, tokenizer=False)
+    with LLM(tmp_path / "decoded", **options) as llm:
+        decoded = all_facts(llm.generate(prompts, params))
+    options["quantization"] = quantization
+    with LLM(tmp_path / "plain", **options) as llm:
+        expected = all_facts(llm.generate(prompts, params))
+        assert kind.activation_bits is not None or expected == decoded
+        some = (0, 2, 4, 7, 8, 16)
+        alone = [facts(llm.generate(prompts[i], params[i])[0]) for i in some]
+        assert alone == [expected[i] for i in some], "alone"
+        graphs = llm.info()["gpu"].get("graphs")
+        assert "moe" in name or "oss" in name or (isinstance(graphs, int) and graphs > 1), graphs
+        assert f"/weights-{kind.name}/" in llm.info()["numerics_key"]
+        llm.sleep(weights=True)
+        llm.wake()
+        assert all_facts(llm.generate(prompts, params)) == expected, "after a sleep"
+        llm.update_weights({n: x.flip(0) for n, x in original.items()})
+        assert all_facts(llm.generate(prompts, params)) != expected
+        llm.update_weights(original)
+        assert all_facts(llm.generate(prompts, params)) == expected, "updated"
+    with LLM(tmp_path / "plain", **options, max_batch_tokens=7, block_size=5) as llm:
+        assert all_facts(llm.generate(prompts, params)) == expected, "chunked"
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_products_of_few_rows_have_the_bits_of_many(quantization: str) -> None:
+    """Tiles of few rows run by other instructions of tensor cores."""
+    kind = resolve_quantization(quantization)
+    assert kind is not None
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 4096, generator=generator) for n in (70, 512))
+    x = (x * torch.exp2(torch.randint(-6, 7, x.shape, generator=generator))).cuda().bfloat16()
+    packing = WeightPacking((512, 4096), torch.bfloat16, kind)
+    data = pack(weight.bfloat16(), packing)
+    expected = linear(x, unpack(data, packing).cuda(), float32=True)
+    matrix = Packed(data.cuda(), packing)
+    for rows in (1, 7, 16, 17, 64, 70):
+        assert torch.equal(linear(x[:rows], matrix, float32=True), expected[:rows]), rows
+
+
 def test_draws_are_those_of_the_cpu() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(128, 151_936, generator=generator)).bfloat16()
@@ -146,6 +214,6 @@ def test_memory_is_given_back() -> None:
 
 
 def test_what_is_not_done_is_refused() -> None:
-    for options in (dict(quantization="int8"), dict(draft="early-exit")):
+    for options in (dict(draft="early-exit"),):
         with pytest.raises(NotSupported, match="cuda:0"):
             LLM(device="cuda", **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,14 +14,18 @@ from support import attention_cases as cases
 from support.attention_cases import Shape, hard_rows, story
 from support.backends import by
 from support.pairwise import slow_but
-from support.triton_here import BF16, DEVICE, DTYPES, F16, F32, noise
+from support.triton_here import BF16, DEVICE, DTYPES, F16, F32, INTERPRETED, noise
 from verbatim.batch import SamplePlan, SampleRow
 from verbatim.kernels.options import NormKind, Packing
 from verbatim.kernels.triton import attention, linear, norm, rope, sampling
 from verbatim.kv import attention as kv
-from verbatim.kv.quantized import PACKINGS, pack, unpack
-from verbatim.model import norms
+from verbatim.kv import quantized as kv_pack
+from verbatim.kv.quantized import PACKINGS
+from verbatim.model import norms, products
 from verbatim.model.differential import bit_equal
+from verbatim.model.quantization import Quantization
+from verbatim.model.quantize import interleave, pack, unpack, unpack_rows
+from verbatim.model.weight_packing import BLOCKS, Encoding, WeightPacking
 from verbatim.params import SamplingParams
 from verbatim.sampling import gpu
 from verbatim.sampling.noise import gumbel_row
@@ -36,6 +41,8 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "SPLIT", 32)
     monkeypatch.setattr(attention, "KEYS", 16)
     monkeypatch.setattr(linear, "DEPTH", 32)
+    if INTERPRETED:
+        monkeypatch.setattr("verbatim.kernels.wanted", lambda: "triton")
 
 
 attend = partial(cases.attend, "triton")
@@ -86,7 +93,7 @@ def test_quantized_attention_has_the_bits_of_attention_over_what_was_unpacked(
     dtype: str, shape: Shape, packing: Packing
 ) -> None:
     what = story(shape, 40, q_dtype=DTYPES[dtype], kv_dtype=DTYPES[dtype])
-    rows = (unpack(pack(x, packing), x.shape[2], packing) for x in (what.k, what.v))
+    rows = (kv_pack.unpack(kv_pack.pack(x, packing), x.shape[2], packing) for x in (what.k, what.v))
     k, v = (x.to(what.q.dtype) for x in rows)
     opts = cases.options("all", shape, window=25)
     (out,) = attend(opts, shape.block_size, (what, 30, 40), packing=packing)
@@ -121,6 +128,58 @@ def test_linear_is_close_and_a_row_keeps_its_bits(dtype: str) -> None:
     assert bit_equal(linear.linear(x[:2], lying, bias), out[:2])
     assert linear.linear(x[:1], weight, float32=True).dtype == F32
     assert linear.linear(x[None, :0], weight).shape == (1, 0, 37)
+
+
+ENCODINGS = [(e, 8 if e is Encoding.FP8 else 4) for e in Encoding]
+ENCODINGS += [(e, 8) for e in list(Encoding)[:3]]
+
+
+@pytest.mark.parametrize("dtype", slow_but(["bfloat16"], ["bfloat16", "float32"]))
+@pytest.mark.parametrize(
+    ("encoding", "bits"), slow_but([(Encoding.AFFINE, 4), (Encoding.ZERO_POINT, 8)], ENCODINGS)
+)
+def test_quantized_matrices_have_the_bits_of_the_decoded_ones(
+    encoding: Encoding, bits: int, dtype: str
+) -> None:
+    for depth, group in [(512, 32)] if encoding in BLOCKS else [(75, 32), (288, 96), (128, 64)]:
+        weight = noise(37, depth, dtype=DTYPES[dtype]).cpu()
+        kind = SimpleNamespace(bits=bits, group_size=group)
+        packing = WeightPacking((37, depth), weight.dtype, kind, encoding=encoding)  # type: ignore[arg-type]
+        data = pack(weight, packing)
+        whole = by("none", unpack)(data, packing).to(DEVICE)
+        x, bias = noise(20, depth, dtype=weight.dtype), noise(37, dtype=weight.dtype)
+        expected = linear.linear(x, whole, bias)
+        rows = torch.tensor([36, 0, 5, 5], device=DEVICE)
+        unaligned = torch.cat([data[:3], data]).to(DEVICE)[3:]
+        for bytes_ in (data.to(DEVICE), unaligned):
+            matrix = products.Packed(bytes_, packing)
+            assert bit_equal(products.linear(x[:3], matrix, bias), expected[:3])
+            assert bytes_ is unaligned or bit_equal(products.linear(x, matrix, bias), expected)
+            assert bit_equal(unpack_rows(bytes_, packing, rows), whole[rows])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("dtype", "group", "depth"), [("bfloat16", 32, 75), ("float32", 128, 200)])
+def test_integer_products_have_the_bits_of_the_cpu(
+    dtype: str, group: int, depth: int, bits: int
+) -> None:
+    packing = WeightPacking((37, depth), DTYPES[dtype], Quantization(bits, group))
+    data, packing = interleave(pack(noise(37, depth, dtype=packing.dtype).cpu(), packing), packing)
+    x, bias = noise(70, depth, dtype=packing.dtype), noise(37, dtype=packing.dtype)
+    x[1] *= 1e-38
+    x[2, 3], x[3, 70], x[4] = torch.nan, torch.inf, 0
+    exact = by("none", products.linear)(
+        x.cpu(), products.Packed(data, packing), bias.cpu(), float32=True
+    )
+    weight, rows = products.Packed(data.to(DEVICE), packing), torch.tensor([36, 0], device=DEVICE)
+    for some in (slice(None), slice(0, 1), slice(60, 70)):
+        found = products.linear(x[some], weight, bias, float32=True).cpu()
+        assert torch.equal(found.isnan(), exact[some].isnan())  # a NaN may have any bits
+        assert bit_equal(found.nan_to_num(0), exact[some].nan_to_num(0))
+    assert exact[2:4].isnan().all() and exact[60:].isfinite().all()
+    assert bit_equal(
+        unpack_rows(weight.data, packing, rows).cpu(), unpack(data, packing)[rows.cpu()]
+    )
 
 
 @pytest.mark.parametrize("kind", [*NormKind][1 : NormKind.CENTERED], ids=lambda k: k.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ from verbatim import LLM, SamplingParams
 from verbatim.batch import Batch, SamplePlan, SampleRow
 from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder
+from verbatim.model.packing import choose_packings
+from verbatim.model.quantization import resolve_quantization
+from verbatim.model.quantize import rounded
 from verbatim.sampling.sampler import sample_rows
 
 TINY = dict(
@@ -88,12 +92,43 @@ def holds_in_every_schedule(module: Any, **options: Any) -> None:
         assert llm.stats()["preemptions"] > 0
 
 
-def test_batched_and_in_chunks_the_bits_are_the_same() -> None:
-    module, prompts = toy("llama", torch.bfloat16), [[5, 9, 4, 30, 7], [6, 11]]
+@pytest.mark.parametrize("dtype", slow_but(["bfloat16"], ["bfloat16", "float16"]))
+def test_batched_and_in_chunks_the_bits_are_the_same(dtype: str) -> None:
+    module, prompts = toy("llama", getattr(torch, dtype)), [[5, 9, 4, 30, 7], [6, 11]]
     params = SamplingParams(max_tokens=2, seed=1, ignore_eos=True)
     with LLM(module, deterministic=True) as llm:
         expected = all_facts([llm.generate(prompt, params)[0] for prompt in prompts])
     with LLM(module, deterministic=True, max_batch_tokens=4, block_size=3) as llm:
+        assert all_facts(llm.generate(prompts, params)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    slow_but(
+        [("llama", "int4")],
+        [("llama", "int4"), ("qwen3_moe", "int8"), ("llama", "w8a8"), ("gpt2", "w4a8")],
+    ),
+)
+def test_a_quantized_model_keeps_the_bits_of_its_decoded_weights(
+    name: str, quantization: str, tmp_path: Path
+) -> None:
+    module, prompts = toy(name, torch.bfloat16).cpu(), [[5, 9, 4, 30, 7], [6, 11]]
+    module.save_pretrained(tmp_path / "plain")
+    kind = resolve_quantization(quantization)
+    assert kind is not None
+    with torch.no_grad():
+        for weight, packing in choose_packings(module, kind).items():
+            weight.copy_(by("none", rounded)(weight, packing))
+    module.save_pretrained(tmp_path / "decoded")
+    params = SamplingParams(max_tokens=2, seed=1, ignore_eos=True)
+    options: dict[str, Any] = dict(device=DEVICE.type, deterministic=True, tokenizer=False)
+    with LLM(tmp_path / "plain", **options, quantization=quantization) as llm:
+        expected = all_facts([llm.generate(prompt, params)[0] for prompt in prompts])
+    if kind.activation_bits is None:
+        with LLM(tmp_path / "decoded", **options) as llm:
+            assert all_facts(llm.generate(prompts, params)) == expected
+    options |= dict(max_batch_tokens=4, block_size=3)
+    with LLM(tmp_path / "plain", **options, quantization=quantization) as llm:
         assert all_facts(llm.generate(prompts, params)) == expected
 
 

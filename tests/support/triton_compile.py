@@ -16,8 +16,20 @@ from triton.runtime.jit import JITFunction
 
 from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions, NormKind, Packing
-from verbatim.kernels.triton import attention, linear, norm, recurrence, rope, sampling
+from verbatim.kernels.triton import (
+    attention,
+    integers,
+    linear,
+    norm,
+    packed,
+    recurrence,
+    rope,
+    sampling,
+)
 from verbatim.kv.quantized import PACKINGS
+from verbatim.model.quantization import Quantization
+from verbatim.model.quantize import layout_of
+from verbatim.model.weight_packing import Encoding, WeightPacking
 
 
 class NoDevice:
@@ -94,6 +106,21 @@ def recur(tokens: int, sequences: int, dtype: torch.dtype) -> None:
     recurrence.linear_recurrence(k, k, v, decay, rate if delta else None, state, at)
 
 
+def decode(tokens: int, dtype: torch.dtype, encoding: Encoding, bits: int) -> None:
+    packing = WeightPacking((512, 256), dtype, Quantization(bits), encoding=encoding)
+    data = torch.empty(packing.nbytes, dtype=torch.uint8)
+    layout = layout_of(packing, torch.device("cpu"))
+    linear.linear(torch.empty(tokens, 256, dtype=dtype), data, layout=layout)
+    packed.unpack(data, layout, torch.arange(3))
+
+
+def multiply_codes(tokens: int, dtype: torch.dtype, bits: int) -> None:
+    packing = WeightPacking((512, 256), dtype, Quantization(bits), interleaved=True)
+    layout = layout_of(packing, torch.device("cpu"))
+    data = torch.empty(packing.nbytes, dtype=torch.uint8)
+    integers.linear(torch.empty(tokens, 256, dtype=dtype), data, layout)
+
+
 for dtype in (torch.bfloat16, torch.float32):
     weight, z = torch.empty(512, 256, dtype=dtype), torch.zeros(5, dtype=torch.int64)
     for tokens, sequences in ((1, 1), (4, 4), (77, 3)):
@@ -102,6 +129,9 @@ for dtype in (torch.bfloat16, torch.float32):
             attend(tokens, sequences, dtype, packing=packing)
         linear.linear(torch.empty(tokens, 256, dtype=dtype), weight)
         recur(tokens, sequences, dtype)
+        multiply_codes(tokens, dtype, 4)
+        label = f"packed-{label}"
+        decode(tokens, dtype, Encoding.AFFINE, 4)
     label = "wide"
     for head in (256, 512):
         attend(7, 1, dtype, head=head)

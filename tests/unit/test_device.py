@@ -81,12 +81,11 @@ def test_a_weight_without_memory_gets_none_on_a_device() -> None:
     ("name", "value"),
     [
         ("offload", Offload()),
-        ("quantization", "int8"),
         ("draft", DraftModel("somewhere")),
     ],
 )
 def test_what_a_gpu_does_not_do_is_refused_by_name(name: str, value: Any) -> None:
-    nothing = dict(offload=None, quantization=None, draft=None)
+    nothing = dict(offload=None, draft=None)
     gpu = Device(torch.device("cuda", 0), batch_invariant=False)
     refuse_on_gpu(gpu, **nothing)
     refuse_on_gpu(CPU, **(nothing | {name: value}))
@@ -96,8 +95,9 @@ def test_what_a_gpu_does_not_do_is_refused_by_name(name: str, value: Any) -> Non
 
 def test_the_numerics_key_names_the_gpu_and_the_mode() -> None:
     keys = {
-        numerics_key("bfloat16", "bfloat16", None, {"name": name, "deterministic": deterministic})
+        numerics_key("bfloat16", "bfloat16", packed, {"name": name, "deterministic": deterministic})
         for name in ("NVIDIA H200", "NVIDIA L4")
         for deterministic in (True, False)
+        for packed in (None, "int8-g64")
     }
-    assert len(keys | {numerics_key("bfloat16", "bfloat16")}) == 5
+    assert len(keys | {numerics_key("bfloat16", "bfloat16")}) == 9

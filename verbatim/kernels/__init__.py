@@ -97,15 +97,16 @@ def numerics_key(
     """
     import torch
 
+    packed = "" if quantization is None else f"/weights-{quantization}"
     if gpu is not None:
         computed_by = f"kernels{VERSION}-torch{torch.__version__}-cuda{torch.version.cuda}"
         fast = "" if gpu["deterministic"] else "/fast"
-        return f"{gpu['name'].replace(' ', '-')}/{computed_by}{fast}/{dtype}/kv-{kv_dtype}"
+        name = gpu["name"].replace(" ", "-")
+        return f"{name}/{computed_by}{fast}/{dtype}{packed}/kv-{kv_dtype}"
     instructions = instruction_set()
     computed_by = f"kernels{VERSION}-{instructions}"
     if instructions is None:
         computed_by = f"torch{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
-    packed = "" if quantization is None else f"/weights-{quantization}"
     return f"cpu/{computed_by}/{dtype}{packed}/kv-{kv_dtype}"
 
 

@@ -66,7 +66,8 @@ def unpack_blocks(packed: Tensor, encoding: Encoding) -> Tensor:
         return _unpack_nvfp4(packed)
     from gguf import GGMLQuantizationType, dequantize
 
-    values = torch.from_numpy(dequantize(packed.numpy(), GGMLQuantizationType[encoding.name]))
+    numbers = dequantize(packed.cpu().numpy(), GGMLQuantizationType[encoding.name])
+    values = torch.from_numpy(numbers).to(packed.device)
     # As in the kernels, a zero of codes around a middle is never -0.
     return values + 0.0 if encoding in (Encoding.Q3_K, Encoding.Q6_K) else values
 
@@ -102,7 +103,9 @@ def _unpack_nvfp4(packed: Tensor) -> Tensor:
     step = scale.contiguous().view(torch.float8_e4m3fn).float() * factor.contiguous().view(
         torch.float32
     )
-    matrix: Tensor = (E2M1[code.int()].unflatten(-1, (-1, 16)) * step[..., None]).flatten(1)
+    matrix: Tensor = (
+        E2M1.to(code.device)[code.int()].unflatten(-1, (-1, 16)) * step[..., None]
+    ).flatten(1)
     return matrix
 
 

@@ -66,7 +66,9 @@ class LoadedModel:
     config: Mapping[str, Any] | None = None  # of a DCP folder, as plain data, for `ModelSource`
 
     def move(self, device: torch.device) -> None:
-        """Move the module to a device, in place."""
+        """Move the module to a device, in place; tied quantized weights, which are buffers, stay tied."""
+        for _, packed, _ in packed_buffers(self.module):
+            packed.data = moved_to(packed.data, device)
         self.module._apply(lambda tensor: moved_to(tensor, device))
         if self.checkpoint is not None:
             self.checkpoint.moved(self.module)
@@ -173,7 +175,7 @@ class Checkpoint:
             parameter.data = moved_to(weights[name].data, parameter.device)
         in_few_bits = {name: packed for name, packed, _ in packed_buffers(again)}
         for name, packed, _ in packed_buffers(module):
-            packed.data = in_few_bits[name]
+            packed.data = moved_to(in_few_bits[name], packed.device)
         self.dropped = False
 
     def moved(self, module: nn.Module) -> None:

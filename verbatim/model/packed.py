@@ -180,14 +180,14 @@ def moved_to(tensor: Tensor, device: torch.device) -> Tensor:
 
 def drop_weights(module: nn.Module) -> None:
     """Free the memory of all weights; a second call does nothing."""
-    for tensor in _weights(module):
+    for tensor in weights_of(module):
         tensor.data = placeholder(tensor)
 
 
 def weight_bytes(module: nn.Module) -> int:
     """Return the bytes of the weights that are in memory; what several names share counts once."""
     found: dict[int, tuple[int, int]] = {}
-    for tensor in _weights(module):
+    for tensor in weights_of(module):
         storage = tensor.untyped_storage()
         _, seen = found.get(storage.data_ptr(), (0, 0))
         if tensor.nbytes <= storage.nbytes():  # else a placeholder
@@ -195,7 +195,8 @@ def weight_bytes(module: nn.Module) -> int:
     return sum(min(pair) for pair in found.values())
 
 
-def _weights(module: nn.Module) -> list[Tensor]:
+def weights_of(module: nn.Module) -> list[Tensor]:
+    """Return the parameters of a module and the bytes of its quantized weights, tied ones once."""
     return [*module.parameters(), *(packed for _, packed, _ in packed_buffers(module))]
 
 

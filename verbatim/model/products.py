@@ -27,7 +27,7 @@ from verbatim import kernels
 from verbatim.kernels.functions import kernel
 from verbatim.model.differential import differential_check
 from verbatim.model.integers import integer_linear
-from verbatim.model.quantize import unpack
+from verbatim.model.quantize import layout_of, unpack
 from verbatim.model.weight_packing import WeightPacking
 
 
@@ -228,18 +228,39 @@ _found: dict[_Key, RowTiles] = {}
 def _other_linear(x: Tensor, weight: Tensor | Packed, bias: Tensor | None, float32: bool) -> Tensor:
     """Compute `linear` where the compiled CPU kernel does not take the weight as it is."""
     if isinstance(weight, Packed):
-        if weight.packing.interleaved:
-            return integer_linear(x, weight.data, weight.packing, bias, float32)
-        matrix = unpack(weight.data, weight.packing)
-        matrix = matrix.t() if weight.packing.columns else matrix
-        return linear(x, matrix, bias, float32=float32)
-    if x.device == weight.device and kernels.triton_serves(x.device):
+        return _packed_linear(x, weight.data, weight.packing, bias, float32)
+    if _triton_takes(x, weight, weight.dtype, bias):
         from verbatim.kernels.triton import linear as triton_linear
 
-        if triton_linear.served(x, weight, bias):
-            return triton_linear.linear(x, weight, bias, float32=float32)
+        return triton_linear.linear(x, weight, bias, float32=float32)
     out = _torch_linear(x, weight, bias)
     return out.float() if float32 else out
+
+
+def _packed_linear(
+    x: Tensor, data: Tensor, packing: WeightPacking, bias: Tensor | None, float32: bool
+) -> Tensor:
+    if _triton_takes(x, data, packing.dtype, bias):
+        from verbatim.kernels.triton import integers as triton_integers
+        from verbatim.kernels.triton import linear as triton_linear
+
+        layout = layout_of(packing, x.device)
+        if packing.interleaved:
+            return triton_integers.linear(x, data, layout, bias, float32=float32)
+        return triton_linear.linear(x, data, bias, float32=float32, layout=layout)
+    if packing.interleaved:
+        return integer_linear(x, data, packing, bias, float32)
+    matrix = unpack(data, packing)
+    return linear(x, matrix.t() if packing.columns else matrix, bias, float32=float32)
+
+
+def _triton_takes(x: Tensor, data: Tensor, dtype: torch.dtype, bias: Tensor | None) -> bool:
+    """Return whether the kernels in Triton multiply x with a matrix of `dtype`, held as `data`."""
+    if x.device != data.device or not kernels.triton_serves(x.device):
+        return False
+    from verbatim.kernels.triton import linear as triton_linear
+
+    return triton_linear.served(x, dtype, bias)
 
 
 def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

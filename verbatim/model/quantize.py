@@ -17,17 +17,33 @@ worth its two bytes at 8 bits as well as at 4 (benchmarks/quantize.py --formats)
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from verbatim import kernels
 from verbatim.kernels.functions import SUFFIX, addresses, kernel
 from verbatim.model import groups
 from verbatim.model.groups import unfit
-from verbatim.model.weight_packing import INTERLEAVED, Encoding, WeightPacking, join, split
+from verbatim.model.weight_packing import (
+    BLOCK,
+    BLOCKS,
+    E2M1,
+    INTERLEAVED,
+    TABLES,
+    Encoding,
+    WeightPacking,
+    join,
+    split,
+)
+
+if TYPE_CHECKING:
+    from verbatim.kernels.triton.packed import Layout
 
 
 def pack(weight: Tensor, packing: WeightPacking, name: str = "a weight") -> Tensor:
@@ -39,7 +55,7 @@ def pack(weight: Tensor, packing: WeightPacking, name: str = "a weight") -> Tens
     Raises:
         ModelError: a NaN, an infinity, or a number too large.
     """
-    out = torch.empty(packing.nbytes, dtype=torch.uint8)
+    out = torch.empty(packing.nbytes, dtype=torch.uint8, device=weight.device)
     for rows, part, one in _matrices(weight, out, packing):
         _pack(rows, one, name, part)
     return out
@@ -104,15 +120,16 @@ def unpack(packed: Tensor, packing: WeightPacking, *, out: Tensor | None = None)
     if packing.interleaved:
         packed, packing = plain_rows(packed, packing).flatten(), replace(packing, interleaved=False)
     if out is None:
-        out = torch.empty(packing.shape, dtype=packing.dtype)
+        out = torch.empty(packing.shape, dtype=packing.dtype, device=packed.device)
     assert out.is_contiguous() and out.dtype == packing.dtype
-    function = kernel("vb_unpack_rows") if packing.dtype in SUFFIX else None
+    by_kernel = packing.dtype in SUFFIX and packed.is_cpu
+    function = kernel("vb_unpack_rows") if by_kernel else None
     for rows, part, one in _matrices(out, packed, packing):
         target = rows if rows.is_contiguous() else torch.empty(rows.shape, dtype=rows.dtype)
         if function is None:
             groups.unpack_rows(part, one, target)
         else:
-            assert part.is_cpu and target.is_cpu
+            assert target.is_cpu
             sizes = one.vectors, one.depth, one.format, one.quantization.group_size
             function(*addresses(target, part), *sizes, one.dtype is torch.bfloat16)
         if target is not rows:
@@ -167,8 +184,42 @@ def interleave(packed: Tensor, packing: WeightPacking) -> tuple[Tensor, WeightPa
 def unpack_rows(packed: Tensor, packing: WeightPacking, rows: Tensor) -> Tensor:
     """Dequantize the rows `rows` `[n]` of a quantized matrix: `[n, K]`."""
     assert not packing.columns and len(packing.shape) == 2
+    if kernels.triton_serves(packed.device):
+        from verbatim.kernels.triton import packed as triton_packed
+
+        return triton_packed.unpack(packed, layout_of(packing, packed.device), rows)
     plain = replace(packing, interleaved=False, shape=(len(rows), packing.depth))
     return unpack(plain_rows(packed, packing, rows).flatten(), plain)
+
+
+def layout_of(packing: WeightPacking, device: torch.device) -> Layout:
+    """Return the layout of a quantized matrix as the kernels in Triton take it, on their device."""
+    from verbatim.kernels.triton.packed import Layout
+
+    kind, encoding = packing.quantization, packing.encoding
+    return Layout(
+        packing.width,
+        packing.depth,
+        packing.dtype,
+        encoding.name,
+        kind.bits,
+        BLOCK if encoding in BLOCKS else kind.group_size,
+        BLOCKS.get(encoding, 0),
+        packing.vector_words if packing.interleaved else packing.vector_bytes,
+        packing.interleaved,
+        _table(encoding, device),
+    )
+
+
+@functools.cache
+def _table(encoding: Encoding, device: torch.device) -> Tensor | None:
+    """Return the numbers that codes stand for; of NVFP4, those of its scales as well."""
+    fp8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    if encoding is Encoding.FP8:
+        return fp8.to(device)
+    if encoding is Encoding.NVFP4:
+        return torch.cat([E2M1, fp8]).to(device)
+    return TABLES[encoding].to(device) if encoding in TABLES else None
 
 
 def rounded(weight: Tensor, packing: WeightPacking, name: str = "a weight") -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.model.differential import noise
-from verbatim.model.packed import packed_buffers
+from verbatim.model.packed import weights_of
 from verbatim.model.weight_packing import WeightPacking
 
 _MODEST = 64  # rows of a matrix that are looked at
@@ -32,7 +32,7 @@ def structure_of(layer: nn.Module) -> tuple[Any, ...]:
     Values of weights are not part of it; of objects that are no plain values it has the ids.
     """
     modules = [*layer.modules()]
-    weights = [*layer.parameters(), *(packed for _, packed, _ in packed_buffers(layer))]
+    weights = weights_of(layer)
     numbers = {id(x): number for number, x in enumerate([*modules, *weights])}
 
     def layout(x: Tensor) -> Any:

@@ -20,6 +20,7 @@ from verbatim.errors import first_line
 from verbatim.kv.states import StateRows
 from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder
+from verbatim.model.packed import weights_of
 
 MAX_ROWS = 512  # of a step that is recorded; larger ones keep a GPU busy
 _LEAST_CONTEXT = 512  # positions that the smallest tables hold
@@ -99,7 +100,7 @@ class DecodeGraphs:
     def forget(self) -> None:
         """Drop all recordings; they are made again when needed."""
         self._recorded.clear()
-        self._weights = [*self._decoder.module.parameters()]
+        self._weights = weights_of(self._decoder.module)
         self._pointers = self._current()
 
     def _current(self) -> list[int]:
