@@ -13,7 +13,6 @@ from torch import nn
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.kv.quantized import Packing
 from verbatim.options import available_memory, total_memory
-from verbatim.protocols import Proposer
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +111,7 @@ def _resolve(device: Any, model: Any) -> torch.device:
     return resolved
 
 
-def refuse_on_gpu(
-    device: Device, *, placement: Any, quantization: Any, kv_dtype: Any, draft: Any
-) -> None:
+def refuse_on_gpu(device: Device, *, placement: Any, quantization: Any, kv_dtype: Any) -> None:
     """Refuse features that are not supported on a GPU.
 
     Raises:
@@ -131,10 +128,4 @@ def refuse_on_gpu(
     if isinstance(kv_dtype, Packing):
         raise NotSupported(
             f"device={device.torch}: kv_dtype={kv_dtype.name!r} is only supported on the CPU"
-        )
-    if draft is not None and not isinstance(
-        draft, Proposer
-    ):  # a draft model, or layers of this one
-        raise NotSupported(
-            f"device={device.torch}: draft={draft!r} is only supported on the CPU; 'ngram' is everywhere"
         )

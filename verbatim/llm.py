@@ -183,7 +183,6 @@ class LLM:
             placement=placement,
             quantization=quantization,
             kv_dtype=options.kv_dtype,
-            draft=draft,
         )
         max_unread = integer("max_unread", max_unread)
         unused_weights = check_unused_weights(unused_weights)

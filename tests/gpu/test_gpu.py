@@ -123,6 +123,6 @@ def test_memory_is_given_back() -> None:
 
 
 def test_what_is_not_done_is_refused() -> None:
-    for options in (dict(quantization="int8"), dict(kv_dtype="int8"), dict(draft="early-exit")):
+    for options in (dict(quantization="int8"), dict(kv_dtype="int8")):
         with pytest.raises(NotSupported, match="cuda:0"):
             LLM(device="cuda", **options)

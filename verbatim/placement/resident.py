@@ -54,7 +54,6 @@ class Resident(Runner):
     """
 
     checkpoint: Checkpoint | None = None  # lets the weights be dropped; None for a live module
-    graphs: DecodeGraphs | None = None  # of a model that we loaded onto a GPU
     packed: PackingReport | None = None  # of a model whose weights are quantized
     original: Mapping[str, Tensor] | None = None  # the state dict before quantization and cuts
     cuts: Mapping[str, Cut] = MappingProxyType({})  # of weights that are held in part
@@ -111,10 +110,6 @@ class Resident(Runner):
         for store in self.draft_layers.stores:
             store.copy_blocks(batch.block_copies)
         with threads(self._num_threads), self._device.current():
-            if self.graphs is not None and batch.adapters is None:
-                recorded = self.graphs.run(batch)
-                if recorded is not None:
-                    return Forward(recorded)
             body = self.draft_layers.hidden
             made = self.decoder.run(batch, self.store, self.records, body)
         if made.hidden is not None:  # asked for to be read; logits stay where they are drawn from
@@ -134,9 +129,11 @@ class Resident(Runner):
             return [] if plan is None else [[draw.id] for draw in sample_rows(logits, plan)]
 
     def record_steps(self) -> None:
-        """Run decode steps as CUDA graphs from now on; the model must be on a GPU and never edited."""
+        """Run short steps as CUDA graphs from now on, recorded when they first occur; also those of draft
+        layers. The model must be on a GPU and never edited.
+        """
         recorder = graphs.cuda_recorder(self.store.device)
-        self.graphs = DecodeGraphs(self.decoder, self.store, recorder)
+        self.decoder.record_steps(lambda: DecodeGraphs(recorder))
 
     def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
         with threads(self._num_threads), self._device.current():
@@ -173,8 +170,8 @@ class Resident(Runner):
         if self._device.is_gpu:
             name = torch.cuda.get_device_name(self._device.torch)
             gpu = {"name": name, "deterministic": self._device.batch_invariant}
-            if self.graphs is not None:
-                gpu["graphs"] = self.graphs.reason or self.graphs.count
+            if self.decoder.steps is not None:
+                gpu["graphs"] = self.decoder.steps.reason or self.decoder.steps.count
         return {
             "architecture": self.decoder.architecture,
             **weight_info(self.decoder.owner),
@@ -237,8 +234,8 @@ class Resident(Runner):
                 )
             self.checkpoint.drop(self.decoder.held)
             self.decoder.weights_moved()
-        if self.graphs is not None:
-            self.graphs.forget()
+        if self.decoder.steps is not None:
+            self.record_steps()
         for store in self.stores:
             store.release()
         give_back_freed()
@@ -251,10 +248,31 @@ class Resident(Runner):
             store.allocate()
 
     def close(self) -> None:
-        self.records, self.graphs, self.original, self.stores = {}, None, None, []
+        self.records, self.original, self.stores = {}, None, []
         self.store.release()
         self.draft_layers.close()
         self.decoder.close()
+
+
+def open_decoder(loaded: LoadedModel, options: EngineOptions, *, weak: bool = False) -> Decoder:
+    """Return the decoder of a model on the device of `options`, to which it is moved unless it is live.
+
+    Args:
+        weak: as of `Decoder`.
+    """
+    device = options.device
+    if device.is_gpu and not loaded.live:
+        loaded.module.to(device.torch)
+        if loaded.checkpoint is not None:
+            loaded.checkpoint.moved(loaded.module)
+    with device.current():
+        return Decoder(
+            loaded.module,
+            weak=weak,
+            fused=options.fused,
+            unseen=not loaded.live,
+            batch_invariant=device.batch_invariant,
+        )
 
 
 def open_resident(
@@ -270,7 +288,9 @@ def open_resident(
         InvalidRequest, NotSupported, ModelError: the layers that draft can't be opened.
         OutOfBlocks: the memory does not hold one block, or can't be allocated.
     """
-    drafts, spec, device = open_draft_layers(draft, decoder, loaded), decoder.spec, options.device
+    spec, device = decoder.spec, options.device
+    with device.current():
+        drafts = open_draft_layers(draft, decoder, loaded)
     token_bytes = options.token_bytes(spec, drafts)
     state_bytes = sum(shape.nbytes for shape in spec.states)
     num_states = options.num_states(state_bytes)
