@@ -10,7 +10,6 @@ import torch
 from support.toys import make_toy
 from verbatim import LLM, InvalidRequest, NotSupported, Offload
 from verbatim.device import CPU, Device, refuse_on_gpu, resolve_device
-from verbatim.draft.config import DraftModel
 from verbatim.kernels import numerics_key
 from verbatim.kv.quantized import resolve_kv_dtype
 
@@ -62,11 +61,10 @@ def test_a_live_module_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
         ("placement", Offload()),
         ("quantization", "int8"),
         ("kv_dtype", resolve_kv_dtype("int4")),
-        ("draft", DraftModel("somewhere")),
     ],
 )
 def test_what_a_gpu_does_not_do_is_refused_by_name(name: str, value: Any) -> None:
-    nothing = dict(placement=None, quantization=None, kv_dtype=None, draft=None)
+    nothing = dict(placement=None, quantization=None, kv_dtype=None)
     gpu = Device(torch.device("cuda", 0), batch_invariant=False)
     refuse_on_gpu(gpu, **nothing)
     refuse_on_gpu(CPU, **(nothing | {name: value}))
