@@ -133,10 +133,7 @@ _OPENERS: dict[type, Callable[[ToOpen, Any], Placed]] = {
 def _open_here(model: ToOpen, weak: bool) -> Placed:
     """Open a model in this process's memory."""
     loaded, _, options, limit, draft = model
-    device = options.device
     if speaks_kv_caches(loaded.module):
-        if device.is_gpu:
-            raise NotSupported(f"device={device.torch}: kv_caches modules run on the CPU")
         if draft is not None:
             raise NotSupported(
                 f"draft={draft!r}: the layers of a module with kv_caches can't be run one by one"
