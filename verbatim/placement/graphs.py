@@ -27,6 +27,7 @@ from verbatim.protocols import Forward
 
 MAX_ROWS = 512  # of a step that is recorded; larger ones keep a GPU busy
 _ROWS_EACH = 16  # of a sequence in a recorded step; each of them reads all of its K and V
+_SPARE_LOGITS = 64  # rows of a recorded step whose logits are not needed
 _LEAST_CONTEXT = 512  # positions that the smallest tables hold
 
 # Makes of a function, whose tensors all stay in their places, something that does the same once more.
@@ -137,6 +138,8 @@ def _fits(batch: Batch, store: KVStore) -> bool:
     if not 0 < batch.num_tokens <= MAX_ROWS or batch.block_copies or batch.adapters is not None:
         return False
     if batch.forced_experts is not None or batch.forced_keys is not None:
+        return False
+    if batch.num_tokens - len(batch.logit_rows) > _SPARE_LOGITS:
         return False
     # The rows of a sequence follow from one another in recurrent layers.
     rows_each = _ROWS_EACH if store.states is None else 1
