@@ -151,11 +151,12 @@ def test_drafts_and_their_verification_are_recorded(
     draft: Any = Mtp(pair.mtp) if drafting == "mtp" else drafting
     prompts = [random_ids(3 + i, i) for i in range(3)]
     plain = SamplingParams(temperature=0.2, max_tokens=12, seed=1, ignore_eos=True)
-    params = [plain, plain.replace(hidden_states=True), plain.replace(prompt_logprobs=1)]
+    params = [plain, plain.replace(hidden_states=True), plain.replace(prompt_logprobs=1, n=2)]
     with plainly():
         expected = generated(LLM(pair.main), prompts, params)
     assert recording.runs == 0
-    with LLM(pair.main, draft=draft, num_draft_tokens=3, prefix_cache=False) as llm:
+    options: dict[str, Any] = dict(prefix_cache=False, kv_memory="8MB")
+    with LLM(pair.main, draft=draft, num_draft_tokens=3, **options) as llm:
         assert all_facts(llm.generate(prompts, params)) == expected
         if name == "qwen3":
             assert recording.runs >= llm.engine.runner.num_forwards + (drafting != "ngram")

@@ -98,6 +98,7 @@ class DecodeGraphs:
                 self.reason = f"{type(error).__name__}: {first_line(error)}"
                 return None
             self._recorded[*size, batch.wants_hidden] = recorded
+        store.copy_blocks(batch.block_copies)
         _fill(recorded, batch, store)
         made = recorded.replay()
         rows: Any = slice(batch.num_tokens)
@@ -135,7 +136,7 @@ class DecodeGraphs:
 
 def _fits(batch: Batch, store: KVStore) -> bool:
     """Return whether a recorded step can do the work of a batch."""
-    if not 0 < batch.num_tokens <= MAX_ROWS or batch.block_copies or batch.adapters is not None:
+    if not 0 < batch.num_tokens <= MAX_ROWS or batch.adapters is not None:
         return False
     if batch.forced_experts is not None or batch.forced_keys is not None:
         return False
