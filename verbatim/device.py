@@ -13,7 +13,6 @@ from torch import nn
 
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.options import available_memory, total_memory
-from verbatim.protocols import Proposer
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,19 +136,11 @@ def _resolve(device: Any, model: Any) -> torch.device:
     return resolved
 
 
-def refuse_on_gpu(device: Device, *, offload: Any, draft: Any) -> None:
+def refuse_on_gpu(device: Device, *, offload: Any) -> None:
     """Refuse features that are not supported on a GPU.
 
     Raises:
         NotSupported: one of them is set, and `device` is a GPU.
     """
-    if not device.is_gpu:
-        return
-    if offload is not None:
+    if device.is_gpu and offload is not None:
         raise NotSupported(f"device={device.torch}: {offload!r} computes on the CPU")
-    if draft is not None and not isinstance(
-        draft, Proposer
-    ):  # a draft model, or layers of this one
-        raise NotSupported(
-            f"device={device.torch}: draft={draft!r} is only supported on the CPU; 'ngram' is everywhere"
-        )

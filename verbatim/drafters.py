@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from verbatim.checks import memory_bytes
+from verbatim.device import resolve_device
 from verbatim.draft.config import NAMES, Drafter, DraftModel
 from verbatim.draft.layers import LayersProposer
 from verbatim.draft.model import DraftModelLayers, DraftModelProposer
@@ -14,17 +15,15 @@ from verbatim.engine.drafting import Drafting
 from verbatim.engine.lengths import DraftLengths
 from verbatim.errors import InvalidRequest, ModelError, NotSupported, OutOfBlocks
 from verbatim.kv.store import bytes_per_token
-from verbatim.model.decoder import Decoder
 from verbatim.model.early_exit import EarlyExit
 from verbatim.model.limits import max_length_of
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.mtp_source import Mtp
 from verbatim.model.spec import inner_model
-from verbatim.options import available_memory, total_memory
 from verbatim.placement.distributed.following import FollowingRunner
 from verbatim.placement.kv_caches import speaks_kv_caches
 from verbatim.placement.options import EngineOptions
-from verbatim.placement.resident import open_resident
+from verbatim.placement.resident import open_decoder, open_resident
 from verbatim.protocols import Runner
 from verbatim.source import open_model
 from verbatim.weights.load import open_weights
@@ -76,7 +75,10 @@ def _open_draft_model(
         raise
     if speaks_kv_caches(small.module):
         raise NotSupported(f"draft={small.name}: a module with kv_caches can't draft for another")
-    decoder = Decoder(small.module, fused=options.fused, unseen=not small.live)
+    if small.live:  # it stays where it is
+        exact: Any = options.device.batch_invariant or "auto"
+        options = replace(options, device=resolve_device("auto", exact, small.module))
+    decoder, device = open_decoder(small, options), options.device
     inner, spec = inner_model(small.module), decoder.spec
     _check_same_ids(
         small.name, loaded.tokenizer, small.tokenizer, runner.vocab_size, spec.vocab_size
@@ -85,18 +87,16 @@ def _open_draft_model(
         per_token = bytes_per_token(spec.layers, options.kv_dtype or spec.dtype)
         full_bytes = runner.num_blocks * runner.block_size * per_token
         full_bytes += 8 * options.max_sequences * sum(state.nbytes for state in spec.states)
-        kv_bytes = min(full_bytes, int(available_memory() * _KV_SHARE))
+        kv_bytes = min(full_bytes, int(device.available_memory * _KV_SHARE))
     else:
-        kv_bytes = memory_bytes(draft.kv_memory, total_memory())
+        kv_bytes = memory_bytes(draft.kv_memory, device.total_memory)
     limit, _ = max_length_of(inner.config)
     try:
         draft_runner = open_resident(decoder, small, replace(options, kv_bytes=kv_bytes), limit)
     except OutOfBlocks as error:
         raise OutOfBlocks(f"DraftModel: {error}") from None
     num_embeddings = _num_embeddings(inner, spec.vocab_size)
-    draft_runner.draft_layers = DraftModelLayers(
-        decoder, runner.vocab_size, num_embeddings, draft_runner.graphs
-    )
+    draft_runner.draft_layers = DraftModelLayers(decoder, runner.vocab_size, num_embeddings)
     return DraftModelProposer(
         draft_runner,
         options.max_batch_tokens,

@@ -178,7 +178,7 @@ class LLM:
             )
         num_draft_tokens = resolve_draft_tokens(num_draft_tokens, draft)
         draft = resolve_draft(draft)
-        refuse_on_gpu(placed, offload=offload or getattr(placement, "offload", None), draft=draft)
+        refuse_on_gpu(placed, offload=offload or getattr(placement, "offload", None))
         max_unread = integer("max_unread", max_unread)
         unused_weights = check_unused_weights(unused_weights)
         if not isinstance(adapters, Mapping | None):

@@ -21,7 +21,6 @@ from verbatim.errors import EngineClosed, InvalidRequest, NotSupported
 from verbatim.kv.blocks import BlockPool
 from verbatim.kv.prefix_folder import PrefixFolder
 from verbatim.kv.states import StateSlots
-from verbatim.model.decoder import Decoder
 from verbatim.model.early_exit import EarlyExit
 from verbatim.model.limits import eos_ids_of, max_length_of, placeholders_of
 from verbatim.model.loader import LoadedModel, ModelSource
@@ -48,7 +47,7 @@ from verbatim.placement.offload.forecast import forecast
 from verbatim.placement.offload.runner import open_offloaded
 from verbatim.placement.offload.tiers import units_of
 from verbatim.placement.options import EngineOptions, Placed, ToOpen
-from verbatim.placement.resident import open_resident
+from verbatim.placement.resident import open_decoder, open_resident
 from verbatim.protocols import Runner
 from verbatim.source import open_model
 from verbatim.text.tokenizer import Tokenizer
@@ -134,25 +133,13 @@ _OPENERS: dict[type, Callable[[ToOpen, Any], Placed]] = {
 def _open_here(model: ToOpen, weak: bool) -> Placed:
     """Open a model in this process's memory."""
     loaded, _, options, limit, draft = model
-    device = options.device
     if speaks_kv_caches(loaded.module):
-        if device.is_gpu:
-            raise NotSupported(f"device={device.torch}: kv_caches modules run on the CPU")
         if draft is not None:
             raise NotSupported(
                 f"draft={draft!r}: the layers of a module with kv_caches can't be run one by one"
             )
         return Placed(open_kv_caches(loaded, options, limit, weak=weak), options)
-    if device.is_gpu and not loaded.live:
-        loaded.move(device.torch)
-    with device.current():
-        decoder = Decoder(
-            loaded.module,
-            weak=weak,
-            fused=options.fused,
-            unseen=not loaded.live,
-            batch_invariant=device.batch_invariant,
-        )
+    decoder = open_decoder(loaded, options, weak=weak)
     return Placed(open_resident(decoder, loaded, options, limit, draft), options)
 
 

@@ -50,7 +50,7 @@ def open_model(
             "placement: a live module is in memory; all placements but None take a folder with safetensors, "
             "such as save_pretrained writes, a torch.distributed.checkpoint or a GGUF file"
         )
-    check_runnable(model, gpu=True)
+    check_runnable(model)
     model = unwrap(model)
     _check_live(model, source.dtype)
     if speaks_kv_caches(model):

@@ -89,7 +89,7 @@ def open_forward(
     batch: tuple[Tensor, Tensor] | None = None,
     pad_token_id: int | None = None,
 ) -> LLM:
-    """Open any model that returns logits, on the CPU, and run it by its own forward. Close the LLM after use.
+    """Open any model that returns logits, and run it by its own forward. Close the LLM after use.
 
     Without hooks, every step calls it with each whole row: nothing is cached, and a step costs as much as
     a prefill.

@@ -4,19 +4,23 @@ records a step just runs it again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from support.requests_mixed import generated
+from support.mtp_toys import toy
+from support.requests_mixed import all_facts, generated
 from support.stages import staged
 from support.toys import make_toy, random_ids
-from verbatim import LLM, SamplingParams, drafters
+from verbatim import LLM, SamplingParams
+from verbatim.model.decoder import Decoder
+from verbatim.model.mtp_source import Mtp
+from verbatim.placement import resident
 from verbatim.placement.graphs import DecodeGraphs, rounded_rows
-from verbatim.placement.resident import Resident
 from verbatim.protocols import Forward
 
 
@@ -26,10 +30,10 @@ class Counting:
     def __init__(self) -> None:
         self.recorded = self.runs = 0
 
-    def __call__(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def __call__(self, step: Callable[[], Forward]) -> Callable[[], Forward]:
         self.recorded += 1
 
-        def replay() -> torch.Tensor:
+        def replay() -> Forward:
             self.runs += 1
             return step()
 
@@ -38,20 +42,27 @@ class Counting:
 
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch) -> Counting:
-    """Every forward of a `Resident` asks its graphs first, as it does on a GPU."""
-    counting, plain = Counting(), Resident.forward
+    """Every model records its steps, and those of draft layers, as it does on a GPU.
 
-    def forward(self: Any, batch: Any) -> Any:
-        if self.graphs is None:
-            self.graphs = DecodeGraphs(self.decoder, self.store, counting)
-        recorded = self.graphs.run(batch)
-        if recorded is None:
-            return plain(self, batch)
-        self.num_forwards += 1
-        return Forward(recorded)
+    Tokens of a draft are drawn one by one, as they are there.
+    """
+    counting, plain = Counting(), resident.Resident.__init__
 
-    monkeypatch.setattr(Resident, "forward", forward)
+    def opened(self: Any, *args: Any) -> None:
+        plain(self, *args)
+        self.decoder.record_steps(lambda: DecodeGraphs(counting))
+
+    monkeypatch.setattr(resident.Resident, "__init__", opened)
+    monkeypatch.setattr(Decoder, "chain", lambda *args, **options: None)
     return counting
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Nothing is recorded or replayed here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DecodeGraphs, "run", lambda *args: None)
+        yield
 
 
 def test_rows_are_rounded_up_by_little() -> None:
@@ -70,11 +81,9 @@ def test_recorded_steps_give_the_same_bits(name: str, recording: Counting) -> No
     module = make_toy(name, dtype=torch.bfloat16)
     found = generated(LLM(module), prompts, params)
     assert recording.runs == 21 and recording.recorded == 5  # of 16, 8, 4, 2 and 1 rows
-    recorded = recording.runs
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DecodeGraphs, "run", lambda self, batch: None)
+    with plainly():
         assert generated(LLM(module), prompts, params) == found
-    assert recording.runs == recorded
+    assert recording.runs == 21
 
 
 def test_recorded_steps_of_stages_give_the_same_bits(
@@ -83,8 +92,7 @@ def test_recorded_steps_of_stages_give_the_same_bits(
     prompts = [random_ids(3 + 2 * i, i) for i in range(5)]
     params = [SamplingParams(max_tokens=4 + i, seed=i, ignore_eos=True) for i in range(5)]
     folder = folders("llama")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DecodeGraphs, "run", lambda self, batch: None)
+    with plainly():
         expected = generated(LLM(folder), prompts, params)
     for micro_batches in (1, 2):
         before = recording.runs
@@ -105,55 +113,68 @@ def test_hooks_experts_and_chunks_run_plainly(recording: Counting) -> None:
         assert recording.runs == 0
         handle.remove()
         llm.generate(random_ids(5, 1), params.replace(hidden_states=True))
-        llm.score([random_ids(5, 1)])
-        assert recording.runs == 0
-        llm.generate(random_ids(5, 1), params)
-        assert recording.runs == 2  # the prompt is a chunk
+        assert recording.runs == 3
+        llm.generate(random_ids(17, 1), params)
+        assert recording.runs == 5  # the prompt is too long a chunk
 
 
 def test_another_weight_is_seen(recording: Counting) -> None:
     module, params = make_toy("llama"), SamplingParams(max_tokens=4, ignore_eos=True, seed=1)
     with LLM(module) as llm:
         llm.generate(random_ids(5, 1), params)
-        assert recording.recorded == 1
-        llm.generate(random_ids(5, 1), params)
-        assert recording.recorded == 1
-        module.lm_head.weight.data = module.lm_head.weight.data.flip(0)
+        assert recording.recorded == 2  # the prompt and a token
         llm.generate(random_ids(5, 1), params)
         assert recording.recorded == 2
+        module.lm_head.weight.data = module.lm_head.weight.data.flip(0)
+        llm.generate(random_ids(5, 1), params)
+        assert recording.recorded == 4
 
 
 def test_what_cannot_be_recorded_runs_plainly_and_says_why() -> None:
-    def fails(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def fails(step: Callable[[], Forward]) -> Callable[[], Forward]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
+    params = SamplingParams(max_tokens=2, seed=1, ignore_eos=True)
     with LLM(make_toy("llama")) as llm:
-        runner: Any = llm.engine.runner
-        graphs = DecodeGraphs(runner.decoder, runner.store, fails)
-        batches: list[Any] = []
-        plain = runner.forward
-        runner.forward = lambda batch: (batches.append(batch), plain(batch))[1]
-        llm.generate(random_ids(5, 1), SamplingParams(max_tokens=2, ignore_eos=True))
-        assert graphs.run(batches[0]) is None and graphs.reason is None  # a chunk
-        assert graphs.run(batches[1]) is None
-        assert graphs.reason is not None and "not permitted" in graphs.reason
+        expected = all_facts(llm.generate([random_ids(5, 1)], params))
+        decoder: Any = llm.engine.runner.decoder  # type: ignore[attr-defined]
+        decoder.record_steps(lambda: DecodeGraphs(fails))
+        llm.generate(random_ids(17, 1), params.replace(max_tokens=1))
+        assert decoder.steps.reason is None  # too long a chunk
+        assert all_facts(llm.generate([random_ids(5, 1)], params)) == expected
+        assert "not permitted" in decoder.steps.reason and decoder.steps.count == 0
 
 
-def test_a_draft_model_replays_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    counting, plain = Counting(), drafters.open_resident
-
-    def recorded(*args: Any) -> Resident:
-        runner = plain(*args)
-        runner.graphs = DecodeGraphs(runner.decoder, runner.store, counting)
-        return runner
-
-    monkeypatch.setattr(drafters, "open_resident", recorded)
+def test_a_draft_model_replays_its_steps(recording: Counting) -> None:
     prompts = [random_ids(5, i) for i in range(3)]
-    # A bias keeps the draft model from drawing all tokens in one call, as it never does on a GPU.
-    params = SamplingParams(max_tokens=9, seed=1, ignore_eos=True, logit_bias={7: 0.5})
+    params = SamplingParams(max_tokens=9, seed=1, ignore_eos=True)
     model = make_toy("llama")
-    expected = generated(LLM(model), prompts, params)
+    with plainly():
+        expected = generated(LLM(model), prompts, params)
     with LLM(model, draft=make_toy("llama"), num_draft_tokens=3) as llm:
         assert generated(llm, prompts, params) == expected
         assert llm.stats()["draft"]["acceptance"] == [1.0] * 3
-    assert counting.runs == 2 * 2  # all rows of a draft but the first have one token
+        forwards = llm.stats()["forwards"] + llm.engine.drafting.proposer.runner.num_forwards
+    assert recording.runs == 3 + 2 * 3, forwards
+
+
+@pytest.mark.parametrize("drafting", ["early-exit", "mtp", "ngram"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_drafts_and_their_verification_are_recorded(
+    name: str, drafting: str, recording: Counting
+) -> None:
+    """With states, only steps of one row a sequence are."""
+    pair = toy(name, 1 if name == "qwen3_5" else 2, torch.bfloat16)
+    draft: Any = Mtp(pair.mtp) if drafting == "mtp" else drafting
+    prompts = [random_ids(3 + i, i) for i in range(3)]
+    plain = SamplingParams(temperature=0.2, max_tokens=12, seed=1, ignore_eos=True)
+    params = [plain, plain.replace(hidden_states=True), plain.replace(prompt_logprobs=1, n=2)]
+    with plainly():
+        expected = generated(LLM(pair.main), prompts, params)
+    assert recording.runs == 0
+    options: dict[str, Any] = dict(prefix_cache=False, kv_memory="8MB")
+    with LLM(pair.main, draft=draft, num_draft_tokens=3, **options) as llm:
+        assert all_facts(llm.generate(prompts, params)) == expected
+        if name == "qwen3":
+            assert recording.runs >= llm.engine.runner.num_forwards + (drafting != "ngram")
+        assert recording.runs > 0

@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from support.backends import by
+from support.mtp_toys import random_mtp
 from support.pairwise import slow_but
-from support.requests_mixed import all_facts
+from support.requests_mixed import all_facts, generated
 from support.toys import make_toy, random_ids
 from support.triton_here import DEVICE, INTERPRETED
 from verbatim import LLM, SamplingParams
 from verbatim.batch import Batch, SamplePlan, SampleRow
 from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder
+from verbatim.model.mtp_source import Mtp
 from verbatim.model.packing import choose_packings
 from verbatim.model.quantization import resolve_quantization
 from verbatim.model.quantize import rounded
@@ -130,6 +132,22 @@ def test_a_quantized_model_keeps_the_bits_of_its_decoded_weights(
     options |= dict(max_batch_tokens=4, block_size=3)
     with LLM(tmp_path / "plain", **options, quantization=quantization) as llm:
         assert all_facts(llm.generate(prompts, params)) == expected
+
+
+@pytest.mark.parametrize("kind", slow_but(["mtp"], ["model", "mtp", "early-exit"]))
+def test_drafts_change_no_bit(kind: str) -> None:
+    kinds = dict(num_mtp_layers=1, mtp_layer_types=["full_attention"])
+    main = make_toy("qwen3", **TOYS["qwen3"], **kinds)
+    mtp = random_mtp(main, 1).to(torch.bfloat16)
+    main = main.to(DEVICE, torch.bfloat16)
+    draft: Any = {"model": toy("llama", torch.bfloat16), "mtp": Mtp(mtp.to(DEVICE))}.get(kind, kind)
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, seed=1)
+    prompts = [[5, 9, 4]]
+    expected = generated(LLM(main, deterministic=True), prompts, params)
+    with LLM(main, deterministic=True, draft=draft, num_draft_tokens=2) as llm:
+        assert all_facts(llm.generate(prompts, params)) == expected
+        stats = llm.stats()["draft"]
+        assert stats["drafted"] > 0 and not stats["errors"], stats
 
 
 @pytest.mark.slow

@@ -117,7 +117,7 @@ class Attention(nn.Module):
         half = self.width // 2
         speed = self.theta ** (-torch.arange(half) / half)
         angle = torch.arange(start, start + x.shape[2])[:, None] * speed
-        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        cos, sin = angle.cos().to(x), angle.sin().to(x)
         a, b = x[..., :half], x[..., half:]
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
@@ -135,7 +135,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.update(k, v)
         k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
-        seen = torch.ones(length, start + length, dtype=torch.bool).tril(start)
+        seen = torch.ones(length, start + length, dtype=torch.bool, device=x.device).tril(start)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 

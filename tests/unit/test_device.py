@@ -10,7 +10,6 @@ import torch
 from support.toys import make_toy
 from verbatim import LLM, InvalidRequest, NotSupported, Offload
 from verbatim.device import CPU, Device, refuse_on_gpu, resolve_device
-from verbatim.draft.config import DraftModel
 from verbatim.kernels import numerics_key
 from verbatim.model.packed import moved_to, placeholder
 
@@ -81,11 +80,10 @@ def test_a_weight_without_memory_gets_none_on_a_device() -> None:
     ("name", "value"),
     [
         ("offload", Offload()),
-        ("draft", DraftModel("somewhere")),
     ],
 )
 def test_what_a_gpu_does_not_do_is_refused_by_name(name: str, value: Any) -> None:
-    nothing = dict(offload=None, draft=None)
+    nothing = dict(offload=None)
     gpu = Device(torch.device("cuda", 0), batch_invariant=False)
     refuse_on_gpu(gpu, **nothing)
     refuse_on_gpu(CPU, **(nothing | {name: value}))

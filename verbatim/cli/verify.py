@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 # The schedules set the other options themselves.
 _SHAPING = (
-    "model config revision trust_remote_code dtype device num_threads max_length kv_dtype quantization fused"
+    "model config revision trust_remote_code dtype device deterministic num_threads max_length kv_dtype "
+    "quantization fused"
 ).split()
 _OPTIONS = tuple(option for option in MODEL if option.name in _SHAPING)
 _WIDTH = 150  # of the table, if stdout is not a terminal

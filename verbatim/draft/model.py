@@ -18,7 +18,6 @@ from verbatim.kv.states import StateSlots
 from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
-from verbatim.placement.graphs import DecodeGraphs
 from verbatim.protocols import Runner
 from verbatim.shield import Shield
 
@@ -30,22 +29,14 @@ class DraftModelLayers(DraftLayers):
         decoder: of the draft model.
         vocab_size: the target model's. Ids that it lacks are never drafted.
         num_embeddings: number of ids in the draft model's embedding; id 0 stands for others.
-        graphs: its recorded steps, on a GPU.
     """
 
     hooks = True
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        vocab_size: int,
-        num_embeddings: int,
-        graphs: DecodeGraphs | None = None,
-    ) -> None:
+    def __init__(self, decoder: Decoder, vocab_size: int, num_embeddings: int) -> None:
         self._decoder = decoder
         self._vocab_size = vocab_size
         self._num_embeddings = num_embeddings
-        self._graphs = graphs
 
     def enter(self, k: int, batch: Batch, store: KVStore) -> tuple[Decoder, KVStore]:
         if self._num_embeddings < self._vocab_size:
@@ -53,23 +44,13 @@ class DraftModelLayers(DraftLayers):
         return self._decoder, store
 
     def run(self, k: int, batch: Batch, store: KVStore) -> Tensor:
-        logits: Tensor | None = None
-        if self._graphs is not None:
-            self.enter(k, batch, store)
-            logits = self._graphs.run(batch)
-        if logits is None:
-            logits = super().run(k, batch, store)
-        return logits[:, : self._vocab_size]
+        return super().run(k, batch, store)[:, : self._vocab_size]
 
     def chain(
         self, k: int, batch: Batch, store: KVStore, rows: list[SampleRow], lengths: list[int]
     ) -> list[list[int]] | None:
         has_more = self._decoder.spec.vocab_size > self._vocab_size
         return None if has_more else super().chain(k, batch, store, rows, lengths)
-
-    def close(self) -> None:
-        super().close()
-        self._graphs = None
 
 
 @dataclass(slots=True)

@@ -61,6 +61,21 @@ def register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, flat_experts)
 
 
+class Steps(Protocol):
+    """Recorded steps of one decoder."""
+
+    @property
+    def status(self) -> int | str:
+        """The number of recorded sizes, or why nothing is recorded any more."""
+        ...
+
+    def run(
+        self, decoder: Decoder, batch: Batch, store: KVStore, body: HiddenStore | None
+    ) -> Forward | None:
+        """Do the work of `Decoder.run`, or return None if no recorded step can."""
+        ...
+
+
 class Decoder:
     """Runs a module's own forward on a `Batch`, with K and V in a `KVStore`.
 
@@ -81,10 +96,13 @@ class Decoder:
 
     Attributes:
         fused: number of fused layers, and why others are not (`FusedLayers.report`); None: disabled.
+        steps: runs the forwards that it can; None: none are recorded.
 
     Raises:
         UnsupportedModel: the module can't run on flat batches; the message has the reason.
     """
+
+    steps: Steps | None = None
 
     def __init__(
         self,
@@ -247,7 +265,7 @@ class Decoder:
     def close(self) -> None:
         """Drop the references to the module."""
         self._module = lambda: None
-        self.adapters = Adapters(self.spec.dtype)
+        self.adapters, self.steps = Adapters(self.spec.dtype), None
         for name in ("_tree", "_forwards", "_unfused", "_layers"):
             vars(self).pop(name, None)
 
@@ -274,6 +292,10 @@ class Decoder:
             NotSupported: the batch wants hidden states or forced choices, and the model does not support it.
         """
         with exclusive:
+            if self.steps is not None:
+                made = self.steps.run(self, batch, store, body)
+                if made is not None:
+                    return made
             self.refresh()
             spec = self.spec
             if batch.forced_experts is not None:
@@ -332,6 +354,15 @@ class Decoder:
                 context = FlatContext(self.spec.slots, batch, store)
                 return whole.chain(context, rows, lengths)
 
+    def record_steps(self, make: Callable[[], Steps | None]) -> None:
+        """Run this decoder and its views by recorded steps from now on, or by none; forget those there are.
+
+        Args:
+            make: called for each of these decoders.
+        """
+        for decoder in (self, *self._views):
+            decoder.steps = make()
+
     def steps_can_be_recorded(self) -> bool:
         """Return whether every forward runs the same operations, without hooks."""
         with exclusive:
@@ -339,14 +370,16 @@ class Decoder:
             plain = not self.spec.routed.layers and not self.spec.is_sparse
             return plain and not self._tree.has_hooks()
 
-    def forward_in_place(self, batch: Batch, rows: Tensor, store: KVStore) -> Tensor:
-        """Run `forward` on a batch on the store's device, with its slots `rows`, without copies.
+    def forward_in_place(
+        self, batch: Batch, rows: Tensor, store: KVStore, body: HiddenStore | None = None
+    ) -> Forward:
+        """Do the work of `run` for a batch on the store's device, with its slots `rows`, without copies.
 
         For graph capture; requires `steps_can_be_recorded`.
         """
         with exclusive:
             context = FlatContext(self.spec.slots, batch, store, rows=rows)
-            return self._forward(self.module, [context], hooks=False).logits
+            return self._forward(self.held, [context], body=body, hooks=False)
 
     def check_body(self, hidden_size: int) -> None:
         """Check by a trial that `run` can store the body's output, `hidden_size` numbers per row.

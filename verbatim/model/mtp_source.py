@@ -126,7 +126,7 @@ def load_mtp(inner: Any, folder: Path, beside: Path | None = None) -> Any:
     for parameter, value in mtp.named_parameters():
         if value.is_meta:
             raise ModelError(f"draft='mtp': {folder} lacks the weights of {parameter}")
-    return mtp
+    return mtp.to(inner.device) if inner.device.type == "cuda" else mtp
 
 
 def mtp_size(inner: Any, folder: Path, beside: Path | None = None) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from verbatim.errors import InvalidRequest, NotSupported, UnsupportedModel
 from verbatim.model.limits import max_length_of
 from verbatim.model.patching import exclusive
 from verbatim.placement.external import Piece, RowsDecoder
-from verbatim.placement.wrapped import modules_of
+from verbatim.placement.wrapped import device_of, modules_of
 
 LAYER_LISTS = ("h", "layers", "blocks")  # names of the list of layers
 CACHE_NAMES = ("cache", "past_key_values")  # since transformers 5.24, and before
@@ -95,7 +95,7 @@ class ActorDecoder(RowsDecoder):
     def _row(self, piece: Piece) -> Tensor:
         width = self.spec.vocab_size
         if not len(piece.wanted):
-            return torch.empty(0, width)
+            return torch.empty(0, width, device=self.device)
         inputs = {**self._constants, "input_ids": piece.ids[None]}
         if self._masked:
             inputs["attention_mask"] = torch.ones_like(piece.ids)[None]
@@ -132,8 +132,9 @@ class StepForward:
             if hasattr(wrapper, "prep_inference_input"):
                 inputs = wrapper.prep_inference_input(input_ids)
             else:
-                hidden = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-                positions = torch.arange(length)[None]
+                where = input_ids.device
+                hidden = torch.ones(1, 1, length, length, dtype=torch.bool, device=where).triu(1)
+                positions = torch.arange(length, device=where)[None]
                 inputs = {"tokens": input_ids, "position_ids": positions, "attention_mask": hidden}
             if hasattr(wrapper, "get_batch_for_context_window"):
                 inputs = wrapper.get_batch_for_context_window(inputs, 0, length)
@@ -166,7 +167,7 @@ def evaluating(model: Any) -> Iterator[None]:
     try:
         for layer in layers:
             layer.training = False
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(device_of(model).type, enabled=False):
             yield
     finally:
         for layer in layers:
@@ -235,16 +236,17 @@ def check_logits(model: Any, outputs: Any, *, rows: int, tokens: int, width: int
         width: V; None takes any.
 
     Raises:
-        UnsupportedModel: there are none, or they are not floating point `[rows, T, V]` on the CPU.
+        UnsupportedModel: there are none, or they are not floating point `[rows, T, V]` on its device.
     """
     name, logits = type(model).__name__, field_of(outputs, "logits")
     if not isinstance(logits, Tensor):
         raise UnsupportedModel(
             f"{name} returned {type(outputs).__name__}; an object or a dict with logits [B, T, V] is needed"
         )
-    if logits.device.type != "cpu" or logits.layout != torch.strided:
+    device = device_of(model)
+    if logits.device != device or logits.layout != torch.strided:
         raise UnsupportedModel(
-            f"{name} returned logits on {logits.device} in {logits.layout}; they must be on the CPU in "
+            f"{name} returned logits on {logits.device} in {logits.layout}; they must be on {device} in "
             "torch.strided"
         )
     fits = logits.dim() == 3 and logits.shape[0] == rows and logits.shape[1] >= tokens
@@ -292,7 +294,7 @@ def vocabulary_of(model: Any, takes: ForwardArguments, inputs: Mapping[str, Any]
     size = getattr(config, "vocab_size", None)
     if isinstance(size, int) and size > 0:
         return size
-    ids = torch.zeros(1, 1, dtype=torch.int64)
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=device_of(model))
     inputs = {**inputs, "input_ids": ids}
     if "attention_mask" in takes:
         inputs["attention_mask"] = torch.ones_like(ids)

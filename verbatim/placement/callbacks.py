@@ -27,7 +27,7 @@ from verbatim.placement.actor import (
     vocabulary_of,
 )
 from verbatim.placement.external import Piece, RowsDecoder
-from verbatim.placement.wrapped import modules_of
+from verbatim.placement.wrapped import device_of, modules_of
 
 # Without a prepare_inputs_fn each forward is over all ids, so a cache would count them twice.
 _CACHES = frozenset({*CACHE_NAMES, "past", "mems", "cache_params", "cache_position"})
@@ -74,6 +74,7 @@ class CallbackDecoder(RowsDecoder):
                 raise InvalidRequest(f"{name} is what the hooks are handed anyway; leave it out")
         self.arguments = check_takes_ids(model) if prepare is None else ForwardArguments.of(model)
         self._prepare_inputs, self._update = prepare, update
+        input_ids, attention_mask = (x.to(device_of(model)) for x in (input_ids, attention_mask))
         self._prompts, self._prompt_mask = input_ids, attention_mask
         self._given = dict(model_kwargs)
         self._pad = pad_token_id
@@ -93,7 +94,7 @@ class CallbackDecoder(RowsDecoder):
         # Padding is masked, but its embeddings are looked up.
         fed = [
             input_ids.flatten(),
-            torch.tensor([pad_token_id] * (len(input_ids) > 1), dtype=torch.int64),
+            input_ids.new_tensor([pad_token_id] * (len(input_ids) > 1)),
         ]
         last = self.spec.vocab_size - 1
         for token in torch.cat(fed).unique().tolist():
@@ -106,7 +107,8 @@ class CallbackDecoder(RowsDecoder):
     def run_rows(self, pieces: list[Piece]) -> list[Tensor]:
         drawn = [piece for piece in pieces if len(piece.wanted)]
         if not drawn:
-            return [torch.empty(0, self.spec.vocab_size) for _ in pieces]
+            empty = torch.empty(0, self.spec.vocab_size, device=self.device)
+            return [empty for _ in pieces]
         if self._go_on(drawn):
             rows = [self._rows[int(piece.slots[0])] for piece in drawn]
         else:
@@ -125,7 +127,7 @@ class CallbackDecoder(RowsDecoder):
 
     def _go_on(self, pieces: list[Piece]) -> bool:
         """Add a column and return True if every piece is a known row with one more token."""
-        column = torch.full((len(self._seen), 1), self._pad)
+        column = self._prompts.new_full((len(self._seen), 1), self._pad)
         for ended, token in self._drawn.items():
             column[ended] = max(token, 0)  # -1: nothing could be drawn
         for piece in pieces:
@@ -146,8 +148,8 @@ class CallbackDecoder(RowsDecoder):
         width = max(padding[row] + len(p.ids) for row, p in zip(rows, pieces, strict=True))
         self._tokens, self._mask = self._prompts.clone(), self._prompt_mask.clone()
         if width > self._prompts.shape[1] or len(pieces) < len(self._seen):
-            self._tokens = torch.full((len(self._seen), width), self._pad)
-            self._mask = torch.zeros(len(self._seen), width, dtype=self._prompt_mask.dtype)
+            self._tokens = self._prompts.new_full((len(self._seen), width), self._pad)
+            self._mask = self._prompt_mask.new_zeros(len(self._seen), width)
             self._mask[:, -1] = 1  # rows that have ended attend to something, too
             for row, piece in zip(rows, pieces, strict=True):
                 self._tokens[row, -len(piece.ids) :] = piece.ids

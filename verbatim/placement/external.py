@@ -26,6 +26,7 @@ from verbatim.model.routing import Records
 from verbatim.model.spec import ModelSpec
 from verbatim.options import on_cpu
 from verbatim.placement.resident import Resident
+from verbatim.placement.wrapped import device_of
 from verbatim.protocols import Forward
 
 _ID = LayerShape(1, 1, 0)  # a token's id, in a store of int64 keys without values
@@ -53,7 +54,8 @@ def pieces_of(batch: Batch, block_size: int) -> list[Piece]:
     pieces, bounds = [], batch.query_starts.tolist()
     for s, length in enumerate(batch.context_lens.tolist()):
         first, end = bounds[s], bounds[s + 1]
-        start, at = length - (end - first), torch.arange(length)
+        at = torch.arange(length, device=batch.block_tables.device)
+        start = length - (end - first)
         slots = batch.block_tables[s].long()[at // block_size] * block_size + at % block_size
         rows = batch.logit_rows
         wanted = rows[(rows >= first) & (rows < end)] - first + start
@@ -128,7 +130,7 @@ class ExternalDecoder(Decoder):
     ) -> Forward:
         with exclusive, torch.inference_mode(False), torch.no_grad(), on_cpu():
             store.copy_blocks(batch.block_copies)
-            rows = self.rows(pieces_of(batch, store.block_size), store)
+            rows = self.rows(pieces_of(batch.to(store.device), store.block_size), store)
             return Forward(torch.cat(rows).detach())
 
     def rows(self, pieces: list[Piece], store: KVStore) -> list[Tensor]:
@@ -141,12 +143,14 @@ class RowsDecoder(ExternalDecoder):
 
     Attributes:
         placement: of `info`.
+        device: of the module, and of the ids.
     """
 
     placement = "external"
 
     def __init__(self, module: Any, vocab_size: int) -> None:
         super().__init__(module, vocab_size, [_ID])
+        self.device = device_of(module)
 
     def rows(self, pieces: list[Piece], store: KVStore) -> list[Tensor]:
         ids = store.layers[0][0].view(-1)
@@ -170,8 +174,8 @@ class RowsRunner(Resident):
     """
 
     def __init__(self, decoder: RowsDecoder, *, block_size: int, num_blocks: int) -> None:
-        cpu = torch.device("cpu")
-        super().__init__(decoder, KVStore([_ID], num_blocks, block_size, torch.int64, cpu), None)
+        store = KVStore([_ID], num_blocks, block_size, torch.int64, decoder.device)
+        super().__init__(decoder, store, None)
         self.placement: Mapping[str, Any] = {"placement": decoder.placement}
         self._drawn = decoder.drawn
 

@@ -1,8 +1,10 @@
-"""CUDA graphs: a decode step is recorded once for each size, and then launched as a whole.
+"""CUDA graphs: a short step is recorded once for each size, and then launched as a whole.
 
-A step of one row a sequence launches some hundred small kernels; at few rows the GPU waits for Python most
-of the time. Sizes are rounded up, and surplus rows belong to no sequence: they read and write the
-scratch block, and no row's bits depend on the rows beside it (with `deterministic=True`).
+A step launches some hundred small kernels; at few rows the GPU waits for Python most of the time. Every
+recorded row is a sequence of its own: the rows of a draft, or of a short chunk of a prompt, are given the
+same block table, and each attends up to its own position, as all K and V of a layer are written before.
+So one recording serves every cut of its rows into sequences. Sizes are rounded up, and surplus rows read and
+write the scratch block. No row's bits depend on the rows beside it (with `deterministic=True`).
 """
 
 from __future__ import annotations
@@ -17,16 +19,20 @@ from torch import Tensor
 
 from verbatim.batch import SCRATCH_BLOCK, ZERO_STATE, Batch, dummy_batch
 from verbatim.errors import first_line
+from verbatim.kv.flat import HiddenStore
 from verbatim.kv.states import StateRows
 from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder
 from verbatim.model.packed import weights_of
+from verbatim.protocols import Forward
 
 MAX_ROWS = 512  # of a step that is recorded; larger ones keep a GPU busy
+_ROWS_EACH = 16  # of a sequence in a recorded step; each of them reads all of its K and V
+_SPARE_LOGITS = 64  # rows of a recorded step whose logits are not needed
 _LEAST_CONTEXT = 512  # positions that the smallest tables hold
 
 # Makes of a function, whose tensors all stay in their places, something that does the same once more.
-Recorder = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+Recorder = Callable[[Callable[[], Forward]], Callable[[], Forward]]
 
 
 def wanted() -> bool:
@@ -48,11 +54,11 @@ def rounded_rows(rows: int) -> int:
 class _Recorded:
     batch: Batch  # whose tensors are read anew each time
     slots: Tensor
-    replay: Callable[[], Tensor]
+    replay: Callable[[], Forward]
 
 
 class DecodeGraphs:
-    """The recorded steps of one decoder over one store.
+    """The recorded steps of one decoder, `model.decoder.Steps`.
 
     Args:
         recorder: `cuda_recorder(device)`; a test may do without a GPU.
@@ -61,100 +67,118 @@ class DecodeGraphs:
         reason: why nothing is recorded any more; None as long as it works.
     """
 
-    def __init__(self, decoder: Decoder, store: KVStore, recorder: Recorder) -> None:
-        self._decoder, self._store, self._recorder = decoder, store, recorder
-        self._recorded: dict[tuple[int, int], _Recorded] = {}
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
         self._weights: list[Tensor] = []
         self._pointers: list[int] = []
         self.reason: str | None = None
 
-    def run(self, batch: Batch) -> Tensor | None:
-        """Return logits `[R, V]` of `batch`, to be read before the next forward; None if it can't be
+    def run(
+        self, decoder: Decoder, batch: Batch, store: KVStore, body: HiddenStore | None = None
+    ) -> Forward | None:
+        """Return what `decoder.run` does, to be read before the next forward; None if it can't be
         replayed.
         """
-        rows = batch.num_tokens
-        fits = rows == batch.num_sequences == len(batch.logit_rows) <= MAX_ROWS
-        if self.reason or not fits or batch.block_copies or batch.wants_hidden:
+        if self.reason or not _fits(batch, store) or not decoder.steps_can_be_recorded():
             return None
-        if batch.forced_experts is not None or not self._decoder.steps_can_be_recorded():
-            return None
-        if self._pointers != self._current():  # a weight was replaced, or K and V slept
-            self.forget()
+        places = [*store.tensors[:1], *(() if body is None else body.tensors)]
+        places += [] if store.states is None else store.states.tensors[:1]
+        pointers = [*map(Tensor.data_ptr, places), *map(Tensor.data_ptr, self._weights)]
+        if self._pointers != pointers:  # a weight was replaced, or K and V slept
+            self._recorded.clear()
+            self._weights = weights_of(decoder.held)
+            self._pointers = [*map(Tensor.data_ptr, [*places, *self._weights])]
         width = 1 << (batch.block_tables.shape[1] - 1).bit_length()
-        key = rounded_rows(rows), max(width, _LEAST_CONTEXT // self._store.block_size)
-        recorded = self._recorded.get(key)
+        size = rounded_rows(batch.num_tokens), max(width, _LEAST_CONTEXT // store.block_size)
+        recorded = self._recorded.get((*size, batch.wants_hidden))
         if recorded is None:
             try:
-                recorded = self._recorded[key] = self._record(*key, batch.entering)
+                recorded = self._record(decoder, batch, store, body, *size)
             except Exception as error:  # a model may do anything that can't be recorded
                 self.reason = f"{type(error).__name__}: {first_line(error)}"
                 return None
-        self._fill(recorded, batch)
-        return recorded.replay()[:rows]
+            self._recorded[*size, batch.wants_hidden] = recorded
+        store.copy_blocks(batch.block_copies)
+        _fill(recorded, batch, store)
+        made = recorded.replay()
+        rows: Any = slice(batch.num_tokens)
+        if len(batch.logit_rows) < batch.num_tokens:
+            rows = batch.logit_rows.to(store.device)
+        return Forward(made.logits[rows], None if made.hidden is None else made.hidden[rows])
 
     @property
     def status(self) -> int | str:
         """The number of recorded sizes, or `reason`."""
         return self.reason or len(self._recorded)
 
-    def forget(self) -> None:
-        """Drop all recordings; they are made again when needed."""
-        self._recorded.clear()
-        self._weights = weights_of(self._decoder.module)
-        self._pointers = self._current()
-
-    def _current(self) -> list[int]:
-        layers = self._store.layers
-        stores = [layers[0][0]] if layers else []
-        if self._store.states is not None:
-            stores += self._store.states.tensors[:1]
-        return [*map(Tensor.data_ptr, stores), *map(Tensor.data_ptr, self._weights)]
-
-    def _record(self, rows: int, width: int, entering: Tensor | None) -> _Recorded:
-        device = self._store.device
+    def _record(
+        self,
+        decoder: Decoder,
+        like: Batch,
+        store: KVStore,
+        body: HiddenStore | None,
+        rows: int,
+        width: int,
+    ) -> _Recorded:
+        device = store.device
         batch = dummy_batch(rows, width, device)
-        if entering is not None:
-            batch.entering = entering.new_zeros(rows, entering.shape[1], device=device)
-        if self._store.states is not None:
+        batch.wants_hidden = like.wants_hidden
+        if like.entering is not None:
+            batch.entering = like.entering.new_zeros(rows, like.entering.shape[1], device=device)
+        if store.states is not None:
             zeros = torch.zeros(rows, dtype=torch.int32, device=device)
             batch.state_sources, batch.state_targets = zeros, zeros.clone()
             batch.state_rows = zeros + rows  # there is no such row, so nothing is written
         slots = torch.zeros(rows, dtype=torch.int64, device=device)
-        store = self._store
-        replay = self._recorder(lambda: self._decoder.forward_in_place(batch, slots, store))
+        replay = self._recorder(lambda: decoder.forward_in_place(batch, slots, store, body))
         return _Recorded(batch, slots, replay)
 
-    def _fill(self, recorded: _Recorded, batch: Batch) -> None:
-        """Copy a step's inputs to where the recording reads them, followed by those of surplus rows."""
-        rows, static = batch.num_tokens, recorded.batch
-        tables = torch.full(tuple(static.block_tables.shape), SCRATCH_BLOCK, dtype=torch.int32)
-        tables[:rows, : batch.block_tables.shape[1]] = batch.block_tables
-        slots = batch.slots(self._store.block_size)
-        columns = [
-            (static.token_ids, batch.token_ids, 0),
-            (static.positions, batch.positions, 0),
-            (static.context_lens, batch.context_lens, 1),
-            (recorded.slots, slots, SCRATCH_BLOCK * self._store.block_size),
-        ]
-        if self._store.states is not None:
-            fillers = ZERO_STATE, static.num_tokens, ZERO_STATE
-            columns += zip(StateRows.of(static)[1:], StateRows.of(batch)[1:], fillers, strict=True)
-        if static.entering is not None:
-            assert batch.entering is not None
-            columns.append((static.entering, batch.entering, 0))
-        for place, values, filler in columns:
-            spare = len(place) - len(values)
-            fill = values.new_full((spare, *values.shape[1:]), filler)
-            padded = torch.cat([values, fill]) if spare else values
-            place.copy_(padded, non_blocking=True)
-        static.block_tables.copy_(tables, non_blocking=True)
+
+def _fits(batch: Batch, store: KVStore) -> bool:
+    """Return whether a recorded step can do the work of a batch."""
+    if not 0 < batch.num_tokens <= MAX_ROWS or batch.adapters is not None:
+        return False
+    if batch.forced_experts is not None or batch.forced_keys is not None:
+        return False
+    if batch.num_tokens - len(batch.logit_rows) > _SPARE_LOGITS:
+        return False
+    # The rows of a sequence follow from one another in recurrent layers.
+    rows_each = _ROWS_EACH if store.states is None else 1
+    return int(batch.query_starts.diff().max()) <= rows_each
+
+
+def _fill(recorded: _Recorded, batch: Batch, store: KVStore) -> None:
+    """Copy a step's inputs to where the recording reads them, followed by those of surplus rows."""
+    rows, static = batch.num_tokens, recorded.batch
+    tables = torch.full(tuple(static.block_tables.shape), SCRATCH_BLOCK, dtype=torch.int32)
+    own = batch.block_tables
+    if rows > batch.num_sequences:
+        own = own.repeat_interleave(batch.query_starts.diff(), 0)
+    tables[:rows, : own.shape[1]] = own
+    columns = [
+        (static.token_ids, batch.token_ids, 0),
+        (static.positions, batch.positions, 0),
+        (static.context_lens, (batch.positions + 1).int(), 1),
+        (recorded.slots, batch.slots(store.block_size), SCRATCH_BLOCK * store.block_size),
+    ]
+    if static.entering is not None and batch.entering is not None:
+        columns.append((static.entering, batch.entering, 0))
+    if store.states is not None:
+        fillers = ZERO_STATE, static.num_tokens, ZERO_STATE
+        columns += zip(StateRows.of(static)[1:], StateRows.of(batch)[1:], fillers, strict=True)
+    for place, values, filler in columns:
+        spare = values.new_full((len(place) - len(values), *values.shape[1:]), filler)
+        padded = torch.cat([values, spare]) if len(spare) else values
+        place.copy_(padded, non_blocking=True)
+    static.block_tables.copy_(tables, non_blocking=True)
 
 
 def cuda_recorder(device: torch.device) -> Recorder:
     """Return a recorder of the kernels that a function launches on `device`; all recordings share memory."""
     pool: Any = torch.cuda.graph_pool_handle()
 
-    def record(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def record(step: Callable[[], Forward]) -> Callable[[], Forward]:
         beside = torch.cuda.Stream(device)
         beside.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(beside):
@@ -168,7 +192,7 @@ def cuda_recorder(device: torch.device) -> Recorder:
         ):
             out = step()
 
-        def replay() -> Tensor:
+        def replay() -> Forward:
             graph.replay()
             return out
 

@@ -34,6 +34,7 @@ from verbatim.options import dtype_name, on_cpu
 from verbatim.placement.external import ExternalDecoder, Piece
 from verbatim.placement.options import EngineOptions
 from verbatim.placement.resident import Resident, open_resident
+from verbatim.placement.wrapped import device_of
 
 _FIELDS = ("n_layers", "n_kv_heads", "head_dim", "max_seq_len")
 _TRIAL_TOKENS = 5
@@ -63,11 +64,14 @@ def open_kv_caches(
     """
     module = loaded.module
     layers, dtype, _ = _shape_of(module)
-    with exclusive, threads(options.num_threads), on_cpu():
+    with exclusive, threads(options.num_threads), options.device.current(), on_cpu():
         skeleton = skeleton_of(module)
         decoder: Decoder
         if skeleton is not None:
-            decoder = LiveDecoder(module, skeleton, weak=weak, fused=options.fused)
+            exact = options.device.batch_invariant
+            decoder = LiveDecoder(
+                module, skeleton, weak=weak, fused=options.fused, batch_invariant=exact
+            )
         else:
             _check_kv_dtype(options.kv_dtype, dtype)
             decoder = TokenDecoder(module, _try_out(module), layers, weak=weak)
@@ -250,11 +254,12 @@ def _try_out(module: nn.Module) -> int:
     layers, dtype, max_seq_len = _shape_of(module)
     size = getattr(config, "vocab_size", None)
     size = size if isinstance(size, int) and size > 0 else 2  # ids 0 and 1 are there anyway
-    length = min(_TRIAL_TOKENS, max_seq_len)
-    at = torch.arange(length)
+    length, device = min(_TRIAL_TOKENS, max_seq_len), device_of(module)
+    at = torch.arange(length, device=device)
     ids = torch.stack([at * 37, at * 37 + (at == length - 1)]) % size
-    slots = at + length * torch.tensor([[1], [2]])  # a block each; block 0 stays free
-    store = KVStore(layers, 3, length, dtype, torch.device("cpu"))
+    slots = at + length * at.new_tensor([[1], [2]])  # a block each; block 0 stays free
+    store = KVStore(layers, 3, length, dtype, device)
+    gpus = [device] if device.type == "cuda" else []
 
     def token_by_token(seed: int) -> Tensor:
         torch.manual_seed(seed)
@@ -262,7 +267,7 @@ def _try_out(module: nn.Module) -> int:
         return torch.stack([_run_alone(module, store, piece) for piece in pieces])
 
     try:
-        with _prepared(module, hooks=False), torch.random.fork_rng(devices=[]), _SingleQueries():
+        with _prepared(module, hooks=False), torch.random.fork_rng(devices=gpus), _SingleQueries():
             logits = token_by_token(0)
             scale = float(logits.abs().max())
             if not math.isfinite(scale):  # a matter of weights

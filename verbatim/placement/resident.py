@@ -53,7 +53,6 @@ class Resident(Runner):
     """
 
     checkpoint: Checkpoint | None = None  # lets the weights be dropped; None for a live module
-    graphs: DecodeGraphs | None = None  # of a model that we loaded onto a GPU
     packed: PackingReport | None = None  # of a model whose weights are quantized
     original: Mapping[str, Tensor] | None = None  # the state dict before quantization and cuts
     cuts: Mapping[str, Cut] = MappingProxyType({})  # of weights that are held in part
@@ -110,10 +109,6 @@ class Resident(Runner):
         for store in self.draft_layers.stores:
             store.copy_blocks(batch.block_copies)
         with threads(self._num_threads), self._device.current():
-            if self.graphs is not None and batch.adapters is None:
-                recorded = self.graphs.run(batch)
-                if recorded is not None:
-                    return Forward(recorded)
             body = self.draft_layers.hidden
             made = self.decoder.run(batch, self.store, self.records, body)
         if made.hidden is not None:  # asked for to be read; logits stay where they are drawn from
@@ -133,10 +128,12 @@ class Resident(Runner):
             return [] if plan is None else [[draw.id] for draw in sample_rows(logits, plan)]
 
     def record_steps(self) -> None:
-        """Run decode steps as CUDA graphs from now on, on a GPU; the model must never be edited."""
+        """Run short steps as CUDA graphs from now on, on a GPU, recorded when they first occur; also those of
+        draft layers. The model must never be edited.
+        """
         if self._device.is_gpu and graphs.wanted():
             recorder = graphs.cuda_recorder(self.store.device)
-            self.graphs = DecodeGraphs(self.decoder, self.store, recorder)
+            self.decoder.record_steps(lambda: DecodeGraphs(recorder))
 
     def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
         with threads(self._num_threads), self._device.current():
@@ -170,8 +167,8 @@ class Resident(Runner):
         spec, drafts, states = self.decoder.spec, self.draft_layers, self.store.states
         kv_dtype = self.store.dtype
         gpu = self._device.info()
-        if gpu is not None and self.graphs is not None:
-            gpu["graphs"] = self.graphs.status
+        if gpu is not None and self.decoder.steps is not None:
+            gpu["graphs"] = self.decoder.steps.status
         return {
             "architecture": self.decoder.architecture,
             **weight_info(self.decoder.owner),
@@ -234,8 +231,8 @@ class Resident(Runner):
                 )
             self.checkpoint.drop(self.decoder.held)
             self.decoder.weights_moved()
-        if self.graphs is not None:
-            self.graphs.forget()
+        if self.decoder.steps is not None:
+            self.record_steps()
         for store in self.stores:
             store.release()
         give_back_freed()
@@ -248,10 +245,29 @@ class Resident(Runner):
             store.allocate()
 
     def close(self) -> None:
-        self.records, self.graphs, self.original, self.stores = {}, None, None, []
+        self.records, self.original, self.stores = {}, None, []
         self.store.release()
         self.draft_layers.close()
         self.decoder.close()
+
+
+def open_decoder(loaded: LoadedModel, options: EngineOptions, *, weak: bool = False) -> Decoder:
+    """Return the decoder of a model on the device of `options`, to which it is moved unless it is live.
+
+    Args:
+        weak: as of `Decoder`.
+    """
+    device = options.device
+    if device.is_gpu and not loaded.live:
+        loaded.move(device.torch)
+    with device.current():
+        return Decoder(
+            loaded.module,
+            weak=weak,
+            fused=options.fused,
+            unseen=not loaded.live,
+            batch_invariant=device.batch_invariant,
+        )
 
 
 def open_resident(
@@ -267,7 +283,9 @@ def open_resident(
         InvalidRequest, NotSupported, ModelError: the layers that draft can't be opened.
         OutOfBlocks: the memory does not hold one block, or can't be allocated.
     """
-    drafts, spec = open_draft_layers(draft, decoder, loaded), decoder.spec
+    spec, device = decoder.spec, options.device
+    with device.current():
+        drafts = open_draft_layers(draft, decoder, loaded)
     token_bytes = options.token_bytes(spec, drafts)
     state_bytes = sum(shape.nbytes for shape in spec.states)
     num_states = options.num_states(state_bytes)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from verbatim.errors import NotSupported
@@ -51,8 +52,14 @@ def modules_of(model: Any) -> list[nn.Module]:
     return [value for value in held if isinstance(value, nn.Module)]
 
 
-def check_runnable(model: Any, *, gpu: bool = False) -> None:
-    """Check that the whole model is in this process and on one device: the CPU, unless `gpu`.
+def device_of(model: Any) -> torch.device:
+    """Return the device of the model's first parameter; the CPU if it has none."""
+    parameters = (p for module in modules_of(model) for p in module.parameters())
+    return next((p.device for p in parameters), torch.device("cpu"))
+
+
+def check_runnable(model: Any) -> None:
+    """Check that the whole model is in this process and on one device, the CPU or a GPU.
 
     Raises:
         NotSupported: it is sharded over ranks, or a parameter is somewhere else.
@@ -63,9 +70,10 @@ def check_runnable(model: Any, *, gpu: bool = False) -> None:
             _refuse_sharded(layer, type(layer).__name__)
         for name, parameter in module.named_parameters():
             _refuse_sharded(parameter, name)
-            if parameter.device.type not in (("cpu", "cuda") if gpu else ("cpu",)):
-                allowed = "the CPU and CUDA's GPUs are" if gpu else "only the CPU is"
-                raise NotSupported(f"{name} is on {parameter.device}; {allowed} built")
+            if parameter.device.type not in ("cpu", "cuda"):
+                raise NotSupported(
+                    f"{name} is on {parameter.device}; it must be on the CPU or on a GPU of CUDA's"
+                )
             first = first or parameter.device
             if parameter.device != first:
                 raise NotSupported(

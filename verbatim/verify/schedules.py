@@ -27,8 +27,8 @@ from verbatim.verify.requests import TestRequest, make_requests
 
 DEFAULT_TOKENS = 16
 OPTIONS = (
-    "tokenizer config revision trust_remote_code dtype device max_length kv_dtype quantization fused "
-    "adapters"
+    "tokenizer config revision trust_remote_code dtype device deterministic max_length kv_dtype quantization "
+    "fused adapters"
 ).split()
 
 _CHUNK_ROWS, _CHUNK_BLOCK = 7, 5  # neither divides the other, nor the lengths of prompts
@@ -408,8 +408,8 @@ def verify(
         cluster: placement of the row "two-stages". None: two stages on this machine.
         num_threads: size of torch's thread pool, for all schedules except "threads".
         options: options of `LLM` for all schedules: tokenizer, config, revision, trust_remote_code, dtype,
-            device, max_length, kv_dtype, quantization, fused, adapters. Requests take
-            the adapters, and none, in turn.
+            device, deterministic (True gives the guarantee on a GPU), max_length, kv_dtype, quantization,
+            fused, adapters. Requests take the adapters, and none, in turn.
 
     Raises:
         InvalidRequest: an unknown option or schedule, or a number out of range.

@@ -35,12 +35,13 @@ class LiveDecoder(Decoder):
         module: one that `skeleton_of` knows.
         skeleton: the result of `skeleton_of`.
         weak: hold `module` only weakly.
+        options: further arguments of `Decoder`.
     """
 
     def __init__(
-        self, module: nn.Module, skeleton: nn.Module, *, weak: bool, fused: bool = True
+        self, module: nn.Module, skeleton: nn.Module, *, weak: bool, **options: Any
     ) -> None:
-        super().__init__(skeleton, fused=fused)
+        super().__init__(skeleton, **options)
         self._links = _links(skeleton, module) or []
         self._live: Callable[[], Any] = weakref.ref(module) if weak else lambda: module
         self._live_tree, self._live_settings = Tree(module), _settings(module)
@@ -100,6 +101,9 @@ def skeleton_of(module: nn.Module) -> nn.Module | None:
     if skeleton is None or links is None:
         return None
     _share(links)
+    device = next(module.parameters()).device
+    for layer in skeleton.modules():
+        layer._buffers.update({k: b.to(device) for k, b in layer._buffers.items() if b is not None})
     return skeleton if _computes_the_same(skeleton, module) else None
 
 
@@ -161,7 +165,8 @@ def _share(links: list[tuple[Place, Place]]) -> None:
 def _computes_the_same(skeleton: nn.Module, module: Any) -> bool:
     """Compare the logits of some tokens, by each module's own forward."""
     length = min(_TRIAL_TOKENS, module.config.max_seq_len)
-    ids = (torch.arange(length) * 37 % module.config.vocab_size)[None]
+    ids = torch.arange(length, device=next(module.parameters()).device)[None]
+    ids = ids * 37 % module.config.vocab_size
     with patched(module, [], hooks=False, attention=None), torch.compiler.set_stance("force_eager"):
         theirs = module(ids)
         ours = skeleton(input_ids=ids, use_cache=False).logits

@@ -113,7 +113,7 @@ def open_expert_parallel(model: ToOpen, choice: ExpertParallel) -> Placed:
             kv_bytes = options.kv_budget // used.count(used[group.rank])
             options = replace(options, kv_bytes=kv_bytes)
         runner = open_resident(decoder, loaded, options, limit, draft)
-    runner.graphs = None  # a step waits for the other ranks, in every layer
+    decoder.record_steps(lambda: None)  # a step waits for the other ranks, in every layer
     runner.cuts = cut.ranges
     runner.placement = {
         "placement": "expert parallel",

@@ -192,7 +192,7 @@ class StageShare(Served):
             "epoch": self.epoch,
             "restarts": self._restarts,
             "hop_s": self._hop_s,
-            "graphs": None if runner is None or runner.graphs is None else runner.graphs.status,
+            "graphs": None if (steps := runner and runner.decoder.steps) is None else steps.status,
         }
 
     def spans(self) -> list[tuple[int, int, float, float, int]]:
@@ -308,7 +308,9 @@ class StageShare(Served):
         if link is None:
             if step not in self._computed:
                 self._computed = {step: []}
-            if self.running.graphs is not None:  # the next micro-batch overwrites what is replayed
+            if (
+                self.running.decoder.steps is not None
+            ):  # the next micro-batch overwrites what is replayed
                 out = replace(out, logits=out.logits.clone())
             self._computed[step].append(out)
 
