@@ -15,6 +15,8 @@ from verbatim.kv.quantized import Packing
 from verbatim.options import available_memory, total_memory
 from verbatim.protocols import Proposer
 
+TorchDevice = torch.device
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -23,14 +25,21 @@ class Device:
     Attributes:
         torch: the torch device; a GPU with its index.
         batch_invariant: computation is batch-invariant; always on the CPU, on a GPU if requested.
+        apart: a CPU that stands for a device with memory of its own, as a GPU has; for tests of `Offload`.
     """
 
     torch: torch.device
     batch_invariant: bool
+    apart: bool = False
 
     @property
     def is_gpu(self) -> bool:
         return self.torch.type == "cuda"
+
+    @property
+    def beside_ram(self) -> TorchDevice | None:
+        """The device, if its memory is not RAM."""
+        return self.torch if self.is_gpu or self.apart else None
 
     def current(self) -> AbstractContextManager[object]:
         """Return a context manager that launches kernels on this device."""

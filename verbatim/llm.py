@@ -180,7 +180,7 @@ class LLM:
         draft = resolve_draft(draft)
         refuse_on_gpu(
             placed,
-            placement=placement,
+            placement=None if offload is not None else placement,
             quantization=quantization,
             kv_dtype=options.kv_dtype,
             draft=draft,

@@ -233,7 +233,7 @@ MODEL = (
     Option("trust_remote_code", bool, _MODEL, "Run Python code of the checkpoint."),
     Option("unused_weights", str, _MODEL, "Tensors that the model does not use: error or ignore."),
     Option("dtype", str, _MODEL, "Weight dtype: auto (the checkpoint's), float32 or bfloat16."),
-    Option("device", str, _ENGINE, "auto or cpu."),
+    Option("device", str, _ENGINE, "auto, cpu or cuda."),
     Option("num_threads", int, _ENGINE, "Number of threads. Outputs do not depend on it."),
     Option("max_length", int, _ENGINE, "Maximum tokens of prompt and completion together."),
     Option("kv_memory", str, _ENGINE, 'Memory of the KV cache: "512MB", "40%" or bytes.'),
