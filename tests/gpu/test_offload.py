@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ def test_budgets_hold_and_nothing_is_left(folder: Path) -> None:
             assert any("gpu" in held for held in tiers)
             assert (gpu == "700MB") == all(set(held) == {"gpu"} for held in tiers), tiers
         del llm
+        gc.collect()
         torch.cuda.synchronize()
         assert torch.cuda.memory_allocated() - before < 1_000_000, (gpu, cpu)
     with pytest.raises(
