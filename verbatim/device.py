@@ -14,6 +14,8 @@ from torch import nn
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.options import available_memory, total_memory
 
+TorchDevice = torch.device
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -22,14 +24,21 @@ class Device:
     Attributes:
         torch: the torch device; a GPU with its index.
         batch_invariant: computation is batch-invariant; always on the CPU, on a GPU if requested.
+        apart: a CPU that stands for a device with memory of its own, as a GPU has; for tests of `Offload`.
     """
 
     torch: torch.device
     batch_invariant: bool
+    apart: bool = False
 
     @property
     def is_gpu(self) -> bool:
         return self.torch.type == "cuda"
+
+    @property
+    def beside_ram(self) -> TorchDevice | None:
+        """The device, if its memory is not RAM."""
+        return self.torch if self.is_gpu or self.apart else None
 
     def current(self) -> AbstractContextManager[object]:
         """Return a context manager that launches kernels on this device."""
@@ -134,13 +143,3 @@ def _resolve(device: Any, model: Any) -> torch.device:
             f"device={device!r}: the live module is on {current}, and is used in place; leave it at 'auto'"
         )
     return resolved
-
-
-def refuse_on_gpu(device: Device, *, offload: Any) -> None:
-    """Refuse features that are not supported on a GPU.
-
-    Raises:
-        NotSupported: one of them is set, and `device` is a GPU.
-    """
-    if device.is_gpu and offload is not None:
-        raise NotSupported(f"device={device.torch}: {offload!r} computes on the CPU")

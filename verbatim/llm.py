@@ -13,7 +13,7 @@ from torch import nn
 
 from verbatim.checks import integer, optional_integer, switch
 from verbatim.core import Delta, Request, Result, TopLogprobs
-from verbatim.device import refuse_on_gpu, resolve_device
+from verbatim.device import resolve_device
 from verbatim.draft.config import resolve_draft, resolve_draft_tokens
 from verbatim.engine.admission import Prompt
 from verbatim.engine.handle import EngineHandle, check_not_forked
@@ -178,7 +178,6 @@ class LLM:
             )
         num_draft_tokens = resolve_draft_tokens(num_draft_tokens, draft)
         draft = resolve_draft(draft)
-        refuse_on_gpu(placed, offload=offload or getattr(placement, "offload", None))
         max_unread = integer("max_unread", max_unread)
         unused_weights = check_unused_weights(unused_weights)
         if not isinstance(adapters, Mapping | None):

@@ -18,7 +18,7 @@ from support.backends import by
 from support.odd_toys import DTYPES
 from support.requests_mixed import all_facts, facts, mixed_requests
 from support.toys import make_toy, random_ids
-from verbatim import LLM, NotSupported, Offload, SamplingParams
+from verbatim import LLM, SamplingParams
 from verbatim.batch import SamplePlan, SampleRow
 from verbatim.model.packing import choose_packings
 from verbatim.model.products import Packed, linear
@@ -211,9 +211,3 @@ def test_memory_is_given_back() -> None:
         assert torch.cuda.memory_allocated() - before > 150_000_000
     del llm
     assert torch.cuda.memory_allocated() - before < 50_000_000
-
-
-def test_what_is_not_done_is_refused() -> None:
-    for options in (dict(placement=Offload()),):
-        with pytest.raises(NotSupported, match="cuda:0"):
-            LLM(device="cuda", **options)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from support.toys import make_toy
 from verbatim import (
@@ -19,6 +20,7 @@ from verbatim import (
     SamplingParams,
     UnsupportedModel,
 )
+from verbatim.device import Device
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 
@@ -53,6 +55,13 @@ def generated(name: str, options: dict[str, Any], **params: Any) -> Callable[[Pa
 
 def traced(path: Path) -> None:
     Cluster(offload=Offload(trace=path / "trace.json"))
+
+
+def attending_on_the_cpu(path: Path) -> None:
+    gpu = Device(torch.device("cpu"), batch_invariant=True, apart=True)  # stands for one
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verbatim.llm.resolve_device", lambda *_: gpu)
+        opened("llama", placement=Offload(cpu_cache_compute=True))(path)
 
 
 def asleep(_: Path) -> None:
@@ -94,6 +103,10 @@ CALLS: dict[tuple[str, str], tuple[Callable[[Path], None], str]] = {
     ("fused=False", "Cluster"): (
         opened("llama", fused=False, placement=Cluster(stages=2)),
         "fused=False.*placement=Cluster",
+    ),
+    ("Offload(cpu_cache_compute=True)", "a GPU"): (
+        attending_on_the_cpu,
+        "cpu_cache_compute=True: .* on the GPU",
     ),
     ("Offload(trace=...)", "Cluster"): (traced, r"Offload\(trace=.*stages of a Cluster"),
 }

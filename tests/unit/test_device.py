@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from support.toys import make_toy
-from verbatim import LLM, InvalidRequest, NotSupported, Offload
-from verbatim.device import CPU, Device, refuse_on_gpu, resolve_device
+from verbatim import LLM, InvalidRequest, NotSupported
+from verbatim.device import CPU, Device, resolve_device
 from verbatim.kernels import numerics_key
 from verbatim.model.packed import moved_to, placeholder
 
@@ -74,21 +74,6 @@ def test_a_weight_without_memory_gets_none_on_a_device() -> None:
     assert moved.untyped_storage().nbytes() == weight.itemsize
     assert moved_to(weight, meta).untyped_storage().nbytes() == weight.nbytes
     assert moved_to(placeholder(weight), CPU.torch).isnan().all()
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("offload", Offload()),
-    ],
-)
-def test_what_a_gpu_does_not_do_is_refused_by_name(name: str, value: Any) -> None:
-    nothing = dict(offload=None)
-    gpu = Device(torch.device("cuda", 0), batch_invariant=False)
-    refuse_on_gpu(gpu, **nothing)
-    refuse_on_gpu(CPU, **(nothing | {name: value}))
-    with pytest.raises(NotSupported, match=f"cuda:0: (Offload|{name}=)"):
-        refuse_on_gpu(gpu, **(nothing | {name: value}))
 
 
 def test_the_numerics_key_names_the_gpu_and_the_mode() -> None:

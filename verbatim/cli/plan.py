@@ -12,10 +12,10 @@ from verbatim.cli.options import MODEL, given, takes
 from verbatim.cli.placing import PLACING, offload_of
 from verbatim.placement.offload.choice import Offload
 
-# The options of `LLM` that affect a plan; the others are about drafts and the device.
+# The options of `LLM` that affect a plan; the others are about drafts.
 _SHAPING = (
-    "model config revision trust_remote_code dtype num_threads max_length kv_memory kv_dtype quantization "
-    "block_size max_batch_tokens max_sequences"
+    "model config revision trust_remote_code dtype device num_threads max_length kv_memory kv_dtype "
+    "quantization block_size max_batch_tokens max_sequences"
 ).split()
 _SOURCE = ("model", "config", "revision", "trust_remote_code", "dtype")
 _OPTIONS = tuple(option for option in MODEL if option.name in _SHAPING)
@@ -33,12 +33,15 @@ def plan(
     offload, settings = offload_of(values) or Offload(), given(values, _OPTIONS)
     source = {"model": None} | {n: settings.pop(n) for n in _SOURCE if n in settings}
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from verbatim.device import resolve_device
     from verbatim.model.loader import ModelSource
     from verbatim.opening import plan_offload
     from verbatim.placement.offload.report import plan_text
     from verbatim.placement.options import engine_options
 
-    forecast = plan_offload(ModelSource(**source), offload, engine_options(**settings))
+    device = resolve_device(settings.pop("device", "auto"), "auto")
+    options = engine_options(device=device, **settings)
+    forecast = plan_offload(ModelSource(**source), offload, options)
     if as_json:
         typer.echo(json.dumps(forecast.as_dict()))
         return

@@ -78,7 +78,9 @@ class OptLM(Opened):
         by_name = not isinstance(config, OptConfig)
         expected = config if isinstance(config, OptConfig) else config_by_name(os.fspath(config))
         disk = None if env is None else env.disk.path
-        llm = self._source = LLM(find_model(config, path), **options_of(policy, disk))
+        device = "cuda" if torch.cuda.is_available() else "auto"
+        options = options_of(policy, disk)
+        llm = self._source = LLM(find_model(config, path), device=device, **options)
         self._close_with(llm)
         try:
             if expected is not None:

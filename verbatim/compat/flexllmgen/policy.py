@@ -77,8 +77,8 @@ def TorchMixedDevice(base_devices: object = ()) -> Tier:  # noqa: N802
 class ExecutionEnv:
     """The tiers of a machine; `ExecutionEnv.create(folder)` returns one.
 
-    On a machine without a GPU the gpu tier is RAM, like the cpu tier. Tensors of several tiers
-    (`mixed`) are split by the policy.
+    The gpu tier is the first GPU; on a machine without one it is RAM, like the cpu tier. Tensors of several
+    tiers (`mixed`) are split by the policy.
     """
 
     gpu: Tier = Tier("gpu")
@@ -149,9 +149,10 @@ class Policy:
         overlap: read and write while computing.
         sep_layer: attention and MLP as two layers. Accepted, without effect: a layer is read in
             pieces anyway, and freed as soon as all batches have passed it.
-        pin_weight: pinned RAM for copies to a GPU. Accepted, without effect on a CPU,
-            where weights in RAM are used in place.
-        cpu_cache_compute: attention over K and V in RAM runs there. Without effect on a CPU.
+        pin_weight: accepted, without effect: weights in RAM are pinned for a GPU, and used in place on a
+            CPU.
+        cpu_cache_compute: attention over K and V in RAM runs there. Without effect on a CPU, refused on a
+            GPU.
         attn_sparsity: 1.0; less is refused.
         compress_weight, comp_weight_config: weights in 8 or 4 bits.
         compress_cache, comp_cache_config: K and V in 8 or 4 bits. Groups of twice the kept size, 64 at

@@ -23,13 +23,15 @@ class Offload:
     Weights on the disk are read directly from the checkpoint's safetensors, once per step for all running
     sequences, while earlier layers compute. Outputs do not depend on the placement.
 
-    On a machine without a GPU both upper tiers are RAM, each with its own budget, and their contents are
-    used in place.
+    With `LLM(..., device="cuda")` the model computes on the GPU, and what lies in RAM or on the disk is
+    copied to it, ahead of its use. On the CPU both upper tiers are RAM, each with its own budget, and their
+    contents are used in place.
 
     Args:
         gpu: budget of the device tier: bytes, or "16GB". Covers everything: weights, K and V, buffers,
-            activations. None: 60% of the available memory, unless `cpu` is given.
-        cpu: budget of the RAM tier. None: 0.
+            activations. None: 60% of the available memory; on the CPU 0 if `cpu` is given.
+        cpu: budget of the RAM tier: weights, K and V, and buffers for what is read. None: 60% of the
+            available memory; on the CPU 0.
         disk: folder for K and V and activations that leave memory, and for compressed weights. Files there
             are unnamed and disappear with the process. None: the system's folder for temporary files.
         weights: percents in (gpu, cpu, disk) with sum 100; with two, the rest is on disk. None: chosen by
@@ -41,7 +43,8 @@ class Offload:
             once. None: chosen by the policy.
         overlap: read and write while computing; False: one after the other.
         cpu_cache_compute: run attention over K and V of the cpu tier there, or on the device. Without
-            effect on a CPU, where K and V in RAM are used in place.
+            effect on a CPU, where K and V in RAM are used in place. True is refused on a GPU, whose attention
+            has other bits.
         attention_top_k: number of likeliest earlier tokens that each query attends to. An approximation:
             outputs differ from those of the full model. None: all.
         policy: "auto": measure this machine and choose the open settings; None: simple defaults.

@@ -30,6 +30,7 @@ class Step:
         compute_s: busy time of the processor.
         weight_bytes: bytes of weights that are read.
         kv_bytes: bytes of K and V that are read and written on the disk.
+        bus_s: busy time of the copies between RAM and a GPU.
     """
 
     seconds: float
@@ -37,6 +38,7 @@ class Step:
     compute_s: float
     weight_bytes: int
     kv_bytes: int
+    bus_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Prediction:
         sample_s: seconds to sample these tokens.
         prefill_s: seconds for the prompts of all sequences.
         tokens_per_s: new tokens, with the time of the prompts.
-        limit: "reading weights", "reading and writing K and V", or "computing".
+        limit: "reading weights", "reading and writing K and V", "copying to the GPU", or "computing".
     """
 
     sequences: int
@@ -163,18 +165,29 @@ class Forecast:
         moved = moved if parts > 1 else 0.0
         io_s = (ahead + read + moved) / rate + (written + moved) / machine.write_rate
         compute = [self.compute_s(unit, load, parts) for unit in shape.units]
-        seconds = io_s + sum(compute) + waited / rate
+        bus_s, bus_rate, copied = 0.0, machine.bus_rate or rate, [0] * len(weights)
+        if machine.bus_rate:
+            copied = [shape.copied(unit, tiers) for unit in shape.units]
+            a_token = shape.layer_kv_bytes * shape.layers * (100 - plan.kv[0]) / 100
+            kv_bytes = a_token * (load.sequences * load.context + load.rows)
+            bus_s = (sum(copied) + kv_bytes) / bus_rate
+        seconds = io_s + sum(compute) + waited / rate + bus_s
         if plan.overlap:
-            seconds = max(io_s, self._pipelined_s(weights, compute) + waited / rate)
+            read_s = self._pipelined_s(weights, compute, plan.ring_bytes, rate)
+            copy_s = self._pipelined_s(copied, compute, plan.device_ring_bytes, bus_rate)
+            seconds = max(io_s, bus_s, max(read_s, copy_s) + waited / rate)
         return Step(
             seconds=seconds,
             io_s=io_s + waited / rate,
             compute_s=sum(compute),
             weight_bytes=int(ahead + waited),
             kv_bytes=int(read + written),
+            bus_s=bus_s,
         )
 
-    def _pipelined_s(self, weights: list[int], compute: list[float]) -> float:
+    def _pipelined_s(
+        self, weights: list[int], compute: list[float], ring_bytes: int, rate: float
+    ) -> float:
         """Return the seconds of a forward that computes each unit while the next ones are read.
 
         A unit is read once the ring has room for it, beside those that are in use or are not used yet.
@@ -182,6 +195,8 @@ class Forecast:
         Args:
             weights: bytes that are read of each unit.
             compute: seconds that each computes.
+            ring_bytes: of the staging buffer.
+            rate: bytes/s that are read.
         """
         held = deque[tuple[int, float]]()  # bytes, end of their use
         begin = now = read = 0.0
@@ -189,9 +204,9 @@ class Forecast:
             begin = now
             for nbytes, seconds in zip(weights, compute, strict=True):
                 if nbytes:
-                    while held and sum(size for size, _ in held) + nbytes > self.plan.ring_bytes:
+                    while held and sum(size for size, _ in held) + nbytes > ring_bytes:
                         read = max(read, held.popleft()[1])
-                    read += nbytes / self.machine.read_rate
+                    read += nbytes / rate
                     now = max(now, read)
                 now += seconds
                 if nbytes:
@@ -218,7 +233,9 @@ class Forecast:
         drawing_s = self.sample_s(sequences)
         total_s = prefill_s + new * (decode.seconds + drawing_s)
         limit = "computing"
-        if decode.io_s > decode.compute_s:
+        if decode.bus_s > max(decode.compute_s, decode.io_s):
+            limit = "copying to the GPU"
+        elif decode.io_s > decode.compute_s:
             weights_s = decode.weight_bytes / self.machine.read_rate
             kv_first = weights_s < decode.io_s / 2
             limit = "reading and writing K and V" if kv_first else "reading weights"

@@ -15,7 +15,7 @@ from verbatim.batch import Batch
 from verbatim.model.products import threads
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.offload.cost import Forecast, Load
-from verbatim.placement.offload.machine import NOMINAL, measure
+from verbatim.placement.offload.machine import NOMINAL, NOMINAL_GPU, measure
 from verbatim.placement.offload.planner import Planner
 from verbatim.placement.offload.shape import shape_of
 from verbatim.placement.offload.units import Units
@@ -36,14 +36,15 @@ def forecast(model: ToOpen, offload: Offload, units: Units) -> Forecast:
     )
     options = model.options
     shape = shape_of(model.loaded, units, dtype, options.kv_dtype, model.draft)
-    planner, machine = Planner(shape, offload, options, model.limit), NOMINAL
+    planner, device = Planner(shape, offload, options, model.limit), options.device.beside_ram
+    machine = NOMINAL if device is None else NOMINAL_GPU
     if offload.policy is not None:
         folder = None
         if planner.may_spill():
             folder = Path(gettempdir()) if offload.disk is None else offload.disk
         tensors = [stored for slot in units.slots for stored in sources(slot.lazy)]
-        with threads(options.num_threads):
-            machine = measure(tensors, folder, dtype, offload.disk_limit)
+        with threads(options.num_threads), options.device.current():
+            machine = measure(tensors, folder, dtype, offload.disk_limit, device)
     return planner.best(machine)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +16,16 @@ from verbatim.kernels.options import AnyOptions, IndexOptions
 from verbatim.kv.quantized import KVDtype
 from verbatim.kv.store import KVStore, LayerShape, bytes_per_token
 from verbatim.placement.offload.choice import Percents
-from verbatim.placement.offload.kv_disk import NUM_STAGED, DiskLayer, View, extents, views_of
-from verbatim.placement.offload.scratch import Scratch
+from verbatim.placement.offload.kv_disk import (
+    NUM_STAGED,
+    DiskLayer,
+    Extent,
+    View,
+    extents,
+    views_of,
+)
+from verbatim.placement.offload.lane import Lane
+from verbatim.placement.offload.scratch import RamScratch, Scratch
 from verbatim.placement.offload.sparse import top_k_attention
 from verbatim.placement.offload.stream import Ring, Use
 from verbatim.placement.offload.trace import Trace
@@ -38,12 +47,13 @@ def assign_tiers(sizes: Sequence[int], percents: Percents) -> list[str]:
 
 
 class TieredKVStore(KVStore):
-    """A `KVStore` with each layer in one tier: in RAM ("gpu" and "cpu"), or on the disk.
+    """A `KVStore` with each layer in one tier: in RAM ("gpu" and "cpu"), or on the disk; "gpu" is a GPU's
+    memory where one computes.
 
-    Of a layer on the disk, the blocks that a micro-batch uses are read into a ring, its rows are
-    written there, and changed blocks are written back. Results do not depend on the tier. Such a layer is
-    written and attended in only through what `stores_for` yields: copies of this store, one for each
-    micro-batch.
+    Of a layer on the disk, and of one in RAM beside a GPU, the blocks that a micro-batch uses are read into a
+    ring (and copied to the GPU), its rows are written there, and changed blocks are written back. Results do
+    not depend on the tier. Such a layer is written and attended in only through what `stores_for` yields:
+    copies of this store, one for each micro-batch.
 
     The ring has room for three times the blocks of the largest micro-batch in one layer (once without
     `overlap`), beside what the tiers hold: `staging_bytes`.
@@ -58,6 +68,7 @@ class TieredKVStore(KVStore):
         trace: records reads, writes and waits.
         overlap: read ahead and write back in a thread; False does both where they are waited for.
         top_k: attend to so many keys at most (`sparse.py`); all blocks are read nevertheless.
+        is_apart: the device's memory is not RAM.
 
     Attributes:
         tiers: of each layer.
@@ -85,31 +96,34 @@ class TieredKVStore(KVStore):
         trace: Trace,
         overlap: bool = True,
         top_k: int | None = None,
+        is_apart: bool = False,
     ) -> None:
+        self._near = ("gpu",) if is_apart else ("gpu", "cpu")  # tiers that are used in place
         self.tiers = assign_tiers([bytes_per_token([shape], dtype) for shape in layers], percents)
         super().__init__(layers, num_blocks, block_size, dtype, device)
         self.top_k, self.trace = top_k, trace
         known = {layer for group in groups for layer in group}
         self._groups = [*groups, [layer for layer in range(len(layers)) if layer not in known]]
-        self._on_disk = {
-            i: DiskLayer(self.layers[i], scratch, num_blocks)
+        self._staged = {
+            i: DiskLayer(self.layers[i], scratch if tier == "disk" else RamScratch(), num_blocks)
             for i, tier in enumerate(self.tiers)
-            if tier == "disk"
+            if tier not in self._near
         }
         self._num_staged = NUM_STAGED if overlap else 1
-        self.ring = Ring("K and V", 1, trace, ahead=overlap)
+        self._lane = Lane(device) if is_apart else None
+        self.ring = Ring("K and V", 1, trace, ahead=overlap, lane=self._lane)
 
     def _allocated(self) -> list[tuple[Tensor, Tensor]]:
         return [
-            self._blocks(shape, 0 if tier == "disk" else self.num_blocks)
+            self._blocks(shape, self.num_blocks if tier in self._near else 0)
             for shape, tier in zip(self.shapes, self.tiers, strict=True)
         ]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """K and V of the layers in memory."""
+        """K and V of the layers that are used in place."""
         pairs = zip(self.layers, self.tiers, strict=False)
-        return [tensor for pair, tier in pairs if tier != "disk" for tensor in pair]
+        return [tensor for pair, tier in pairs if tier in self._near for tensor in pair]
 
     @property
     def nbytes(self) -> int:
@@ -118,15 +132,22 @@ class TieredKVStore(KVStore):
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of the ring."""
-        return self.ring.nbytes
+        """Bytes of RAM through which blocks are moved."""
+        return self.ring.nbytes if self._lane is None else self._lane.buffer.nbytes
+
+    @property
+    def device_staging_bytes(self) -> int:
+        """Bytes of a device's memory to which they are copied."""
+        return 0 if self._lane is None else self.ring.nbytes
 
     def bytes_by_tier(self) -> dict[str, int]:
         """K and V in each tier. Those on the disk keep their room through `release`."""
         found = dict.fromkeys(TIERS, 0)
         for (k, v), tier in zip(self.layers, self.tiers, strict=False):
             found[tier] += k.nbytes + v.nbytes
-        return found | {"disk": sum(layer.nbytes for layer in self._on_disk.values())}
+        for i, layer in self._staged.items():
+            found[self.tiers[i]] += layer.nbytes
+        return found
 
     @contextmanager
     def stores_for(self, batches: list[Batch]) -> Iterator[list[KVStore]]:
@@ -135,21 +156,21 @@ class TieredKVStore(KVStore):
         Raises:
             TierFailed: something can't be read or written, at the latest when the block ends.
         """
-        if not self._on_disk:
+        if not self._staged:
             yield [self] * len(batches)
             return
         self.ring.drop()
-        views = views_of(batches, self.block_size)
+        views = [view.to(self.device) for view in views_of(batches, self.block_size)]
         uses: dict[tuple[int, int], Use] = {}
         for group in self._groups:
             for part, view in enumerate(views):
                 for i in group:
                     # A layer that several units share comes once.
-                    if i in self._on_disk and (i, part) not in uses:
+                    if i in self._staged and (i, part) not in uses:
                         uses[i, part] = Use(
                             f"K, V {i} #{part}",
-                            self._on_disk[i].staged_bytes(len(view.blocks)),
-                            [partial(self._on_disk[i].load, len(view.blocks), view.old)],
+                            self._staged[i].staged_bytes(len(view.blocks)),
+                            [partial(self._load, self._staged[i], len(view.blocks), view.old)],
                             [uses[i, earlier] for earlier in view.after],
                         )
         largest = self._num_staged * max((use.nbytes for use in uses.values()), default=0)
@@ -167,17 +188,17 @@ class TieredKVStore(KVStore):
             self._cancel()
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        if layer in self._on_disk:
-            assert self._view is not None, "a layer on the disk is written through stores_for"
+        if layer in self._staged:
+            assert self._view is not None, "a layer that is staged is written through stores_for"
             memory = self.ring.take(self._uses[layer, self._part])
             blocks, slots = len(self._view.blocks), self._view.slots
-            self.layers[layer] = self._on_disk[layer].views(memory, blocks)
+            self.layers[layer] = self._staged[layer].views(memory, blocks)
         super().write(layer, k, v, slots)
 
     def attend(self, layer: int, q: Tensor, batch: AttentionBatch, options: AnyOptions) -> Tensor:
-        staged, view = self._on_disk.get(layer), self._view
+        staged, view = self._staged.get(layer), self._view
         if staged is not None:
-            assert view is not None, "a layer on the disk is attended in through stores_for"
+            assert view is not None, "a layer that is staged is attended in through stores_for"
             batch = view.batch.attention
         if self.top_k is None or isinstance(options, IndexOptions):
             out = super().attend(layer, q, batch, options)
@@ -185,7 +206,7 @@ class TieredKVStore(KVStore):
             out = top_k_attention(self, layer, q, batch, options, top_k=self.top_k)
         if staged is not None and view is not None:
             self.layers[layer] = staged.empty
-            self.ring.give_back(partial(staged.save, len(view.blocks), view.new))
+            self.ring.give_back(partial(self._save, staged, len(view.blocks), view.new))
         return out
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
@@ -193,7 +214,7 @@ class TieredKVStore(KVStore):
         super().copy_blocks(copies)
         if copies:
             sources, targets = map(list, zip(*copies, strict=True))
-            for layer in self._on_disk.values():
+            for layer in self._staged.values():
                 # All are read first: what is copied may be overwritten by another copy.
                 self._write(layer, targets, self._read(layer, sources))
 
@@ -201,8 +222,8 @@ class TieredKVStore(KVStore):
         self._cancel()
         in_memory, found = iter(super().read_blocks(blocks)), list[Tensor]()
         for i in range(len(self.tiers)):
-            if i in self._on_disk:
-                found += [x.clone() for x in self._read(self._on_disk[i], blocks)]
+            if i in self._staged:
+                found += [x.clone() for x in self._read(self._staged[i], blocks)]
             else:
                 found += [next(in_memory), next(in_memory)]
         return found
@@ -210,26 +231,56 @@ class TieredKVStore(KVStore):
     def write_blocks(self, blocks: list[int], contents: list[Tensor]) -> None:
         self._cancel()
         pairs = list(zip(contents[::2], contents[1::2], strict=True))
-        in_memory = [pair for i, pair in enumerate(pairs) if i not in self._on_disk]
+        in_memory = [pair for i, pair in enumerate(pairs) if i not in self._staged]
         super().write_blocks(blocks, [tensor for pair in in_memory for tensor in pair])
-        for i, layer in self._on_disk.items():
+        for i, layer in self._staged.items():
             self._write(layer, blocks, pairs[i])
 
     def release(self) -> None:
         """Give the memory back and end the threads; the room on the disk stays reserved."""
         self._cancel()
         self.ring.close()
+        if self._lane is not None:
+            self._lane.release()
+        for layer in self._staged.values():
+            layer.release()
         super().release()
 
+    def _load(self, layer: DiskLayer, blocks: int, old: list[Extent], memory: Any) -> int:
+        """Read blocks of a layer into memory of `blocks`, in the ring's thread; return the bytes read."""
+        if self._lane is None:
+            return layer.load(blocks, old, memory)
+        ram = self._lane.through(memory.nbytes)
+        nbytes = layer.load(blocks, old, bytes_of(ram))
+        if old:
+            memory.copy_(ram, non_blocking=True)
+        return nbytes
+
+    def _save(self, layer: DiskLayer, blocks: int, new: list[Extent], memory: Any) -> int:
+        """Write blocks of a layer from memory of `blocks`, in the ring's thread; return the bytes written."""
+        if self._lane is None:
+            return layer.save(blocks, new, memory)
+        ram = self._lane.through(memory.nbytes)
+        changed = [i for at, _, length in new for i in range(at, at + length)]
+        for target, source in zip(
+            layer.views(ram, blocks), layer.views(memory, blocks), strict=True
+        ):
+            target[changed] = source[changed].cpu()
+        return layer.save(blocks, new, bytes_of(ram))
+
+    def _room(self, nbytes: int) -> Tensor:
+        """Return RAM to move blocks through, between two forwards."""
+        return self.ring.reserve(nbytes) if self._lane is None else self._lane.through(nbytes)
+
     def _read(self, layer: DiskLayer, blocks: list[int]) -> tuple[Tensor, Tensor]:
-        """Read blocks of a layer into the memory of the ring, between two forwards."""
-        memory = self.ring.reserve(layer.staged_bytes(len(blocks)))
+        """Read blocks of a layer into RAM, between two forwards."""
+        memory = self._room(layer.staged_bytes(len(blocks)))
         layer.load(len(blocks), extents(enumerate(blocks)), bytes_of(memory))
         return layer.views(memory, len(blocks))
 
     def _write(self, layer: DiskLayer, blocks: list[int], contents: tuple[Tensor, Tensor]) -> None:
-        """Write blocks of a layer, between two forwards, through the memory of the ring."""
-        memory = self.ring.reserve(layer.staged_bytes(len(blocks)))
+        """Write blocks of a layer, between two forwards, through RAM."""
+        memory = self._room(layer.staged_bytes(len(blocks)))
         for own, content in zip(layer.views(memory, len(blocks)), contents, strict=True):
             own.copy_(content)
         layer.save(len(blocks), extents(enumerate(blocks)), bytes_of(memory))
@@ -237,6 +288,6 @@ class TieredKVStore(KVStore):
     def _cancel(self) -> None:
         """Cancel what is left of an earlier forward, which may have been interrupted."""
         self.ring.drop()
-        for i, layer in self._on_disk.items():
+        for i, layer in self._staged.items():
             if self.layers:
                 self.layers[i] = layer.empty

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from verbatim.batch import Batch
-from verbatim.placement.offload.scratch import Scratch
+from verbatim.placement.offload.scratch import RamScratch, Scratch
 from verbatim.weights.files import PAGE, up
 
 NUM_STAGED = 3  # in memory at once: one is used, the next is read, the last is written
@@ -56,6 +56,12 @@ class View:
     new: list[Extent]
     after: list[int]
 
+    def to(self, device: torch.device) -> View:
+        """Return it with the batch and the slots on `device`, where the micro-batch computes."""
+        if device.type == "cpu":
+            return self
+        return replace(self, batch=self.batch.to(device), slots=self.slots.to(device))
+
 
 def views_of(batches: list[Batch], block_size: int) -> list[View]:
     """Return the views of the micro-batches of one forward."""
@@ -89,8 +95,8 @@ def views_of(batches: list[Batch], block_size: int) -> list[View]:
 
 
 class DiskLayer:
-    """A layer on the disk. Some of its blocks are copied to memory: all of K, then all of V from the next
-    page on.
+    """A layer on the disk, or in RAM beside a GPU. Some of its blocks are copied to memory: all of K,
+    then all of V from the next page on.
 
     Args:
         empty: K and V of the layer with no blocks.
@@ -101,7 +107,9 @@ class DiskLayer:
         TierFailed: the disk has no room for them.
     """
 
-    def __init__(self, empty: tuple[Tensor, Tensor], scratch: Scratch, num_blocks: int) -> None:
+    def __init__(
+        self, empty: tuple[Tensor, Tensor], scratch: Scratch | RamScratch, num_blocks: int
+    ) -> None:
         self.empty = empty
         self._sizes = [x.shape[1:].numel() * x.element_size() for x in empty]
         self.nbytes = num_blocks * sum(self._sizes)
@@ -129,6 +137,11 @@ class DiskLayer:
     def save(self, blocks: int, changed: list[Extent], memory: memoryview) -> int:
         """Write blocks to the disk from memory of `blocks`; return the bytes written."""
         return self._move(self._scratch.write_from, blocks, changed, memory)
+
+    def release(self) -> None:
+        """Free the memory of a layer in RAM."""
+        if isinstance(self._scratch, RamScratch):
+            self._scratch.release()
 
     def _move(
         self, move: Callable[..., object], blocks: int, some: list[Extent], memory: memoryview

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -16,6 +16,7 @@ import torch
 
 from verbatim.errors import TierFailed
 from verbatim.model.products import linear
+from verbatim.placement.offload.lane import Lane, staging
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.stream import READERS, Ring, Use, lay_out
 from verbatim.placement.offload.trace import Trace
@@ -39,11 +40,13 @@ class Machine:
         write_rate: bytes/s to the disk tier's folder.
         product_s: for each number of rows, ascending: seconds for each element of a matrix that these
             rows are multiplied with.
+        bus_rate: bytes/s of copies from RAM to the GPU; None: without one.
     """
 
     read_rate: float
     write_rate: float
     product_s: tuple[tuple[int, float], ...]
+    bus_rate: float | None = None
 
     def product(self, rows: float) -> float:
         """Return seconds per element of a matrix, for a number of rows that was not measured."""
@@ -71,6 +74,11 @@ NOMINAL = Machine(
     product_s=((1, 8e-11), (8, 9e-11), (64, 3e-10), (512, 2e-9)),
 )
 
+# A GPU of 2023 on PCIe 4.
+NOMINAL_GPU = replace(
+    NOMINAL, product_s=((1, 1e-12), (8, 1e-12), (64, 2e-12), (512, 3e-12)), bus_rate=2.4e10
+)
+
 _found: dict[tuple[Any, ...], Any] = {}
 
 
@@ -79,6 +87,7 @@ def measure(
     folder: Path | None,
     dtype: torch.dtype,
     disk_limit: int | None = None,
+    device: torch.device | None = None,
 ) -> Machine:
     """Measure what a plan for a model needs; results are cached in this process.
 
@@ -87,18 +96,21 @@ def measure(
         folder: the disk tier's, to which 64 MB are written; None: not written to, and as slow as reading.
         dtype: in which the model computes.
         disk_limit: bytes that may be written to the folder at a time.
+        device: that computes, if its memory is not RAM.
 
     Raises:
         TierFailed: the checkpoint can't be read, or there is no such folder.
     """
-    device = os.stat(tensors[0].path).st_dev if tensors else 0
+    disk = os.stat(tensors[0].path).st_dev if tensors else 0
     # Small files are read in less time than a chunk takes.
     size = min(_MOST_READ, sum(stored.nbytes for stored in tensors)) // CHUNK
-    write_rate = read_rate = _once(("read", device, size), lambda: _reading(tensors))
+    write_rate = read_rate = _once(("read", disk, size), lambda: _reading(tensors))
     if folder is not None and (disk_limit is None or disk_limit >= _WRITTEN):
         write_rate = _once(("write", str(folder)), lambda: _writing(folder)) or read_rate
-    product_s = _once(("product", dtype, torch.get_num_threads()), lambda: _products(dtype))
-    return Machine(read_rate, write_rate, product_s)
+    key = "product", dtype, device or torch.get_num_threads()
+    product_s = _once(key, lambda: _products(dtype, device or torch.device("cpu")))
+    bus_rate = None if device is None else _once(("bus", device), lambda: _copying(device))
+    return Machine(read_rate, write_rate, product_s, bus_rate)
 
 
 def _once(key: tuple[Any, ...], find: Callable[[], Any]) -> Any:
@@ -149,17 +161,33 @@ def _writing(folder: Path) -> float | None:
         scratch.close()
 
 
-def _products(dtype: torch.dtype) -> tuple[tuple[int, float], ...]:
+def _copying(device: torch.device) -> float:
+    """Return bytes/s of copies to a device, from memory as it is staged in."""
+    lane = Lane(device)
+    source, target = staging(_WRITTEN, device).fill_(0), lane.memory(_WRITTEN)
+
+    def copy() -> None:
+        with lane.behind(lane.mark()):
+            target.copy_(source, non_blocking=True)
+
+    copy()
+    return _WRITTEN / median(repeat(copy, number=1, repeat=3))
+
+
+def _products(dtype: torch.dtype, device: torch.device) -> tuple[tuple[int, float], ...]:
     depth, width = 2048, 2048
     count = max(1, _WEIGHTS // (depth * width * dtype.itemsize))
-    weights = [torch.full((width, depth), 0.01, dtype=dtype) for _ in range(count)]
+    size: Any = dict(dtype=dtype, device=device)
+    weights = [torch.full((width, depth), 0.01, **size) for _ in range(count)]
     found = []
     for rows in ROWS:
-        x = torch.full((rows, depth), 0.5, dtype=dtype)
+        x = torch.full((rows, depth), 0.5, **size)
 
         def multiply(x: torch.Tensor = x) -> None:
             for weight in weights:
                 linear(x, weight)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
         multiply()  # a probe, where torch's products are made invariant
         seconds = median(repeat(multiply, number=1, repeat=3))  # with the machine's other load

@@ -23,7 +23,8 @@ class Plan:
 
     Attributes:
         weights, kv, activations: percents in (gpu, cpu, disk).
-        ring_bytes: memory of the staging buffer for weights.
+        ring_bytes: memory of the staging buffer for weights, in RAM.
+        device_ring_bytes: of that on a GPU, to which weights are copied.
         kv_bytes: bytes of K and V in all tiers together.
         batch_size: sequences of a micro-batch.
         micro_batches: micro-batches that share each read of a layer.
@@ -34,7 +35,7 @@ class Plan:
         kv_block: token positions in a block of K and V.
         prompt_rows: maximal rows of logits for prompt log-probs and drafts in a forward.
         overlap: read and write while computing.
-        budget: bytes of memory; None: unlimited.
+        budget: bytes of memory, a GPU's and RAM together; None: unlimited.
         memory: maximal bytes in memory, by kind.
         reasons: sentences that explain the choice.
     """
@@ -49,6 +50,7 @@ class Plan:
     micro_tokens: int
     max_batch_tokens: int
     workload: tuple[int, int]
+    device_ring_bytes: int = 0
     tiers: tuple[str, ...] = ()
     kv_block: int = 16
     prompt_rows: int = 16
@@ -87,16 +89,22 @@ class Plan:
         return {**found, "memory_bytes": self.memory_bytes, "reasons": list(self.reasons)}
 
 
-def ring_bytes(shape: ModelShape, tiers: tuple[str, ...], *, roomy: bool) -> int:
+def ring_bytes(sizes: list[int], *, roomy: bool) -> int:
     """Return the size of the staging buffer for weights.
 
     Args:
+        sizes: bytes of the units in the order of a forward.
         roomy: two neighbours fit, so that one is read while the other is used; else the largest one does.
     """
-    sizes = [size for unit in shape.units if (size := shape.streamed(unit, tiers))]
+    sizes = [size for size in sizes if size]
     if not roomy or len(sizes) < 2:
         return max(sizes, default=0)
     return max(a + b for a, b in zip(sizes, sizes[1:] + sizes[:1], strict=True))
+
+
+# Kinds of memory that are in RAM beside a GPU; all others are on it, but for weights, K and V and activations
+# in the cpu tier.
+IN_RAM = ("ring", "experts", "expert buffers", "K and V buffers")
 
 
 def waiting_bytes(shape: ModelShape, rows: int) -> int:
@@ -135,30 +143,38 @@ def memory_of(
     *,
     kv_away: bool,
     roomy: bool,
+    device_roomy: bool | None,
+    budget: int | None,
 ) -> dict[str, int]:
     """Return the bytes by kind that a plan takes beside K and V, states and waiting activations.
 
     Args:
         plan: with its batch sizes. K and V have staging buffers for its workload.
         tiers: of each parameter.
-        kv_away: K and V of some layers are on the disk.
-        roomy: as of `ring_bytes`.
+        kv_away: K and V of some layers are not used where they are.
+        roomy: as of `ring_bytes`, in RAM.
+        device_roomy: the same on the GPU; None: there is none.
+        budget: of the memory that computation takes from; None: unlimited.
     """
     held, pairs = shape.held_experts(tiers), zip(shape.slots, tiers, strict=True)
     stay = sum(slot.nbytes for slot, tier in pairs if tier != "disk")
     tokens = plan.batch_size * sum(plan.workload)
     staged = NUM_STAGED * _ROOM_TO_GROW * tokens * ceil(shape.layer_kv_bytes)
     buffers = READERS * max(unit.expert_buffer for unit in shape.units)
+    on_gpu = device_roomy is not None
+    copied = [shape.copied(unit, tiers) if on_gpu else 0 for unit in shape.units]
     return {
         "weights": stay - max(0, held - shape.fewest_experts),
-        "ring": ring_bytes(shape, tiers, roomy=roomy),
+        "ring": ring_bytes([shape.streamed(unit, tiers) for unit in shape.units], roomy=roomy),
+        "GPU ring": ring_bytes(copied, roomy=bool(device_roomy)),
         "experts": held,
         "expert buffers": buffers if held else 0,
         "unpacked weights": max((shape.made(unit, tiers) for unit in shape.units), default=0),
         "computation": working_bytes(shape, min(plan.micro_tokens, plan.max_batch_tokens)),
         "logits": logits_bytes(shape, plan.block_size + plan.prompt_rows),
-        "K and V buffers": int(staged) if kv_away else 0,
+        "K and V buffers": int(staged) // (NUM_STAGED if on_gpu else 1) if kv_away else 0,
+        "GPU K and V buffers": int(staged) if kv_away and on_gpu else 0,
         "MTP layers": shape.draft_bytes,
         # What is not tracked, such as malloc's: a sixteenth, at most 100 MB.
-        "slack": 0 if plan.budget is None else min(100_000_000, plan.budget // 16),
+        "slack": 0 if budget is None else min(100_000_000, budget // 16),
     }

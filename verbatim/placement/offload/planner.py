@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import tempfile
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, product
 from shutil import disk_usage
 from typing import NoReturn
@@ -18,6 +20,7 @@ from verbatim.placement.offload.cost import Forecast
 from verbatim.placement.offload.kv import TIERS, assign_tiers
 from verbatim.placement.offload.machine import NOMINAL, ROWS, Machine
 from verbatim.placement.offload.plan import (
+    IN_RAM,
     Plan,
     memory_of,
     prompt_rows,
@@ -84,15 +87,24 @@ class Planner:
     def __init__(
         self, shape: ModelShape, offload: Offload, options: EngineOptions, limit: int | None
     ) -> None:
-        self.shape, self.given, self.options, self.limit = shape, offload, options, limit
+        self.shape, self.options, self.limit = shape, options, limit
+        self.on_gpu = options.device.beside_ram is not None
         self.budget: int | None = None
+        is_given = offload.gpu is not None or offload.cpu is not None
+        if self.on_gpu and (is_given or offload.weights is None):
+            near, far = options.device.available_memory, available_memory()
+            offload = offload.replace(
+                gpu=int(near * BUDGET_SHARE) if offload.gpu is None else offload.gpu,
+                cpu=int(far * BUDGET_SHARE) if offload.cpu is None else offload.cpu,
+            )
+        self.given = offload
         if offload.gpu is not None or offload.cpu is not None:
             self.budget = (offload.gpu or 0) + (offload.cpu or 0)
         elif offload.weights is None:
             self.budget = int(available_memory() * BUDGET_SHARE)
         self.max_kv_bytes = UNLIMITED
         if self.budget is None:
-            self.max_kv_bytes = int(available_memory() * DEFAULT_KV_SHARE)
+            self.max_kv_bytes = int(options.device.available_memory * DEFAULT_KV_SHARE)
         self.disk = UNLIMITED if offload.disk_limit is None else offload.disk_limit
         try:
             free = disk_usage(offload.disk or tempfile.gettempdir()).free
@@ -104,6 +116,19 @@ class Planner:
             prompt = min(prompt, max(1, limit - 1))
             new = min(new, max(1, limit - prompt))
         self.workload = prompt, new
+        # Quantized embeddings, whose rows a GPU gets from its memory or from the file.
+        self._rounded = {
+            i
+            for unit in shape.units
+            if unit.gathers
+            for i in unit.slots
+            if shape.slots[i].made_always
+        }
+
+    @property
+    def computing(self) -> int | None:
+        """Bytes of the memory that computation takes from: on a GPU, its own."""
+        return self.given.gpu if self.on_gpu else self.budget
 
     def may_spill(self) -> bool:
         """Return whether K and V or activations may go to the disk."""
@@ -148,14 +173,15 @@ class Planner:
             plan, prediction = entry[0].plan, entry[0].prediction
             step = prediction.decode
             # Forecasts leave out what each visit to K and V on the disk costs beside its bytes.
-            return plan.kv[2] > 0, (step.io_s + step.compute_s) / prediction.sequences
+            busy_s = step.io_s + step.bus_s + step.compute_s
+            return plan.kv[2] > 0, busy_s / prediction.sequences
 
         as_fast = _AS_FAST * fastest
         best, room = min(
             (entry for entry in found if entry[0].prediction.tokens_per_s >= as_fast), key=cost
         )
         plan = self._with_more_kv(best, room)
-        if self.budget is None and plan.memory_bytes > available_memory():
+        if self.budget is None and not self.on_gpu and plan.memory_bytes > available_memory():
             raise OutOfBlocks(
                 f"placement=Offload: {plan.memory_bytes} bytes are needed ({_kinds(plan)}), and "
                 f"{available_memory()} are available"
@@ -194,7 +220,7 @@ class Planner:
                 last one takes the least.
         """
         shape, given, options = self.shape, self.given, self.options
-        room = UNLIMITED if self.budget is None else self.budget
+        room = UNLIMITED if self.computing is None else self.computing
         step, most = (given.batch_size or 1) * (given.micro_batches or 1), options.max_sequences
         blocks, heights, most_rows = [step], list(_MICRO_TOKENS[4:]), 0
         if not tight:
@@ -207,7 +233,8 @@ class Planner:
             chosen = shape.experts_per_token / max(1, shape.experts)
             elements = sum(s.elements * (chosen if s.of_experts else 1) for s in shape.slots)
             row_s = max(1, elements) * machine.product(ROWS[-1]) / ROWS[-1]
-            wanted = max(256, int(2 * shape.nbytes / machine.read_rate / row_s))
+            rate = machine.bus_rate or machine.read_rate
+            wanted = max(256, int(2 * shape.nbytes / rate / row_s))
             most_rows = min(wanted, _MAX_ROWS, room // 12 // waiting_bytes(shape, 1))
             most_rows = 1 << most_rows.bit_length() >> 1
         for block in blocks:
@@ -232,7 +259,7 @@ class Planner:
                     micro_tokens=micro_tokens,
                     max_batch_tokens=rows,
                     workload=self.workload,
-                    prompt_rows=prompt_rows(shape, self.budget),
+                    prompt_rows=prompt_rows(shape, self.computing),
                     overlap=given.overlap,
                     budget=self.budget,
                 )
@@ -259,33 +286,36 @@ class Planner:
     def _fill(self, base: Plan, order: list[list[Item]]) -> tuple[Plan, _Room] | None:
         """Return the plan that holds as many items of each group as fit, the first group first.
 
-        None if not even none fits. The last item of a group may free a buffer, so whole groups are tried
-        first.
+        None if not even none fits. On a GPU its memory is filled first, then RAM.
         """
-        groups = [group for group in order if group]
-        beginnings = [*accumulate([[], *groups])]
-
-        def fits(held: Sequence[Item]) -> bool:
-            return self._assign(base, held)[1].suffices
-
-        whole = next((n for n in reversed(range(len(beginnings))) if fits(beginnings[n])), None)
-        if whole is None:
+        if not self.on_gpu:
+            held = _most(order, lambda held: self._assign(base, held)[1].suffices)
+            return None if held is None else self._assign(base, held)
+        near = _most(order, lambda held: self._assign(base, held)[1].left["gpu"] >= 0)
+        if near is None:
             return None
-        held = beginnings[whole]
-        for group in groups[whole:]:
-            counts = range(1, len(group) + 1)
-            held = (
-                held + group[: bisect_left(counts, True, key=lambda n: not fits(held + group[:n]))]
-            )
-        return self._assign(base, held)
+        taken = Counter(item for item in near if item != _SECOND)
+        left: list[list[Item]] = [[] for _ in order]
+        for group, rest in zip(order, left, strict=True):
+            for item in group:
+                if taken[item]:
+                    taken[item] -= 1
+                elif item not in self._rounded:
+                    rest.append(item)
+        far = _most(left, lambda held: self._assign(base, near, held)[1].suffices)
+        return None if far is None else self._assign(base, near, far)
 
-    def _assign(self, base: Plan, held: Sequence[Item]) -> tuple[Plan, _Room]:
+    def _assign(
+        self, base: Plan, held: Sequence[Item], far: Sequence[Item] = ()
+    ) -> tuple[Plan, _Room]:
         """Return a plan that holds these items, whether they fit or not, and the bytes that it leaves.
 
         What is given as percents is taken from its tiers; everything else fills the gpu tier first.
 
         Args:
             base: has the batch sizes.
+            held: on a GPU, in its memory.
+            far: in RAM beside a GPU.
         """
         shape, given = self.shape, self.given
         room = _Room(given, UNLIMITED if self.budget is None else self.budget, self.disk)
@@ -294,16 +324,30 @@ class Planner:
         tiers = assign_tiers(sizes, given.weights) if given.weights else ["disk"] * len(sizes)
         for i in slots:
             tiers[i] = "gpu"
+        for item in far:
+            if isinstance(item, int):
+                tiers[item] = "cpu"
         kv_tiers, kv_layers = assign_tiers(layers, given.kv or ON_DISK), held.count(_KV)
         resident = (
             base.kv_bytes * shape.resident_bytes_per_token // max(1, shape.kv_bytes_per_token)
         )
         a_layer = -(-(base.kv_bytes - resident) // shape.layers)
         waiting = waiting_bytes(shape, base.max_batch_tokens)
-        kv_away = given.kv[2] > 0 if given.kv else kv_layers < shape.layers
-        memory = memory_of(shape, base, tuple(tiers), kv_away=kv_away, roomy=_SECOND in held)
+        kv_away = kv_layers < shape.layers
+        if given.kv:
+            kv_away = given.kv[0] < 100 if self.on_gpu else given.kv[2] > 0
+        memory = memory_of(
+            shape,
+            base,
+            tuple(tiers),
+            kv_away=kv_away,
+            roomy=_SECOND in (far if self.on_gpu else held),
+            device_roomy=_SECOND in held if self.on_gpu else None,
+            budget=self.computing,
+        )
         memory["recurrent states"] = self._state_bytes(base.block_size)
-        buffers = resident + sum(memory.values())  # of gpu as far as it goes
+        in_ram = sum(memory[kind] for kind in IN_RAM) if self.on_gpu else 0
+        buffers = resident + sum(memory.values()) - in_ram  # of gpu as far as it goes
         buffers -= sum(size for size, tier in zip(sizes, tiers, strict=True) if tier != "disk")
         for i, tier in enumerate(tiers):
             room.take(tier, 0 if i in slots or tier == "disk" else sizes[i])
@@ -311,17 +355,23 @@ class Planner:
             room.take(tier, a_layer)
         for tier, share in zip(TIERS, given.activations or (), strict=False):
             room.take(tier, int(waiting * share / 100))
-        near = buffers if room.pooled else max(0, min(buffers, room.left["gpu"]))
+        near = buffers
+        place: Callable[[int], str] = partial(room.take, "gpu")
+        if not self.on_gpu:
+            near = buffers if room.pooled else max(0, min(buffers, room.left["gpu"]))
+            place = room.place
         room.take("gpu", near)
-        room.take("cpu", buffers - near)
+        room.take("cpu", buffers - near + in_ram)
         for i in slots:
-            tiers[i] = room.place(sizes[i])
+            tiers[i] = place(sizes[i])
         if not given.kv:
-            kv_tiers = [room.place(a_layer) for _ in range(kv_layers)]
-            kv_tiers += [room.take("disk", a_layer) for _ in range(shape.layers - kv_layers)]
+            kv_tiers = [place(a_layer) for _ in range(kv_layers)]
+            kv_tiers += [room.take("cpu", a_layer) for _ in range(far.count(_KV))]
+            kv_tiers += [room.take("disk", a_layer) for _ in range(shape.layers - len(kv_tiers))]
         activations = given.activations
         if activations is None:
-            tier = room.place(waiting) if _WAITING in held else room.take("disk", waiting)
+            tier = "cpu" if _WAITING in far else "disk"
+            tier = place(waiting) if _WAITING in held else room.take(tier, waiting)
             activations = _shares([1], [tier])
         memory = {
             "weights": memory.pop("weights"),
@@ -336,6 +386,7 @@ class Planner:
             activations=activations,
             tiers=tuple(tiers),
             ring_bytes=memory["ring"],
+            device_ring_bytes=memory["GPU ring"],
             memory={kind: nbytes for kind, nbytes in memory.items() if nbytes},
         )
         return plan, room
@@ -374,40 +425,69 @@ class Planner:
         }
         choices = ", ".join(f"{name}={v}" for name, v in chosen.items() if v is not None)
         choices = f"with {choices}, " if choices else ""
-        if self.budget is None or self._least(self.budget)[1].suffices:
+        at_least = None if self.computing is None else self._least(self.computing)
+        if at_least is None or (
+            at_least[1].suffices and self._ram(at_least[1]) <= (given.cpu or 0)
+        ):
             raise TierFailed(
                 f"placement=Offload: {choices}the disk tier is too small: "
                 f"{given.disk or 'the temporary folder'} has room for {self.disk} bytes "
                 f"(disk_limit={given.disk_limit})"
             )
         budgets = f"gpu={given.gpu} and cpu={given.cpu} allow for {self.budget}"
-        tried = [int(max(1 << 16, self.budget) * 1.01**n) for n in range(3000)]
+        tried = [int(max(1 << 16, self.computing or 0) * 1.01**n) for n in range(3000)]
         enough = bisect_left(tried, True, key=lambda budget: self._least(budget)[1].suffices)
         if enough == len(tried):
             raise InvalidRequest(f"placement=Offload: {choices}no plan holds all; {budgets}")
-        needs = f"{tried[enough]} bytes are needed ({_kinds(self._least(tried[enough])[0])})"
-        if given.gpu is not None and given.cpu is not None:
+        plan, room = self._least(tried[enough])
+        where = f" on the GPU and {self._ram(room)} in RAM" if self.on_gpu else ""
+        needs = f"{tried[enough]} bytes are needed{where} ({_kinds(plan)})"
+        if given.gpu is not None and given.cpu is not None and not self.on_gpu:
             needs += ", in the proportion of gpu and cpu"
         if choices:
             raise InvalidRequest(f"placement=Offload: {choices}at least {needs}; {budgets}")
         raise OutOfBlocks(f"placement=Offload: at least {needs}; {budgets}")
 
+    def _ram(self, room: _Room) -> int:
+        """Return the bytes of RAM that a plan of `_least` takes beside a GPU; 0 without one."""
+        return UNLIMITED - room.left["cpu"] if self.on_gpu else 0
+
     def _least(self, budget: int) -> tuple[Plan, _Room]:
         """Return a plan in as little memory as possible, whether it fits into another budget or not.
 
         Args:
-            budget: in the same proportion of gpu and cpu, beside an unlimited disk.
+            budget: in the same proportion of gpu and cpu, beside an unlimited disk; on a GPU its memory,
+                beside unlimited RAM.
         """
         other = copy(self)
         other.budget, other.disk = budget, UNLIMITED
         gpu, cpu = self.given.gpu, self.given.cpu
-        if gpu is not None and cpu is not None:
+        if self.on_gpu:
+            other.given = self.given.replace(gpu=budget, cpu=UNLIMITED)
+        elif gpu is not None and cpu is not None:
             gpu = budget * gpu // max(1, gpu + cpu)
             other.given = self.given.replace(gpu=gpu, cpu=budget - gpu)
         *_, base = other._sizes(NOMINAL, tight=True)
         starts = [held for order in other._orders(base) for held in accumulate([[], *order])]
         found = [other._assign(base, held) for held in starts]
         return min(found, key=lambda entry: entry[0].memory_bytes)
+
+
+def _most(order: list[list[Item]], fits: Callable[[Sequence[Item]], bool]) -> list[Item] | None:
+    """Return as many items of each group as fit, the first group first; None if not even none fits.
+
+    The last item of a group may free a buffer, so whole groups are tried first.
+    """
+    groups = [group for group in order if group]
+    beginnings = [*accumulate([[], *groups])]
+    whole = next((n for n in reversed(range(len(beginnings))) if fits(beginnings[n])), None)
+    if whole is None:
+        return None
+    held = beginnings[whole]
+    for group in groups[whole:]:
+        counts = range(1, len(group) + 1)
+        held = held + group[: bisect_left(counts, True, key=lambda n: not fits(held + group[:n]))]
+    return held
 
 
 def _weights(shape: ModelShape) -> list[list[Item]]:

@@ -50,6 +50,11 @@ def sentences(forecast: Forecast, offload: Offload) -> tuple[str, ...]:
         )
     else:
         text.append("All weights that a step reads as a whole stay in memory.")
+    if step.bus_s:
+        text.append(
+            f"{plan.weights[0]:.3g}% of the weights and {plan.kv[0]:.3g}% of K and V lie on the GPU; the "
+            f"others are copied to it in each step, in {duration(step.bus_s)}."
+        )
     if plan.kv[2]:
         text.append(
             f"K and V of {prediction.sequences} sequences of {tokens} tokens take "
@@ -84,6 +89,7 @@ def plan_text(forecast: Forecast) -> str:
         ("  weights read in a step", amount(step.weight_bytes)),
         ("  K and V moved in a step", amount(step.kv_bytes)),
         ("  disk time of a step", duration(step.io_s)),
+        *([("  bus time of a step", duration(step.bus_s))] if step.bus_s else []),
         ("  compute time of a step", duration(step.compute_s)),
         ("  step", duration(step.seconds + prediction.sample_s)),
         ("  prompts", duration(prediction.prefill_s)),

@@ -112,24 +112,31 @@ class Offloaded(Resident):
     def _peaks(self) -> dict[str, int]:
         """Return the bytes in memory by kind."""
         in_place = sum(slot.tier_bytes for slot in self.weights.units.slots if slot.tier != "disk")
-        experts = self.weights.experts
+        experts, device_ring = self.weights.experts, self.weights.device_ring
         kv = self.store.bytes_by_tier()
         return {
             "weights": in_place,
             "experts": 0 if experts is None else experts.nbytes,
             "expert buffers": 0 if experts is None else experts.buffer_bytes,
             "ring": self.weights.ring.nbytes,
+            "GPU ring": 0 if device_ring is None else device_ring.nbytes,
             "K and V": kv["gpu"] + kv["cpu"],
             "K and V buffers": self.store.staging_bytes,
+            "GPU K and V buffers": self.store.device_staging_bytes,
         }
 
     def timings(self) -> Timings:
         """Return the timings of all forwards so far."""
         s = self.trace.seconds
         within = s("wait experts") + s("wait K and V")  # a layer that computes
+        # A GPU's threads read and make what this one waits for.
+        on_gpu = self.weights.device_ring is not None
+        waited, made = s("wait device weights"), 0.0
+        if not on_gpu:
+            waited, made = s("wait weights"), s("make weights")
         return Timings(
-            load_s=s("wait weights") + within + s("read hidden states"),
-            compute_s=s("compute weights") + s("make weights") - within - s("store K and V"),
+            load_s=waited + within + s("read hidden states"),
+            compute_s=s("compute weights") + made - within - s("store K and V"),
             store_s=s("store K and V") + s("flush K and V") + s("write hidden states"),
         )
 
@@ -201,6 +208,8 @@ def open_tiered(
         trace=weights.trace,
         overlap=offload.overlap,
         top_k=offload.attention_top_k,
+        is_apart=tiers.options.device.beside_ram is not None,
     )
     store = open_store(spec, tiers.options, layers, num_blocks, num_states, make)
+    store.batch_invariant = tiers.options.device.batch_invariant
     return Offloaded(decoder, store, tiers, layers)

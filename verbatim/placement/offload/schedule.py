@@ -80,24 +80,32 @@ class HiddenStates:
     filled again, so all references in the suspended forward stay valid. Everything else that a forward holds
     (positions, masks, what was computed once for all layers) stays.
 
-    Tensors of the module, tensors that can't be emptied and those that two parts share stay, too. "gpu" and
-    "cpu" are both RAM, so nothing is moved there. Nothing is read ahead: hidden states are small beside the
-    weights of a layer.
+    Tensors of the module, tensors that can't be emptied and those that two parts share stay, too. Without a
+    GPU "gpu" and "cpu" are both RAM, so nothing is moved there. Nothing is read ahead: hidden states are
+    small beside the weights of a layer.
 
     Args:
         module: has the parameters and buffers that must not be moved.
         percents: of the micro-batches, in (gpu, cpu, disk).
         scratch: room on the disk.
         trace: records reads and writes.
+        is_apart: "gpu" is not RAM.
     """
 
     def __init__(
-        self, module: nn.Module, percents: Percents, scratch: Scratch, trace: Trace
+        self,
+        module: nn.Module,
+        percents: Percents,
+        scratch: Scratch,
+        trace: Trace,
+        *,
+        is_apart: bool = False,
     ) -> None:
         self._module, self._percents = module, percents
-        self._scratch, self._trace = scratch, trace
+        self._scratch, self._trace, self._is_apart = scratch, trace, is_apart
         self._rooms: dict[int, tuple[int, int]] = {}  # of each part's number: where, bytes
-        self._away = WeakKeyDictionary[Part, tuple[UntypedStorage, int]]()
+        # The emptied storage, its bytes, and they themselves, if they are in RAM beside a GPU.
+        self._away = WeakKeyDictionary[Part, tuple[UntypedStorage, int, UntypedStorage | None]]()
         self._before: Unit | None = None  # what parts wait for
         self._owned: set[int] = set()  # storages of the module meanwhile
 
@@ -108,17 +116,21 @@ class HiddenStates:
             TierFailed: it can't be written, or there is no room.
         """
         tier = assign_tiers([1] * (part.number + 1), self._percents)[-1]
-        storage = self._storage_of(part) if tier == "disk" else None
-        if storage is None:
+        storage = None if tier == "gpu" else self._storage_of(part)
+        if storage is None or (tier == "cpu" and not self._is_apart):
             return
-        begin, nbytes = perf_counter(), storage.nbytes()
-        at, has = self._rooms.get(part.number, (0, 0))
-        if has < nbytes:
-            has = up(nbytes + nbytes // 4)
-            at = self._scratch.reserve(has)
-            self._rooms[part.number] = at, has
-        self._scratch.write_from([_memory(storage)], at)
-        self._away[part] = storage, nbytes
+        begin, nbytes, kept = perf_counter(), storage.nbytes(), None
+        data = storage.clone() if self._is_apart and storage.device.type == "cpu" else storage.cpu()
+        if tier == "cpu":
+            kept = data
+        else:
+            at, has = self._rooms.get(part.number, (0, 0))
+            if has < nbytes:
+                has = up(nbytes + nbytes // 4)
+                at = self._scratch.reserve(has)
+                self._rooms[part.number] = at, has
+            self._scratch.write_from([_memory(data)], at)
+        self._away[part] = storage, nbytes, kept
         storage.resize_(0)
         self._trace.add("write", "hidden states", f"hidden #{part.number}", begin, nbytes)
 
@@ -130,9 +142,13 @@ class HiddenStates:
         """
         if part not in self._away:
             return
-        (storage, nbytes), begin = self._away[part], perf_counter()
+        (storage, nbytes, data), begin = self._away[part], perf_counter()
         storage.resize_(nbytes)
-        self._scratch.read([_memory(storage)], self._rooms[part.number][0], direct=False)
+        if data is None:
+            data = UntypedStorage(nbytes) if storage.device.type != "cpu" else storage
+            self._scratch.read([_memory(data)], self._rooms[part.number][0], direct=False)
+        if data is not storage:
+            storage.copy_(data)
         del self._away[part]
         self._trace.add("read", "hidden states", f"hidden #{part.number}", begin, nbytes)
 
@@ -145,7 +161,7 @@ class HiddenStates:
         if part.number == 0 or part.unit is not self._before:  # a model has thousands of tensors
             own = (*self._module.parameters(), *self._module.buffers())
             self._before, self._owned = part.unit, {t.untyped_storage()._cdata for t in own}
-        away = {other._cdata for other, _ in self._away.values()}
+        away = {other._cdata for other, *_ in self._away.values()}
         is_shared = storage._cdata in self._owned or storage._cdata in away
         return storage if storage.resizable() and not is_shared else None
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from verbatim.errors import TierFailed
-from verbatim.weights.files import DirectFile, bytes_of, up
+from verbatim.weights.files import DirectFile, bytes_of, pages, up
 from verbatim.weights.lazy import Stored
 
+_Bytes = npt.NDArray[np.uint8]
 _UNFLUSHED = 64 << 20  # bytes that may be in the page cache before they are flushed
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL})  # by the file system
 
@@ -115,8 +119,41 @@ class Scratch(DirectFile):
     def keep(self, name: str, tensor: Tensor) -> Stored:
         """Write a tensor; return where it is."""
         at = self.reserve(tensor.nbytes)
-        self.write_from([bytes_of(tensor)], at)
+        self.write_from([bytes_of(tensor.cpu())], at)
         return Stored(name, self.path, at, tensor.nbytes, tensor.dtype, tuple(tensor.shape))
+
+
+class RamScratch:
+    """The same for a single reservation, in RAM, which is allocated when it is first used."""
+
+    def __init__(self) -> None:
+        self._nbytes, self._memory = 0, pages(0)
+
+    def reserve(self, nbytes: int) -> int:
+        """Set the size, in bytes; return offset 0."""
+        self._nbytes = nbytes
+        return 0
+
+    def release(self) -> None:
+        """Free the memory; its contents are lost."""
+        self._memory = pages(0)
+
+    def read(self, views: list[memoryview], offset: int, *, direct: bool = True) -> None:
+        """Fill `views`, one after the other, from `offset` on; `direct` has no effect."""
+        for view, own in self._places(views, offset):
+            np.copyto(view, own)
+
+    def write_from(self, views: list[memoryview], offset: int, *, direct: bool = False) -> None:
+        """Write `views`, one after the other, from `offset` on; `direct` has no effect."""
+        for view, own in self._places(views, offset):
+            np.copyto(own, view)
+
+    def _places(self, views: list[memoryview], offset: int) -> Iterator[tuple[_Bytes, _Bytes]]:
+        if not len(self._memory):
+            self._memory = pages(self._nbytes)
+        for view in views:
+            yield np.asarray(view), self._memory.numpy()[offset : offset + len(view)]
+            offset += len(view)
 
 
 def _unnamed(folder: Path) -> int:

@@ -116,6 +116,12 @@ class ModelShape:
             return 0
         return sum(self.slots[i].disk_bytes for i in unit.slots if tiers[i] == "disk")
 
+    def copied(self, unit: UnitShape, tiers: tuple[str, ...]) -> int:
+        """Return the bytes that are copied to a GPU for each use of `unit`, in whole pages."""
+        if unit.gathers:
+            return 0
+        return sum(up(self.slots[i].nbytes) for i in unit.slots if tiers[i] != "gpu")
+
     def made(self, unit: UnitShape, tiers: tuple[str, ...]) -> int:
         """Return the memory that `unit` allocates while it is used."""
         if unit.gathers:

@@ -77,10 +77,10 @@ def _rows(
     """Attend with rows of one sequence that see more than `top_k` keys, the first at `position`."""
     (rows, heads, _), kv_heads = q.shape, keys.shape[0]
     grouped = (kv_heads, heads // kv_heads)
-    positions = torch.arange(position, position + rows).reshape(rows, 1, 1, 1)
+    positions = torch.arange(position, position + rows, device=q.device).reshape(rows, 1, 1, 1)
     lowest = options.lowest_key(positions)
     oldest = int(lowest[0])
-    places = torch.arange(oldest, position + rows)
+    places = torch.arange(oldest, position + rows, device=q.device)
     pairs = zip(q.float().chunk(kv_heads, 1), keys[:, oldest : position + rows], strict=True)
     scores = torch.stack([index_scores(queries, None, k) for queries, k in pairs], 1)
     scores = scores * options.scale  # [R, Hkv, G, L]
@@ -99,7 +99,7 @@ def _rows(
     total = tree_sum(weights, -1, keepdim=True)
     if options.sinks is not None:
         total = total + torch.exp(options.sinks.reshape(*grouped, 1) - largest)
-    head = torch.arange(kv_heads).reshape(kv_heads, 1, 1)
+    head = torch.arange(kv_heads, device=q.device).reshape(kv_heads, 1, 1)
     chosen = values[head, places[best]]  # [R, Hkv, G, k, Dv]
     chosen = torch.where(weights.unsqueeze(-1) > 0, weights.unsqueeze(-1) * chosen, 0.0)
     mixed = tree_sum(chosen, -2) / total

@@ -13,11 +13,13 @@ from queue import SimpleQueue
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
+from verbatim.placement.offload.lane import Lane, staging
 from verbatim.placement.offload.trace import Trace
 from verbatim.shield import Shield
-from verbatim.weights.files import CHUNK, PAGE, OpenFiles, bytes_of, pages, up
+from verbatim.weights.files import CHUNK, PAGE, OpenFiles, bytes_of, up
 from verbatim.weights.lazy import Stored
 
 READERS = 2  # threads that read weights, or experts
@@ -77,13 +79,14 @@ class Use:
     Attributes:
         name: shown in the trace.
         nbytes: of memory.
-        reads: fill it, each in a job of its own; each returns the bytes that it read.
+        reads: fill it, each in a job of its own; each returns the bytes that it read. Memory of a device is
+            passed as a tensor.
         after: uses whose data must be written before this one's is read.
     """
 
     name: str
     nbytes: int
-    reads: list[Callable[[memoryview], int]]
+    reads: list[Callable[[Any], int]]
     after: list[Use] = field(default_factory=list)
 
 
@@ -110,11 +113,22 @@ class Ring:
             earlier is written.
         trace: records reads, writes and waits.
         ahead: False reads each use when it is taken, and waits until it is written.
+        device: on which the data is used; None: the CPU.
+        lane: makes the copies to the device, whose memory this is; None: it is RAM.
     """
 
-    def __init__(self, what: str, num_threads: int, trace: Trace, *, ahead: bool = True) -> None:
+    def __init__(
+        self,
+        what: str,
+        num_threads: int,
+        trace: Trace,
+        *,
+        ahead: bool = True,
+        device: torch.device | None = None,
+        lane: Lane | None = None,
+    ) -> None:
         self._what, self._num_threads, self._trace = what, num_threads, trace
-        self._ahead = ahead
+        self._ahead, self._device, self._lane = ahead, device, lane
         self._readers: Readers | None = None  # until the first use
         self._regions: deque[_Region] = deque()  # the first is the next to be used, or in use
         self._uses: list[Use] = []
@@ -145,8 +159,13 @@ class Ring:
         assert not self._regions
         if self._memory is None or self._memory.nbytes < nbytes:
             self._memory = None  # before more is allocated
+            size = up(nbytes + spare)
             # Page faults would slow the first reads down.
-            self._memory = pages(up(nbytes + spare)).fill_(0)
+            self._memory = (
+                staging(size, self._device).fill_(0)
+                if self._lane is None
+                else self._lane.memory(size)
+            )
         return self._memory
 
     def follow(self, uses: Iterable[Use], *, repeat: bool) -> None:
@@ -200,7 +219,8 @@ class Ring:
             region = self._regions.popleft()
             if write is not None:
                 assert self._readers is not None
-                self._writes.append(self._readers.submit(self._move, "write", region, write))
+                job = self._readers.submit(self._move, "write", region, write, self._mark())
+                self._writes.append(job)
                 if self._writes[-1].done() or not self._ahead:
                     self._writes[-1].result()
             self._over.add(region.use)
@@ -274,8 +294,12 @@ class Ring:
         self._regions.append(region)
         self._over.discard(use)  # if it is used once more, what reads its data waits once more
         self._next = (place + 1) % len(self._uses) if self._repeats else place + 1
+        mark = self._mark()  # the region may have been used until now
         for read in use.reads:
-            region.jobs.append(self._readers.submit(self._move, "read", region, read))
+            region.jobs.append(self._readers.submit(self._move, "read", region, read, mark))
+
+    def _mark(self) -> Any:
+        return None if self._lane is None else self._lane.mark()
 
     def _room(self, nbytes: int) -> int | None:
         """Return an offset, in whole pages, for a region beside those in use; None if there is no room.
@@ -293,12 +317,18 @@ class Ring:
                 return at
         return None
 
-    def _move(self, kind: str, region: _Region, move: Callable[[memoryview], int]) -> int:
+    def _move(
+        self, kind: str, region: _Region, move: Callable[[Any], int], mark: Any = None
+    ) -> int:
         """Read or write a region, or a part of it, in a thread; return the bytes moved."""
         assert self._memory is not None
         begin = perf_counter()
-        view = bytes_of(self._memory)[region.at : region.at + up(region.use.nbytes)]
-        nbytes = move(view)
+        memory = self._memory[region.at : region.at + up(region.use.nbytes)]
+        if self._lane is None:
+            nbytes = move(bytes_of(memory))
+        else:
+            with self._lane.behind(mark):
+                nbytes = move(memory)
         self._trace.add(kind, self._what, region.use.name, begin, nbytes)
         return nbytes
 

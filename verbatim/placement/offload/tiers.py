@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
-from verbatim.errors import UnsupportedModel
+import torch
+from torch import Tensor
+
+from verbatim.errors import NotSupported, UnsupportedModel
 from verbatim.heap import Heap
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.hidden import head_of
+from verbatim.model.packed import placeholder
 from verbatim.model.spec import ModelSpec, inner_model
 from verbatim.model.whole import ModelPart
 from verbatim.placement.offload.choice import Offload
@@ -44,6 +48,12 @@ class Tiers:
 
     def __init__(self, model: ToOpen, offload: Offload) -> None:
         loaded, _, options, self._limit, _ = model
+        device = options.device.beside_ram
+        if device is not None and offload.cpu_cache_compute:
+            raise NotSupported(
+                f"cpu_cache_compute=True: not supported with device={device}: attention computed on the CPU "
+                "has other bits than on the GPU, and tokens would depend on the tier"
+            )
         self.offload, self.loaded = offload, loaded
         units = units_of(model, offload)
         trace = Trace(offload.trace)
@@ -68,11 +78,18 @@ class Tiers:
                 undo.callback(packed.close)
                 loaded.packed = pack(units, loaded.module, options.quantization, packed)
                 heap.tidy()
-            self.weights = Weights(units, plan, trace, scratch, packed, heap.tidy)
+            if device is not None:
+                module = loaded.module  # pieces of a head are not in it
+                pieces = [slot.parameter for slot in units.slots]
+                move([*module.buffers(), *module.parameters(), *pieces], device)
+            self.weights = Weights(units, plan, trace, scratch, packed, heap.tidy, device)
             undo.callback(self.weights.close)
             loaded.checkpoint = self.weights
-            away = HiddenStates(loaded.module, plan.activations, scratch, trace)
-            self.schedule = BlockSchedule(self.weights, away if plan.activations[2] else None)
+            away = HiddenStates(
+                loaded.module, plan.activations, scratch, trace, is_apart=device is not None
+            )
+            moves = plan.activations[2] or (device is not None and plan.activations[1])
+            self.schedule = BlockSchedule(self.weights, away if moves else None)
             self.options = replace(
                 options,
                 kv_bytes=plan.kv_bytes,
@@ -93,10 +110,16 @@ class Tiers:
         """
         module, weights = self.loaded.module, self.weights
         install_gates(weights)
-        with weights.learning():
+        device = self.options.device
+        with weights.learning(), device.current():
             # Not fused: weights move.
             decoder = Decoder(
-                module, order=self.schedule, fused=False, unseen=part is not None, part=part
+                module,
+                order=self.schedule,
+                fused=False,
+                unseen=part is not None,
+                batch_invariant=device.batch_invariant,
+                part=part,
             )
         weights.trace.restart()  # behind the inspection
         if not decoder.spec.finite:
@@ -133,11 +156,24 @@ def units_of(model: ToOpen, offload: Offload) -> Units:
     assert lazy_weights is not None
     units = find_units(module, lazy_weights)
     packings = packings_of(module, lazy_weights, model.options.quantization)
-    units.split_experts()
-    if offload.weights is None or offload.weights[2]:
+    device = model.options.device
+    if device.beside_ram is None:
+        units.split_experts()  # a GPU gets them with their layer
+    if device.batch_invariant and (offload.weights is None or offload.weights[2]):
         split_head(units, head_of(inner_model(module)), packings)
     choose(units, module, packings)
     return units
+
+
+def move(tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Move buffers, and parameters without data, to a device in place."""
+    for tensor in tensors:
+        if tensor.untyped_storage().nbytes() < tensor.nbytes:
+            tensor.data = placeholder(
+                torch.empty(1, dtype=tensor.dtype, device=device).expand(tensor.shape)
+            )
+        else:
+            tensor.data = tensor.data.to(device)
 
 
 def groups_of(units: Units, slots: Mapping[tuple[int, int], int]) -> list[list[int]]:

@@ -43,6 +43,7 @@ class Slot:
         rounding: the packing to whose values the rows are rounded that are read.
         cut: the model's parameter and the range of its rows, if it is not the whole.
         experts: number of experts in it, if they can be read one by one.
+        held: its data in the tiers "gpu" and "cpu", while it is in memory.
     """
 
     name: str
@@ -56,6 +57,8 @@ class Slot:
     rounding: WeightPacking | None = None
     cut: tuple[nn.Parameter, int, int] | None = None
     experts: int = 0
+    held: Tensor | None = None
+    _empty: Tensor | None = None  # takes its place where it is not installed
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +73,12 @@ class Slot:
     def install(self, data: Tensor | None) -> None:
         """Give the model the parameter, or its holders the quantized bytes; None takes them away."""
         if self.packing is None:
-            self.parameter.data = placeholder(self.parameter) if data is None else data
+            if data is None:
+                if self._empty is None:
+                    self._empty = placeholder(self.parameter)
+                data = self._empty
+            self.parameter.data = data
+            return
         for layer, name in self.holders:
             held: Any = layer._buffers[name]
             layer._buffers[name] = placeholder(held) if data is None else data

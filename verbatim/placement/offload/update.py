@@ -78,10 +78,8 @@ class TierWriter(WeightWriter):
             assert self._overlay is not None
             self._lazies[slot] = self._overlay.keep(slot.name, held)
             return
-        target = slot.parameter.data
-        if slot.packing is not None:
-            assert isinstance(slot.lazy, Held)
-            target = slot.lazy.tensor
+        target = slot.held
+        assert target is not None
         self._copies.append((target, held))
         self._lazies[slot] = Held(target)
 
