@@ -24,6 +24,7 @@ BLOCK = 4 * GROUPS
 LANES = tl.constexpr(NUM_LANES)
 _UNROLLED = tl.constexpr(16)  # loads on their way at once
 _KINDS = tl.constexpr(2)  # of masses of a row: at temperature 1, and at its own
+_STAGES = 3
 _WIDTH = tl.constexpr(10)  # numbers found of a row
 _SCRATCH = 2**24  # masses of rows that are drawn at once, 128 MB
 _NO_ID = tl.constexpr(0x7FFFFFFF)
@@ -162,7 +163,7 @@ def _masses(
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """The masses of a tile of ids, at temperature 1 and at the row's: `[R, tiles * BLOCK / LANES, 2, LANES]`."""
+    """The masses of a tile of ids, at temperature 1 and at the row's: `[R, V / LANES, 2, LANES]`."""
     row, tile = tl.program_id(0), tl.program_id(1)
     place, _, _, _, target, temperature = _row_of(numbers, first + row, num_rows)
     top, warped_top, _, warps = _top_of(tops, place, target, temperature)
@@ -178,7 +179,7 @@ def _masses(
 
 
 @triton.jit(do_not_specialize=["first", "num_rows", "tiles"])
-def _finish(
+def _draw(
     found,
     bests,
     best_ids,
@@ -195,6 +196,7 @@ def _finish(
     STEPS: tl.constexpr,
     LANES: tl.constexpr,
     LEVELS: tl.constexpr,
+    STAGES: tl.constexpr,
     UNROLLED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -205,7 +207,7 @@ def _finish(
     lane = tl.arange(0, _KINDS * LANES)
     at = masses + row.to(tl.int64) * tiles * STEPS * _KINDS * LANES + lane
     sums = tl.full([_KINDS * LANES], 0.0, tl.float64)
-    for start in range(0, tiles * STEPS, UNROLLED):
+    for start in tl.range(0, tiles * STEPS, UNROLLED, num_stages=STAGES):
         for step in tl.static_range(UNROLLED):
             sums += tl.load(at + (start + step) * _KINDS * LANES)
     for level in tl.static_range(1, LEVELS + 1):
@@ -284,7 +286,7 @@ def draw(
         rows = logits, numbers, tops, first, num_rows, logits.stride(0), size, tiles
         _pick[(count, tiles)](bests, best_ids, *rows, GROUPS=GROUPS, SLACK=SLACK, **EXACT)
         _masses[(count, tiles)](masses, *rows, BLOCK=BLOCK, LANES=LANES, **EXACT)
-        _finish[(count,)](
+        _draw[(count,)](
             found,
             bests,
             best_ids,
@@ -294,6 +296,7 @@ def draw(
             STEPS=BLOCK // LANES.value,
             LANES=LANES,
             LEVELS=LANES.value.bit_length() - 1,
+            STAGES=_STAGES,
             UNROLLED=_UNROLLED,
             WIDTH=_WIDTH,
             num_warps=2,  # one for each kind of mass
