@@ -45,9 +45,32 @@ def rounded_rows(rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    batch: Batch  # whose tensors are read anew each time
-    slots: Tensor
+    """A recorded step, which reads `inputs` anew each time.
+
+    Attributes:
+        inputs: bytes on the device.
+        host: the same in RAM, and `columns` the tensors in it.
+        blank: those of surplus rows only.
+    """
+
+    inputs: Tensor
+    host: Tensor
+    columns: list[Tensor]
+    blank: Tensor
     replay: Callable[[], Tensor]
+
+
+def _columns(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Return tensors like others, one after the other in the bytes of `flat`."""
+    parts = flat.split([_padded(tensor.nbytes) for tensor in like])
+    return [
+        part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for part, tensor in zip(parts, like, strict=True)
+    ]
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16
 
 
 class DecodeGraphs:
@@ -110,37 +133,43 @@ class DecodeGraphs:
         return [*map(Tensor.data_ptr, stores), *map(Tensor.data_ptr, self._weights)]
 
     def _record(self, rows: int, width: int) -> _Recorded:
-        device = self._store.device
-        batch = dummy_batch(rows, width, device)
-        if self._store.states is not None:
-            zeros = torch.zeros(rows, dtype=torch.int32, device=device)
-            batch.state_sources, batch.state_targets = zeros, zeros.clone()
-            batch.state_rows = zeros + rows  # there is no such row, so nothing is written
-        slots = torch.zeros(rows, dtype=torch.int64, device=device)
-        store = self._store
+        store, device = self._store, self._store.device
+        batch = dummy_batch(rows, width)
+        slots = torch.full((rows,), SCRATCH_BLOCK * store.block_size)
+        if store.states is not None:
+            zeros = torch.full((rows,), ZERO_STATE, dtype=torch.int32)
+            batch.state_sources, batch.state_targets = zeros, zeros
+            batch.state_rows = torch.full_like(zeros, rows)  # there is no such row
+        values = self._inputs(batch, slots)
+        blank = torch.zeros(sum(_padded(tensor.nbytes) for tensor in values), dtype=torch.uint8)
+        for column, tensor in zip(_columns(blank, values), values, strict=True):
+            column.copy_(tensor)
+        host, inputs = blank.clone(), blank.to(device, copy=True)
+        batch.query_starts, batch.logit_rows = (
+            tensor.to(device) for tensor in (batch.query_starts, batch.logit_rows)
+        )
+        batch.token_ids, batch.positions, batch.context_lens, batch.block_tables, slots, *states = (
+            _columns(inputs, values)
+        )
+        if states:
+            batch.state_sources, batch.state_rows, batch.state_targets = states
         replay = self._recorder(lambda: self._decoder.forward_in_place(batch, slots, store))
-        return _Recorded(batch, slots, replay)
+        return _Recorded(inputs, host, _columns(host, values), blank, replay)
+
+    def _inputs(self, batch: Batch, slots: Tensor) -> list[Tensor]:
+        """Return what differs from step to step."""
+        columns = [batch.token_ids, batch.positions, batch.context_lens, batch.block_tables, slots]
+        if self._store.states is not None:
+            columns += StateRows.of(batch)[1:]
+        return columns
 
     def _fill(self, recorded: _Recorded, batch: Batch) -> None:
-        """Copy a step's inputs to where the recording reads them, followed by those of surplus rows."""
-        rows, static = batch.num_tokens, recorded.batch
-        tables = torch.full(tuple(static.block_tables.shape), SCRATCH_BLOCK, dtype=torch.int32)
-        tables[:rows, : batch.block_tables.shape[1]] = batch.block_tables
-        slots = batch.slots(self._store.block_size)
-        columns = [
-            (static.token_ids, batch.token_ids, 0),
-            (static.positions, batch.positions, 0),
-            (static.context_lens, batch.context_lens, 1),
-            (recorded.slots, slots, SCRATCH_BLOCK * self._store.block_size),
-        ]
-        if self._store.states is not None:
-            fillers = ZERO_STATE, static.num_tokens, ZERO_STATE
-            columns += zip(StateRows.of(static)[1:], StateRows.of(batch)[1:], fillers, strict=True)
-        for place, values, filler in columns:
-            spare = len(place) - len(values)
-            padded = torch.cat([values, values.new_full((spare,), filler)]) if spare else values
-            place.copy_(padded, non_blocking=True)
-        static.block_tables.copy_(tables, non_blocking=True)
+        """Copy a step's inputs to where the recording reads them, before those of surplus rows."""
+        recorded.host.copy_(recorded.blank)
+        values = self._inputs(batch, batch.slots(self._store.block_size))
+        for column, tensor in zip(recorded.columns, values, strict=True):
+            column[tuple(map(slice, tensor.shape))] = tensor
+        recorded.inputs.copy_(recorded.host, non_blocking=True)  # one copy to the GPU
 
 
 def cuda_recorder(device: torch.device) -> Recorder:
