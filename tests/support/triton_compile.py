@@ -6,6 +6,7 @@ together. Each line: the rows, a kernel's name, its binary's number, what its PT
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from verbatim.batch import AttentionBatch
-from verbatim.kernels.options import AttentionOptions, NormKind
-from verbatim.kernels.triton import attention, linear, norm, recurrence, rope, sampling
+from verbatim.kernels.options import Activation, AttentionOptions, NormKind
+from verbatim.kernels.triton import attention, elementwise, linear, norm, recurrence, rope, sampling
 
 
 class NoDevice:
@@ -83,7 +84,9 @@ for dtype in (torch.bfloat16, torch.float32):
     for tokens, sequences in ((1, 1), (4, 4), (77, 3)):
         label = f"{tokens}x{sequences}"
         attend(tokens, sequences, dtype)
-        linear.linear(torch.empty(tokens, 256, dtype=dtype), weight)
+        x, out = torch.empty(tokens, 256, dtype=dtype), torch.empty(tokens, 512, dtype=dtype)
+        for tile in linear.TILES if dtype is torch.bfloat16 else [linear.WIDE]:
+            linear.multiply(x, weight, None, out, tile)
         recur(tokens, sequences, dtype)
     label = "wide"
     attend(7, 1, dtype, head=256)
@@ -92,4 +95,6 @@ for dtype in (torch.bfloat16, torch.float32):
     heads, angles = torch.empty(5, 8, 64, dtype=dtype), torch.empty(5, 64, dtype=dtype)
     store = torch.empty(4, 8, 16, 64, dtype=dtype)
     rope.rope_and_write(heads, heads, heads, angles, angles, store, store, z)
-    sampling.draw(torch.zeros(5, 1000, dtype=dtype), z, z, z, z, torch.ones(5), z)
+    elementwise.activate(weight, Activation.SILU, weight)
+    with suppress(ValueError):  # a logarithm of what no kernel has written
+        sampling.draw(torch.zeros(5, 1000, dtype=dtype), z, z, z, z, torch.ones(5), z)

@@ -1,22 +1,45 @@
-"""Products of rows with a matrix in tiles of one fixed size, summed along K in one fixed order.
+"""Products of rows with a matrix in tiles of fixed sizes, summed along K in one fixed order.
 
-Every number of rows runs through the same compiled kernel with the same tile shapes, and each element
-is one sequence of tile products from k = 0 on, so a row's bits depend neither on how many rows there are
-nor on its place among them. One row pays for a tile of them; what that costs is for benchmarks to say.
+Each element is one sequence of products of 16 numbers (one number in float32) from k = 0 on, whatever the
+tile, so a row's bits depend neither on how many rows there are nor on its place among them. Few rows get a
+low tile, which reads the matrix fastest, and many a tall one. A tensor core may sum a tile of another size
+by another instruction: before tiles are used, a trial on the device compares their bits, and a tile that
+differs from the tallest is not used there.
 """
 
 from __future__ import annotations
+
+import functools
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from verbatim.kernels.triton.numbers import DTYPES, EXACT, product, rounded, widened
+from verbatim.kernels.triton.numbers import DTYPES, EXACT, INTERPRETED, product, rounded, widened
 
-ROWS = 64
-COLUMNS = 32
-DEPTH = 128  # of one tile product
+
+class Tile(NamedTuple):
+    """Sizes of what one program computes at once; numbers of its warps, and of loads on their way."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+# By height. A tile is for at most so many rows: the last one is for all.
+TILES: tuple[Tile, ...] = (
+    Tile(16, 32, 256, 4, 4),
+    Tile(64, 64, 128, 4, 3),
+    Tile(128, 128, 64, 8, 4),
+)
+_MOST_ROWS = (16, 128)
+WIDE = Tile(64, 32, 64, 4, 4)  # of float32, whose products are not tensor cores'
+if INTERPRETED.value:  # it adds up the depth of a tile before it adds that to the total
+    TILES = tuple(tile._replace(depth=64) for tile in TILES)
 _GROUP = 8  # tiles of rows that run side by side and share a tile of the matrix in the cache
 
 
@@ -87,30 +110,61 @@ def linear(
     """
     num_columns, depth = weight.shape
     rows = x.reshape(-1, depth).contiguous()
-    num_rows = rows.shape[0]
-    out = rows.new_empty((num_rows, num_columns), dtype=torch.float32 if float32 else x.dtype)
+    out = rows.new_empty((len(rows), num_columns), dtype=torch.float32 if float32 else x.dtype)
     if out.numel():
-        tiles = triton.cdiv(num_rows, ROWS) * triton.cdiv(num_columns, COLUMNS)
-        deep = DEPTH * x.element_size() // 2  # bytes of a row of a tile: the same for all dtypes
-        _linear[(tiles,)](
-            out,
-            rows,
-            weight,
-            out if bias is None else bias.contiguous(),
-            num_rows,
-            num_columns,
-            depth,
-            depth,
-            weight.stride(0),
-            weight.stride(1),
-            ROWS=ROWS,
-            COLUMNS=COLUMNS,
-            DEPTH=DEPTH if deep <= DEPTH else DEPTH // 2,
-            GROUP=_GROUP,
-            HAS_BIAS=bias is not None,
-            OUT=DTYPES[out.dtype],
-            num_warps=4,
-            num_stages=4,
-            **EXACT,
-        )
+        multiply(rows, weight, bias, out, tile_for(len(rows), x.dtype, x.device))
     return out.view(*x.shape[:-1], num_columns)
+
+
+def tile_for(num_rows: int, dtype: torch.dtype, device: torch.device) -> Tile:
+    """Return the fastest tile for so many rows."""
+    if dtype.itemsize > 2:
+        return WIDE
+    equal = _equal_tiles(dtype, device, TILES)
+    fitting = [tile for tile, most in zip(TILES, _MOST_ROWS, strict=False) if num_rows <= most]
+    return next((tile for tile in fitting if tile in equal), TILES[-1])
+
+
+@functools.cache
+def _equal_tiles(
+    dtype: torch.dtype, device: torch.device, tiles: tuple[Tile, ...]
+) -> frozenset[Tile]:
+    """Return the tiles that have the bits of the last one on a device, by a trial."""
+    noise = torch.Generator().manual_seed(0)
+
+    def numbers(count: int) -> Tensor:  # of many sizes, so that every rounding shows
+        exponents = torch.randint(-6, 7, (count, 512), generator=noise)
+        return (torch.randn(count, 512, generator=noise) * 2.0**exponents).to(device, dtype)
+
+    x, weight = numbers(40), numbers(96)
+    made = [torch.empty(40, 96, device=device) for _ in tiles]
+    for tile, out in zip(tiles, made, strict=True):
+        multiply(x, weight, None, out, tile)
+    return frozenset(tile for tile, out in zip(tiles, made, strict=True) if out.equal(made[-1]))
+
+
+def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile) -> None:
+    """Write the product of `rows` `[R, K]` with `weight` to `out` `[R, N]`, in tiles of one size."""
+    num_columns, depth = weight.shape
+    tiles = triton.cdiv(len(rows), tile.rows) * triton.cdiv(num_columns, tile.columns)
+    _linear[(tiles,)](
+        out,
+        rows,
+        weight,
+        out if bias is None else bias.contiguous(),
+        len(rows),
+        num_columns,
+        depth,
+        depth,
+        weight.stride(0),
+        weight.stride(1),
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        GROUP=_GROUP,
+        HAS_BIAS=bias is not None,
+        OUT=DTYPES[out.dtype],
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **EXACT,
+    )

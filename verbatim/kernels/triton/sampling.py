@@ -22,9 +22,9 @@ from verbatim.kernels.triton.numbers import DTYPES, EXACT, helper, widened
 GROUPS = 256  # of four ids, in one program's tile
 BLOCK = 4 * GROUPS
 LANES = tl.constexpr(NUM_LANES)
-_UNROLLED = tl.constexpr(16)  # loads on their way at once
+_UNROLLED = tl.constexpr(32)  # additions of lanes between two waits
 _KINDS = tl.constexpr(2)  # of masses of a row: at temperature 1, and at its own
-_STAGES = 3
+_STAGES = 5  # loads of so many are on their way
 _WIDTH = tl.constexpr(10)  # numbers found of a row
 _SCRATCH = 2**24  # masses of rows that are drawn at once, 128 MB
 _NO_ID = tl.constexpr(0x7FFFFFFF)
