@@ -41,6 +41,7 @@ def test_one_binary_serves_every_number_of_rows(
     } <= set(numbers)
     for kernel in ("_attend", "_finish", "_linear", "_causal_conv", "_linear_recurrence"):
         by_rows = [numbers[kernel][label] for label in ("1x1", "4x4", "77x3")]
-        # One for each dtype; of recurrences, for each kind; of products, for each height of tiles.
-        assert len(by_rows[0]) == (4 if kernel == "_linear" else 2)
+        # One for each dtype; of recurrences, for each kind; of products, for each height of tiles,
+        # with one matrix and with one for each expert.
+        assert len(by_rows[0]) == (8 if kernel == "_linear" else 2)
         assert by_rows[0] == by_rows[1] == by_rows[2], kernel

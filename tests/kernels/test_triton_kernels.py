@@ -106,6 +106,20 @@ def test_tiles_of_all_heights_have_the_same_bits_and_another_one_is_not_used(
     linear._equal_tiles.cache_clear()
 
 
+@pytest.mark.parametrize("counts", [[3, 0, 70, 1, 0, 6], [0, 0, 0, 0, 0, 2], [0] * 6])
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_products_by_expert_have_the_bits_of_each(counts: list[int], by_columns: bool) -> None:
+    rows, bias = noise(sum(counts) + 4, 40, dtype=BF16), noise(6, 20, dtype=BF16, seed=1)
+    weight = noise(6, 20, 40, dtype=BF16, seed=2)
+    if by_columns:
+        weight = weight.mT.contiguous().mT
+    starts = torch.tensor([0, *itertools.accumulate(counts)], device=DEVICE)
+    found = linear.linear_by_expert(rows, weight, bias, starts)
+    for expert, (first, last) in enumerate(itertools.pairwise(starts.tolist())):
+        want = linear.linear(rows[first:last], weight[expert], bias[expert])
+        assert bit_equal(found[first:last], want)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_linear_is_close_and_a_row_keeps_its_bits(dtype: str) -> None:
     x, weight = (noise(n, 75, dtype=DTYPES[dtype], seed=n) for n in (150, 37))

@@ -15,6 +15,7 @@ from support.triton_here import DEVICE, INTERPRETED
 from verbatim import LLM, SamplingParams
 from verbatim.batch import Batch, SamplePlan, SampleRow
 from verbatim.kv.store import KVStore
+from verbatim.model import experts
 from verbatim.model.decoder import Decoder
 from verbatim.sampling.sampler import sample_rows
 
@@ -165,6 +166,29 @@ def test_without_the_same_bits_it_computes_the_same_within_rounding() -> None:
     plain = module(torch.arange(3, 14, device=DEVICE)[None]).logits[0]
     assert torch.allclose(exact, fast, rtol=1e-4, atol=1e-4)
     assert torch.allclose(fast, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_all_experts_at_once_have_the_bits_of_one_by_one(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = toy(name, torch.bfloat16)
+    found = next(m for m in module.modules() if experts.is_stacked(m))
+    hidden = torch.randn(9, TINY["hidden_size"]).bfloat16()
+    index = torch.arange(18).view(9, 2) % 5 % found.num_experts
+    weights = torch.rand(9, 2)
+    given = [found, *(x.to(DEVICE) for x in (hidden, index, weights))]
+    calls: list[Any] = []
+    one = experts.ExpertsParts.one
+    monkeypatch.setattr(
+        experts.ExpertsParts, "one", lambda *args: (calls.append(args), one(*args))[1]
+    )
+    with torch.inference_mode():
+        at_once = experts.flat_experts(*given)
+        assert not calls
+        monkeypatch.setattr(experts.ExpertsParts, "sorts_on_gpu", lambda self, rows: False)
+        assert torch.equal(experts.flat_experts(*given), at_once)
+    assert calls
 
 
 def test_rows_of_all_kinds_are_drawn_as_by_one_sampler() -> None:

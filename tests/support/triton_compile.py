@@ -87,6 +87,8 @@ for dtype in (torch.bfloat16, torch.float32):
         x, out = torch.empty(tokens, 256, dtype=dtype), torch.empty(tokens, 512, dtype=dtype)
         for tile in linear.TILES if dtype is torch.bfloat16 else [linear.WIDE]:
             linear.multiply(x, weight, None, out, tile)
+            starts = torch.zeros(8, dtype=torch.int64)
+            linear.multiply(x, weight.view(-1, 512, 256).expand(7, -1, -1), None, out, tile, starts)
         recur(tokens, sequences, dtype)
     label = "wide"
     attend(7, 1, dtype, head=256)

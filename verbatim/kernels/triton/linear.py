@@ -54,6 +54,9 @@ def _linear(
     x,
     weight,
     bias,
+    starts,
+    num_experts,
+    expert_stride,
     num_rows,
     num_columns,
     depth,
@@ -66,19 +69,43 @@ def _linear(
     GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     OUT: tl.constexpr,
+    EXPERTS: tl.constexpr,
 ):
-    """Compute one tile of the result; `weight` is read as [num_columns, depth] with any strides."""
+    """Compute one tile of the result; `weight` is read as [num_columns, depth] with any strides.
+
+    With EXPERTS, a power of two that is at least `num_experts`, there is a matrix for each expert e, and it
+    has the rows `starts[e]` to `starts[e + 1]`.
+    """
     program = tl.program_id(0)
     row_tiles = (num_rows + ROWS - 1) // ROWS
+    if EXPERTS:  # most that there can be
+        row_tiles += tl.minimum(num_experts, num_rows)
     column_tiles = (num_columns + COLUMNS - 1) // COLUMNS
     first = program // (GROUP * column_tiles) * GROUP
     height = tl.minimum(GROUP, row_tiles - first)
     row_tile = first + program % (GROUP * column_tiles) % height
     column_tile = program % (GROUP * column_tiles) // height
-    row = row_tile * ROWS + tl.arange(0, ROWS)
+    first_row, last_row = row_tile * ROWS, num_rows
+    if EXPERTS:
+        number = tl.arange(0, EXPERTS)
+        known = number < num_experts
+        begins = tl.load(starts + number, mask=known, other=0).to(tl.int32)
+        ends = tl.load(starts + number + 1, mask=known, other=0).to(tl.int32)
+        tiles = (ends - begins + ROWS - 1) // ROWS
+        tiles_to = tl.cumsum(tiles, 0)
+        expert = tl.sum((tiles_to <= row_tile).to(tl.int32), 0)
+        if expert >= num_experts:
+            return
+        its = number == expert
+        tile_of_it = row_tile - tl.sum(tl.where(its, tiles_to - tiles, 0), 0)
+        first_row = tl.sum(tl.where(its, begins, 0), 0) + tile_of_it * ROWS
+        last_row = tl.sum(tl.where(its, ends, 0), 0)
+        weight += expert.to(tl.int64) * expert_stride
+        bias += expert.to(tl.int64) * num_columns
+    row = first_row + tl.arange(0, ROWS)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     at = tl.arange(0, DEPTH)
-    held_row, held_column = row < num_rows, column < num_columns
+    held_row, held_column = row < last_row, column < num_columns
     x_row = x + row.to(tl.int64)[:, None] * x_stride
     w_column = weight + column.to(tl.int64)[None, :] * column_stride
     total = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
@@ -143,27 +170,56 @@ def _equal_tiles(
     return frozenset(tile for tile, out in zip(tiles, made, strict=True) if out.equal(made[-1]))
 
 
-def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile) -> None:
+def linear_by_expert(rows: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor) -> Tensor:
+    """Multiply rows, sorted by expert, with the matrices of their experts, in one launch.
+
+    Args:
+        rows: `[R, K]`.
+        weight: `[E, N, K]` with any strides.
+        bias: `[E, N]` or None.
+        starts: `[E + 1]` int64 on the device, the first row of each expert, and the end of the last one.
+
+    Returns:
+        `[R, N]`; rows of no expert are not written.
+    """
+    out = rows.new_empty(len(rows), weight.shape[1])
+    each = -(-len(rows) // len(weight))
+    multiply(rows.contiguous(), weight, bias, out, tile_for(each, rows.dtype, rows.device), starts)
+    return out
+
+
+def multiply(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    tile: Tile,
+    starts: Tensor | None = None,
+) -> None:
     """Write the product of `rows` `[R, K]` with `weight` to `out` `[R, N]`, in tiles of one size."""
-    num_columns, depth = weight.shape
-    tiles = triton.cdiv(len(rows), tile.rows) * triton.cdiv(num_columns, tile.columns)
-    _linear[(tiles,)](
+    *experts, num_columns, depth = weight.shape
+    row_tiles = triton.cdiv(len(rows), tile.rows) + sum(min(count, len(rows)) for count in experts)
+    _linear[(row_tiles * triton.cdiv(num_columns, tile.columns),)](
         out,
         rows,
         weight,
         out if bias is None else bias.contiguous(),
+        out if starts is None else starts,
+        sum(experts),
+        weight.stride(0) if experts else 0,
         len(rows),
         num_columns,
         depth,
         depth,
-        weight.stride(0),
-        weight.stride(1),
+        weight.stride(-2),
+        weight.stride(-1),
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         DEPTH=tile.depth,
         GROUP=_GROUP,
         HAS_BIAS=bias is not None,
         OUT=DTYPES[out.dtype],
+        EXPERTS=triton.next_power_of_2(sum(experts)) if experts else 0,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **EXACT,
