@@ -17,6 +17,7 @@ from verbatim.batch import Batch, SamplePlan, SampleRow
 from verbatim.kv.store import KVStore
 from verbatim.model import experts
 from verbatim.model.decoder import Decoder
+from verbatim.placement.graphs import DecodeGraphs
 from verbatim.sampling.sampler import sample_rows
 
 TINY = dict(
@@ -186,9 +187,28 @@ def test_all_experts_at_once_have_the_bits_of_one_by_one(
     with torch.inference_mode():
         at_once = experts.flat_experts(*given)
         assert not calls
-        monkeypatch.setattr(experts.ExpertsParts, "sorts_on_gpu", lambda self, rows: False)
+        monkeypatch.setattr(experts.ExpertsParts, "sorts_on_gpu", lambda *_: False)
         assert torch.equal(experts.flat_experts(*given), at_once)
     assert calls
+
+
+def test_recorded_steps_of_experts_have_the_same_bits_and_routing() -> None:
+    """Without a GPU, what records a step runs it again."""
+    module, prompts = toy("qwen3_moe", torch.bfloat16), [[5, 9, 8], [7, 6, 5, 4]]
+    params = SamplingParams(max_tokens=3, seed=1, ignore_eos=True, record_routing=True)
+
+    def generated(record: bool) -> list[Any]:
+        with LLM(module, deterministic=True) as llm:
+            runner: Any = llm.engine.runner
+            if record:
+                runner.graphs = DecodeGraphs(
+                    runner.decoder, runner.store, lambda step: step, runner.records
+                )
+            outputs = [result.outputs[0] for result in llm.generate(prompts, params)]
+            assert not record or (runner.graphs.count, runner.graphs.reason) == (1, None)
+        return [(o.token_ids, o.logprobs, o.routing.tolist()) for o in outputs]
+
+    assert generated(True) == generated(False)
 
 
 def test_rows_of_all_kinds_are_drawn_as_by_one_sampler() -> None:

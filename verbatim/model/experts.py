@@ -223,15 +223,16 @@ class ExpertsParts:
         except NotFusable:
             return None
 
-    def sorts_on_gpu(self, rows: Tensor) -> bool:
-        """Return whether `all_sorted` can run `rows`."""
-        if not kernels.triton_serves(rows.device):
+    def sorts_on_gpu(self, dtype: torch.dtype | None = None) -> bool:
+        """Return whether `all_sorted` can run rows of a dtype; None: of the weights'."""
+        tensors = [t for place in self.tensors if (t := place[0].get(place[1])) is not None]
+        if not tensors or not kernels.triton_serves(tensors[0].device):
             return False
         from verbatim.kernels.triton.linear import served
 
-        tensors = [place[0].get(place[1]) for place in self.tensors]
+        one = tensors[0].new_empty(0, dtype=dtype)
         return all(s.packing is None for s in (*self.inputs, self.down)) and all(
-            served(rows, tensor, None) for tensor in tensors if tensor is not None
+            served(one, tensor, None) for tensor in tensors
         )
 
     def all_sorted(self, starts: Tensor, rows: Tensor) -> Tensor:
@@ -321,6 +322,15 @@ def runs_flat(module: nn.Module) -> bool:
     return is_stacked(module) or _is_own(module)
 
 
+def reads_back(module: nn.Module) -> bool:
+    """Return whether it is an experts module whose `flat_experts` waits for the numbers of rows."""
+    if not runs_flat(module):
+        return False
+    with suppress(NotFusable):
+        return hasattr(module, "expert_share") or not parts_of(module).sorts_on_gpu()
+    return True
+
+
 def how_run(experts: Any, dtype: torch.dtype) -> str | None:
     """Say how an experts module runs by itself; None where `flat_experts` does not run it."""
     if not runs_flat(experts):
@@ -328,9 +338,8 @@ def how_run(experts: Any, dtype: torch.dtype) -> str | None:
     share: ExpertShare | None = getattr(experts, "expert_share", None)
     where = "" if share is None else f", {share.where}"
     held = experts if share is None or share.held is None else share.held
-    with suppress(NotFusable):
-        if share is None and parts_of(held).sorts_on_gpu(next(held.parameters())):
-            return "all in one kernel call for each product"
+    if not reads_back(experts):
+        return "all in one kernel call for each product"
     if kernels.library() is None or dtype not in SUFFIX:
         return f"expert by expert{where}: no compiled kernels for them"
     try:
@@ -394,7 +403,7 @@ def flat_experts(
     sorted_index, by_expert = torch.sort(top_k_index.reshape(-1), stable=True)
     rows = hidden[by_expert // top_k]
     count = num_experts(experts)
-    if share is None and parts.sorts_on_gpu(rows):
+    if share is None and parts.sorts_on_gpu(rows.dtype):
         numbers = torch.arange(count + 1, device=rows.device)
         out = parts.all_sorted(torch.searchsorted(sorted_index, numbers), rows)
         out = torch.where((sorted_index < count)[:, None], out, rows)

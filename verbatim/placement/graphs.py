@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,12 +21,15 @@ from verbatim.errors import first_line
 from verbatim.kv.states import StateRows
 from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder
+from verbatim.model.routing import Records
 
 MAX_ROWS = 512  # of a step that is recorded; larger ones keep a GPU busy
 _LEAST_CONTEXT = 512  # positions that the smallest tables hold
 
+# Logits, and what layers chose.
+Step = Callable[[], tuple[Tensor, Tensor | None]]
 # Makes of a function, whose tensors all stay in their places, something that does the same once more.
-Recorder = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+Recorder = Callable[[Step], Step]
 
 
 def wanted() -> bool:
@@ -57,7 +61,7 @@ class _Recorded:
     host: Tensor
     columns: list[Tensor]
     blank: Tensor
-    replay: Callable[[], Tensor]
+    replay: Step
 
 
 def _columns(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
@@ -78,13 +82,21 @@ class DecodeGraphs:
 
     Args:
         recorder: `cuda_recorder(device)`; a test may do without a GPU.
+        records: of what layers choose.
 
     Attributes:
         reason: why nothing is recorded any more; None as long as it works.
     """
 
-    def __init__(self, decoder: Decoder, store: KVStore, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        store: KVStore,
+        recorder: Recorder,
+        records: Records = MappingProxyType({}),
+    ) -> None:
         self._decoder, self._store, self._recorder = decoder, store, recorder
+        self._routing = records.get("routing")
         self._recorded: dict[tuple[int, int], _Recorded] = {}
         self._weights: list[Tensor] = []
         self._pointers: list[int] = []
@@ -111,8 +123,12 @@ class DecodeGraphs:
             except Exception as error:  # a model may do anything that can't be recorded
                 self.reason = f"{type(error).__name__}: {first_line(error)}"
                 return None
-        self._fill(recorded, batch)
-        return recorded.replay()[:rows]
+        slots = batch.slots(self._store.block_size)
+        self._fill(recorded, self._inputs(batch, slots))
+        logits, chosen = recorded.replay()
+        if self._routing is not None and chosen is not None:
+            self._routing.write(slots, chosen[:rows])
+        return logits[:rows]
 
     @property
     def count(self) -> int:
@@ -133,6 +149,7 @@ class DecodeGraphs:
         return [*map(Tensor.data_ptr, stores), *map(Tensor.data_ptr, self._weights)]
 
     def _record(self, rows: int, width: int) -> _Recorded:
+        self._decoder.check_experts_run_freely()
         store, device = self._store, self._store.device
         batch = dummy_batch(rows, width)
         slots = torch.full((rows,), SCRATCH_BLOCK * store.block_size)
@@ -163,10 +180,9 @@ class DecodeGraphs:
             columns += StateRows.of(batch)[1:]
         return columns
 
-    def _fill(self, recorded: _Recorded, batch: Batch) -> None:
+    def _fill(self, recorded: _Recorded, values: list[Tensor]) -> None:
         """Copy a step's inputs to where the recording reads them, before those of surplus rows."""
         recorded.host.copy_(recorded.blank)
-        values = self._inputs(batch, batch.slots(self._store.block_size))
         for column, tensor in zip(recorded.columns, values, strict=True):
             column[tuple(map(slice, tensor.shape))] = tensor
         recorded.inputs.copy_(recorded.host, non_blocking=True)  # one copy to the GPU
@@ -176,7 +192,7 @@ def cuda_recorder(device: torch.device) -> Recorder:
     """Return a recorder of the kernels that a function launches on `device`; all recordings share memory."""
     pool: Any = torch.cuda.graph_pool_handle()
 
-    def record(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def record(step: Step) -> Step:
         beside = torch.cuda.Stream(device)
         beside.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(beside):
@@ -190,7 +206,7 @@ def cuda_recorder(device: torch.device) -> Recorder:
         ):
             out = step()
 
-        def replay() -> Tensor:
+        def replay() -> tuple[Tensor, Tensor | None]:
             graph.replay()
             return out
 

@@ -136,7 +136,7 @@ class Resident(Runner):
     def record_steps(self) -> None:
         """Run decode steps as CUDA graphs from now on; the model must be on a GPU and never edited."""
         recorder = graphs.cuda_recorder(self.store.device)
-        self.graphs = DecodeGraphs(self.decoder, self.store, recorder)
+        self.graphs = DecodeGraphs(self.decoder, self.store, recorder, self.records)
 
     def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
         with threads(self._num_threads), self._device.current():
