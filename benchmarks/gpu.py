@@ -16,9 +16,11 @@ import gc
 import json
 import statistics
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import decode
 import torch
@@ -57,16 +59,20 @@ def copy_bandwidth() -> float:
 
 
 def open_engine(model: Any, deterministic: bool) -> LLM:
-    """With recorded steps, as of a model that was loaded; nobody edits this one."""
-    llm = LLM(
-        model,
-        deterministic=deterministic,
-        max_batch_tokens=8192,
-        kv_memory="40%",
-        prefix_cache=False,
-    )
-    llm.engine.runner.record_steps()  # type: ignore[attr-defined]
-    return llm
+    """Open a model like one that was loaded: its steps are recorded, and nobody edits it."""
+
+    def loaded(open_: Any, *_: Any) -> Any:
+        return replace(open_(None), live=False)
+
+    with mock.patch("verbatim.llm.open_weights", loaded):
+        return LLM(
+            model,
+            device="cuda",
+            deterministic=deterministic,
+            max_batch_tokens=8192,
+            kv_memory="40%",
+            prefix_cache=False,
+        )
 
 
 def prompts(rows: int, length: int) -> list[list[int]]:

@@ -336,7 +336,8 @@ class Decoder:
         """Return whether every forward runs the same operations, without hooks."""
         with exclusive:
             self.refresh()
-            return not self.spec.is_sparse and not self._tree.has_hooks()
+            hooked = self._tree.has_hooks() if self._is_watched else hooked_everywhere()
+            return not (self.spec.is_sparse or hooked)
 
     def check_experts_run_freely(self) -> None:
         """Raise NotSupported if experts wait for the GPU in every layer."""
