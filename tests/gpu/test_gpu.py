@@ -20,8 +20,9 @@ from support.requests_mixed import all_facts, facts, mixed_requests
 from support.toys import make_toy, random_ids
 from verbatim import LLM, SamplingParams
 from verbatim.batch import SamplePlan, SampleRow
+from verbatim.kernels.triton import linear
+from verbatim.model import products
 from verbatim.model.packing import choose_packings
-from verbatim.model.products import Packed, linear
 from verbatim.model.quantization import resolve_quantization
 from verbatim.model.quantize import pack, rounded, unpack
 from verbatim.model.weight_packing import WeightPacking
@@ -183,10 +184,44 @@ def test_products_of_few_rows_have_the_bits_of_many(quantization: str) -> None:
     x = (x * torch.exp2(torch.randint(-6, 7, x.shape, generator=generator))).cuda().bfloat16()
     packing = WeightPacking((512, 4096), torch.bfloat16, kind)
     data = pack(weight.bfloat16(), packing)
-    expected = linear(x, unpack(data, packing).cuda(), float32=True)
-    matrix = Packed(data.cuda(), packing)
+    expected = products.linear(x, unpack(data, packing).cuda(), float32=True)
+    matrix = products.Packed(data.cuda(), packing)
     for rows in (1, 7, 16, 17, 64, 70):
-        assert torch.equal(linear(x[:rows], matrix, float32=True), expected[:rows]), rows
+        assert torch.equal(products.linear(x[:rows], matrix, float32=True), expected[:rows]), rows
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_steps_of_experts_are_recorded(name: str) -> None:
+    module, prompts = toy(name, torch.bfloat16), [random_ids(5 + i, i) for i in range(5)]
+    params = SamplingParams(max_tokens=9, seed=1, ignore_eos=True, record_routing=True)
+    found = []
+    with LLM(module, deterministic=True) as llm:
+        for recorded in (False, True):
+            if recorded:
+                llm.engine.runner.record_steps()  # type: ignore[attr-defined]
+            outputs = [result.outputs[0] for result in llm.generate(prompts, params)]
+            found.append([(o.token_ids, o.logprobs, o.routing.tolist()) for o in outputs])
+        assert llm.info()["gpu"]["graphs"] == 1, llm.info()["gpu"]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(512, 4096), (208, 12288), (77, 320), (1000, 75)], ids=str)
+def test_products_have_the_same_bits_in_tiles_of_all_heights(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    def numbers(*sizes: int) -> torch.Tensor:  # of many sizes, so that every rounding shows
+        exponents = torch.randint(-5, 6, sizes, generator=generator, device="cuda")
+        return (torch.randn(sizes, generator=generator, device="cuda") * 2.0**exponents).to(dtype)
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, weight = numbers(4096, shape[1]), numbers(*shape)
+    device = x.device
+    assert linear.tile_for(1, dtype, device) == linear.TILES[0]
+    assert linear.tile_for(4096, dtype, device) == linear.TILES[-1]
+    want = linear.linear(x, weight, float32=True)
+    for rows in (1, 2, 16, 64, 77, 300):
+        assert torch.equal(linear.linear(x[:rows], weight, float32=True), want[:rows]), rows
 
 
 def test_draws_are_those_of_the_cpu() -> None:

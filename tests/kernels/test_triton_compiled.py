@@ -34,11 +34,14 @@ def test_one_binary_serves_every_number_of_rows(
         "_rope_and_write",
         "_pick",
         "_masses",
+        "_draw",
+        "_activate",
         "_causal_conv",
         "_linear_recurrence",
     } <= set(numbers)
     for kernel in ("_attend", "_finish", "_linear", "_causal_conv", "_linear_recurrence"):
         by_rows = [numbers[kernel][label] for label in ("1x1", "4x4", "77x3")]
-        # One for each dtype; of recurrences for each kind, of attention also for each `kv_dtype`.
-        assert len(by_rows[0]) == (6 if kernel == "_attend" else 2)
+        # One for each dtype; of recurrences, for each kind; of attention, for each `kv_dtype`; of products,
+        # for each height of tiles, with one matrix and with one for each expert.
+        assert len(by_rows[0]) == {"_attend": 6, "_linear": 8}.get(kernel, 2)
         assert by_rows[0] == by_rows[1] == by_rows[2], kernel

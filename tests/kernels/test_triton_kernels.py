@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,6 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many splits and tiles in short contexts."""
     monkeypatch.setattr(attention, "SPLIT", 32)
     monkeypatch.setattr(attention, "KEYS", 16)
-    monkeypatch.setattr(linear, "DEPTH", 32)
     if INTERPRETED:
         monkeypatch.setattr("verbatim.kernels.wanted", lambda: "triton")
 
@@ -113,14 +113,49 @@ def test_how_many_splits_a_program_takes_does_not_show(monkeypatch: pytest.Monke
     assert all(bit_equal(rows[0], found) for found in rows)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_tiles_of_all_heights_have_the_same_bits_and_another_one_is_not_used(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def heights() -> list[int]:
+        return [linear.tile_for(rows, DTYPES[dtype], DEVICE).rows for rows in (1, 17, 200)]
+
+    assert heights() == [tile.rows for tile in linear.TILES]
+    multiply = linear.multiply
+
+    def rounded_otherwise(*args: Any) -> None:
+        multiply(*args)
+        if args[-1] == linear.TILES[0]:
+            args[3].mul_(1.0 + 2.0**-20)
+
+    monkeypatch.setattr(linear, "multiply", rounded_otherwise)
+    linear._equal_tiles.cache_clear()
+    assert heights() == [linear.TILES[i].rows for i in (1, 1, 2)]
+    linear._equal_tiles.cache_clear()
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 70, 1, 0, 6], [0, 0, 0, 0, 0, 2], [0] * 6])
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_products_by_expert_have_the_bits_of_each(counts: list[int], by_columns: bool) -> None:
+    rows, bias = noise(sum(counts) + 4, 40, dtype=BF16), noise(6, 20, dtype=BF16, seed=1)
+    weight = noise(6, 20, 40, dtype=BF16, seed=2)
+    if by_columns:
+        weight = weight.mT.contiguous().mT
+    starts = torch.tensor([0, *itertools.accumulate(counts)], device=DEVICE)
+    found = linear.linear_by_expert(rows, weight, bias, starts)
+    for expert, (first, last) in enumerate(itertools.pairwise(starts.tolist())):
+        want = linear.linear(rows[first:last], weight[expert], bias[expert])
+        assert bit_equal(found[first:last], want)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_linear_is_close_and_a_row_keeps_its_bits(dtype: str) -> None:
-    x, weight = (noise(n, 75, dtype=DTYPES[dtype], seed=n) for n in (70, 37))
+    x, weight = (noise(n, 75, dtype=DTYPES[dtype], seed=n) for n in (150, 37))
     bias = noise(37, dtype=DTYPES[dtype], seed=3)
     out = linear.linear(x, weight, bias)
     want = x.double() @ weight.double().T + bias.double()
     assert torch.allclose(out.double(), want, rtol=2.0**-7 if x.itemsize == 2 else 1e-5, atol=1e-3)
-    for first, last in ((0, 1), (69, 70), (63, 66)):
+    for first, last in ((0, 1), (69, 70), (63, 66), (5, 75)):
         assert bit_equal(linear.linear(x[first:last], weight, bias), out[first:last])
     beside = torch.cat([noise(5, 75, dtype=DTYPES[dtype], seed=9), x[:3]])
     assert bit_equal(linear.linear(beside, weight, bias)[5:], out[:3])

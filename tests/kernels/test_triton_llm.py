@@ -17,11 +17,13 @@ from support.triton_here import DEVICE, INTERPRETED
 from verbatim import LLM, SamplingParams
 from verbatim.batch import Batch, SamplePlan, SampleRow
 from verbatim.kv.store import KVStore
+from verbatim.model import experts
 from verbatim.model.decoder import Decoder
 from verbatim.model.mtp_source import Mtp
 from verbatim.model.packing import choose_packings
 from verbatim.model.quantization import resolve_quantization
 from verbatim.model.quantize import rounded
+from verbatim.placement.graphs import DecodeGraphs
 from verbatim.sampling.sampler import sample_rows
 
 TINY = dict(
@@ -225,6 +227,48 @@ def test_without_the_same_bits_it_computes_the_same_within_rounding() -> None:
     plain = module(torch.arange(3, 14, device=DEVICE)[None]).logits[0]
     assert torch.allclose(exact, fast, rtol=1e-4, atol=1e-4)
     assert torch.allclose(fast, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_all_experts_at_once_have_the_bits_of_one_by_one(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = toy(name, torch.bfloat16)
+    found = next(m for m in module.modules() if experts.is_stacked(m))
+    hidden = torch.randn(9, TINY["hidden_size"]).bfloat16()
+    index = torch.arange(18).view(9, 2) % 5 % found.num_experts
+    weights = torch.rand(9, 2)
+    given = [found, *(x.to(DEVICE) for x in (hidden, index, weights))]
+    calls: list[Any] = []
+    one = experts.ExpertsParts.one
+    monkeypatch.setattr(
+        experts.ExpertsParts, "one", lambda *args: (calls.append(args), one(*args))[1]
+    )
+    with torch.inference_mode():
+        at_once = experts.flat_experts(*given)
+        assert not calls
+        monkeypatch.setattr(experts.ExpertsParts, "sorts_on_gpu", lambda *_: False)
+        assert torch.equal(experts.flat_experts(*given), at_once)
+    assert calls
+
+
+def test_recorded_steps_of_experts_have_the_same_bits_and_routing() -> None:
+    """Without a GPU, what records a step runs it again."""
+    module, prompts = toy("qwen3_moe", torch.bfloat16), [[5, 9, 8], [7, 6, 5, 4]]
+    params = SamplingParams(max_tokens=3, seed=1, ignore_eos=True, record_routing=True)
+
+    def generated(record: bool) -> list[Any]:
+        with LLM(module, deterministic=True) as llm:
+            runner: Any = llm.engine.runner
+            if record:
+                runner.graphs = DecodeGraphs(
+                    runner.decoder, runner.store, lambda step: step, runner.records
+                )
+            outputs = [result.outputs[0] for result in llm.generate(prompts, params)]
+            assert not record or (runner.graphs.count, runner.graphs.reason) == (1, None)
+        return [(o.token_ids, o.logprobs, o.routing.tolist()) for o in outputs]
+
+    assert generated(True) == generated(False)
 
 
 def test_rows_of_all_kinds_are_drawn_as_by_one_sampler() -> None:

@@ -15,9 +15,10 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from verbatim.batch import AttentionBatch
-from verbatim.kernels.options import AttentionOptions, NormKind, Packing
+from verbatim.kernels.options import Activation, AttentionOptions, NormKind, Packing
 from verbatim.kernels.triton import (
     attention,
+    elementwise,
     integers,
     linear,
     norm,
@@ -110,7 +111,9 @@ def decode(tokens: int, dtype: torch.dtype, encoding: Encoding, bits: int) -> No
     packing = WeightPacking((512, 256), dtype, Quantization(bits), encoding=encoding)
     data = torch.empty(packing.nbytes, dtype=torch.uint8)
     layout = layout_of(packing, torch.device("cpu"))
-    linear.linear(torch.empty(tokens, 256, dtype=dtype), data, layout=layout)
+    x, out = torch.empty(tokens, 256, dtype=dtype), torch.empty(tokens, 512, dtype=dtype)
+    for tile in linear.PACKED_TILES if dtype is torch.bfloat16 else [linear.WIDE]:
+        linear.multiply(x, data, None, out, tile, layout=layout)
     packed.unpack(data, layout, torch.arange(3))
 
 
@@ -127,7 +130,11 @@ for dtype in (torch.bfloat16, torch.float32):
         label = f"{tokens}x{sequences}"
         for packing in (None, *PACKINGS.values()):
             attend(tokens, sequences, dtype, packing=packing)
-        linear.linear(torch.empty(tokens, 256, dtype=dtype), weight)
+        x, out = torch.empty(tokens, 256, dtype=dtype), torch.empty(tokens, 512, dtype=dtype)
+        for tile in linear.TILES if dtype is torch.bfloat16 else [linear.WIDE]:
+            linear.multiply(x, weight, None, out, tile)
+            starts = torch.zeros(8, dtype=torch.int64)
+            linear.multiply(x, weight.view(-1, 512, 256).expand(7, -1, -1), None, out, tile, starts)
         recur(tokens, sequences, dtype)
         multiply_codes(tokens, dtype, 4)
         label = f"packed-{label}"
@@ -141,5 +148,6 @@ for dtype in (torch.bfloat16, torch.float32):
     for packing in (None, *PACKINGS.values()):
         store = stored(4, 64, dtype, packing)
         rope.rope_and_write(heads, heads, heads, angles, angles, store, store, z, packing)
+    elementwise.activate(weight, Activation.SILU, weight)
     with suppress(ValueError):  # nothing ran, so what it reads back is whatever memory held
         sampling.draw(torch.zeros(5, 1000, dtype=dtype), z, z, z, z, torch.ones(5), z)

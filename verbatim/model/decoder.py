@@ -19,7 +19,7 @@ from verbatim.errors import EngineClosed, ModelChanged, NotSupported, first_line
 from verbatim.kv.flat import HiddenStore
 from verbatim.kv.store import KVStore
 from verbatim.model.context import IMPLEMENTATION, ForwardContext, activate, flat_attention
-from verbatim.model.experts import flat_experts, how_run
+from verbatim.model.experts import flat_experts, how_run, reads_back
 from verbatim.model.flat import BLOCK_SIZE, FlatContext, logits_of, noise_store, span_batch
 from verbatim.model.fused import FusedLayers
 from verbatim.model.hidden import head_of, hidden_rows, recorded
@@ -70,7 +70,12 @@ class Steps(Protocol):
         ...
 
     def run(
-        self, decoder: Decoder, batch: Batch, store: KVStore, body: HiddenStore | None
+        self,
+        decoder: Decoder,
+        batch: Batch,
+        store: KVStore,
+        records: Records,
+        body: HiddenStore | None,
     ) -> Forward | None:
         """Do the work of `Decoder.run`, or return None if no recorded step can."""
         ...
@@ -293,7 +298,7 @@ class Decoder:
         """
         with exclusive:
             if self.steps is not None:
-                made = self.steps.run(self, batch, store, body)
+                made = self.steps.run(self, batch, store, records, body)
                 if made is not None:
                     return made
             self.refresh()
@@ -367,19 +372,31 @@ class Decoder:
         """Return whether every forward runs the same operations, without hooks."""
         with exclusive:
             self.refresh()
-            plain = not self.spec.routed.layers and not self.spec.is_sparse
-            return plain and not self._tree.has_hooks()
+            hooked = self._tree.has_hooks() if self._is_watched else hooked_everywhere()
+            return not (self.spec.is_sparse or hooked)
+
+    def check_experts_run_freely(self) -> None:
+        """Raise NotSupported if experts wait for the GPU in every layer."""
+        for module in self.held.modules():
+            if reads_back(module):
+                name = type(module).__name__
+                raise NotSupported(f"{name} reads back how many rows each expert has")
 
     def forward_in_place(
         self, batch: Batch, rows: Tensor, store: KVStore, body: HiddenStore | None = None
-    ) -> Forward:
+    ) -> tuple[Forward, Tensor | None]:
         """Do the work of `run` for a batch on the store's device, with its slots `rows`, without copies.
 
         For graph capture; requires `steps_can_be_recorded`.
+
+        Returns:
+            What `run` does, and the experts of all routed layers, as of `Routing`.
         """
         with exclusive:
-            context = FlatContext(self.spec.slots, batch, store, rows=rows)
-            return self._forward(self.held, [context], body=body, hooks=False)
+            routing = _routing(self.spec, batch, store.device)
+            context = FlatContext(self.spec.slots, batch, store, routing, rows=rows)
+            made = self._forward(self.held, [context], body=body, hooks=False)
+            return made, None if routing is None else routing.record()
 
     def check_body(self, hidden_size: int) -> None:
         """Check by a trial that `run` can store the body's output, `hidden_size` numbers per row.

@@ -49,14 +49,18 @@ def activation_of(module: Any) -> Activation | None:
             return None
 
 
-def served(x: Tensor) -> bool:
-    """Return whether the kernels support `x`: float32 and bfloat16 on the CPU, without gradients."""
-    return (
-        x.dtype in SUFFIX
-        and x.is_cpu
-        and not (x.requires_grad and torch.is_grad_enabled())
-        and kernels.library() is not None
-    )
+def served(x: Tensor, activation: Activation | None = None) -> bool:
+    """Return whether the kernels support `x`: float32 and bfloat16 on the CPU, without gradients.
+
+    With an activation, also on a GPU, if the kernels there have it.
+    """
+    if x.requires_grad and torch.is_grad_enabled():
+        return False
+    if activation is not None and kernels.triton_serves(x.device):
+        from verbatim.kernels.triton import elementwise
+
+        return elementwise.served(x, activation)
+    return x.dtype in SUFFIX and x.is_cpu and kernels.library() is not None
 
 
 @kernels.without_overrides
@@ -80,7 +84,14 @@ def norm(
 
 @kernels.without_overrides
 def activate(x: Tensor, activation: Activation, up: Tensor | None = None) -> Tensor:
-    """Compute the activation of `x`, rounded to its dtype, and times `up`. `served(x)` must hold."""
+    """Compute the activation of `x`, rounded to its dtype, and times `up`.
+
+    `served(x, activation)` must hold.
+    """
+    if kernels.triton_serves(x.device):
+        from verbatim.kernels.triton import elementwise
+
+        return elementwise.activate(x, activation, up)
     x = x.contiguous()
     out, up = torch.empty_like(x), None if up is None else up.contiguous()
     if x.numel():

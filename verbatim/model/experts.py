@@ -2,8 +2,9 @@
 
 `flat_experts` is registered in transformers' `ExpertsInterface`. It is batch-invariant: each expert's rows
 go through batch-invariant products, and the top-k outputs of a token are added in the order of its slots,
-in float32. One kernel call runs all experts of a layer; `ExpertsParts.one`, expert by expert, is its slow
-reference. The experts of each token are passed to the active forward context (`routing.py`).
+in float32. One kernel call runs all experts of a layer, on a GPU one for each product;
+`ExpertsParts.one`, expert by expert, is their slow reference. The experts of each token are passed to the
+active forward context (`routing.py`).
 """
 
 from __future__ import annotations
@@ -86,6 +87,15 @@ class Stack(NamedTuple):
         shape = (self.depth, self.cols) if self.transposed else (self.cols, self.depth)
         matrix = tensor.view(-1, *shape)[expert]
         return linear(rows, matrix.t() if self.transposed else matrix, bias)
+
+    def project_sorted(self, starts: Tensor, rows: Tensor) -> Tensor:
+        """Multiply rows `[n, depth]`, sorted by expert, with their matrices, on a GPU: `[n, cols]`."""
+        from verbatim.kernels.triton.linear import linear_by_expert
+
+        shape = (self.depth, self.cols) if self.transposed else (self.cols, self.depth)
+        matrices = self.weight[0][self.weight[1]].view(-1, *shape)
+        matrices = matrices.mT if self.transposed else matrices
+        return linear_by_expert(rows, matrices, self.bias[0].get(self.bias[1]), starts)
 
     def struct(self, dtype: torch.dtype) -> StackStruct:
         """Return the stack for the kernels; raise NotFusable if they can't read it."""
@@ -213,10 +223,33 @@ class ExpertsParts:
         except NotFusable:
             return None
 
+    def sorts_on_gpu(self, dtype: torch.dtype | None = None) -> bool:
+        """Return whether `all_sorted` can run rows of a dtype; None: of the weights'."""
+        tensors = [t for place in self.tensors if (t := place[0].get(place[1])) is not None]
+        if not tensors or not kernels.triton_serves(tensors[0].device):
+            return False
+        from verbatim.kernels.triton.linear import served
+
+        one = tensors[0].new_empty(0, dtype=dtype)
+        return all(s.packing is None for s in (*self.inputs, self.down)) and all(
+            served(one, tensor.dtype, None) for tensor in tensors
+        )
+
+    def all_sorted(self, starts: Tensor, rows: Tensor) -> Tensor:
+        """Run all experts on `rows` `[n, H]`, sorted by expert, on a GPU, which is not waited for.
+
+        Args:
+            starts: `[experts + 1]` int64, the first row of each. Rows behind the last have any numbers.
+        """
+        return self._run(rows, lambda stack, x: stack.project_sorted(starts, x))
+
     def one(self, expert: int, rows: Tensor) -> Tensor:
         """Run one expert on `rows` `[n, H]`, product by product."""
-        mixed = torch.cat([stack.project(expert, rows) for stack in self.inputs], -1)
-        out = self.down.project(expert, self._gate(mixed))
+        return self._run(rows, lambda stack, x: stack.project(expert, x))
+
+    def _run(self, rows: Tensor, project: Callable[[Stack, Tensor], Tensor]) -> Tensor:
+        mixed = torch.cat([project(stack, rows) for stack in self.inputs], -1)
+        out = project(self.down, self._gate(mixed))
         if self.norm is not None:
             out = self.norm.module(out)
         return out
@@ -289,6 +322,15 @@ def runs_flat(module: nn.Module) -> bool:
     return is_stacked(module) or _is_own(module)
 
 
+def reads_back(module: nn.Module) -> bool:
+    """Return whether it is an experts module whose `flat_experts` waits for the numbers of rows."""
+    if not runs_flat(module):
+        return False
+    with suppress(NotFusable):
+        return hasattr(module, "expert_share") or not parts_of(module).sorts_on_gpu()
+    return True
+
+
 def how_run(experts: Any, dtype: torch.dtype) -> str | None:
     """Say how an experts module runs by itself; None where `flat_experts` does not run it."""
     if not runs_flat(experts):
@@ -296,6 +338,8 @@ def how_run(experts: Any, dtype: torch.dtype) -> str | None:
     share: ExpertShare | None = getattr(experts, "expert_share", None)
     where = "" if share is None else f", {share.where}"
     held = experts if share is None or share.held is None else share.held
+    if not reads_back(experts):
+        return "all in one kernel call for each product"
     if kernels.library() is None or dtype not in SUFFIX:
         return f"expert by expert{where}: no compiled kernels for them"
     try:
@@ -356,22 +400,38 @@ def flat_experts(
         return out
     # Slots sorted by expert: each expert has consecutive rows. The sort is stable, although no
     # row's result depends on its position.
-    by_expert = torch.argsort(top_k_index.reshape(-1), stable=True)
+    sorted_index, by_expert = torch.sort(top_k_index.reshape(-1), stable=True)
     rows = hidden[by_expert // top_k]
     count = num_experts(experts)
+    if share is None and parts.sorts_on_gpu(rows.dtype):
+        numbers = torch.arange(count + 1, device=rows.device)
+        out = parts.all_sorted(torch.searchsorted(sorted_index, numbers), rows)
+        out = torch.where((sorted_index < count)[:, None], out, rows)
+        return _joined(out, by_expert, top_k_weights).to(hidden.dtype)
     counts = torch.bincount(top_k_index.reshape(-1), minlength=count).tolist()[:count]
     if share is None:
         out = run_experts(experts, rows, counts)
     else:
         out = share.run(experts, rows, counts)
-    slots = rows.new_empty(rows.shape)
-    slots[by_expert[: len(out)]] = out
-    slots[by_expert[len(out) :]] = rows[len(out) :]
-    weighted = slots.view(num_tokens, top_k, -1).float() * top_k_weights[..., None].float()
+    out = torch.cat([out, rows[len(out) :]])
+    return _joined(out, by_expert, top_k_weights).to(hidden.dtype)
+
+
+def _joined(out: Tensor, by_expert: Tensor, weights: Tensor) -> Tensor:
+    """Add up what the experts of each token made, by its slots, in float32: `[T, H]`.
+
+    Args:
+        out: `[T * k, H]`, sorted by expert.
+        by_expert: the slot of each row of `out`.
+        weights: `[T, k]`.
+    """
+    slots = torch.empty_like(out)
+    slots[by_expert] = out
+    weighted = slots.view(*weights.shape, -1).float() * weights[..., None].float()
     total = weighted[:, 0]
-    for k in range(1, top_k):
+    for k in range(1, weights.shape[1]):
         total = total + weighted[:, k]
-    return total.to(hidden.dtype)
+    return total
 
 
 def run_experts(experts: Any, rows: Tensor, counts: list[int] | Tensor) -> Tensor:

@@ -1,20 +1,23 @@
-"""A decoder layer on a GPU with fewer launches: norms that add the residual, and one kernel that rotates
-queries and keys and writes K and V.
+"""A decoder layer on a GPU with fewer launches: norms that add the residual, one kernel that rotates
+queries and keys and writes K and V, and one between the linear layers of an MLP.
 
-Its linear layers, its MLP and their hooks run as they are, so every sum is the one that the layer's own
+Its linear layers, any other MLP and their hooks run as they are, so every sum is the one that the layer's own
 forward makes; what lies between is rounded where that rounds. A layer is held to that when it is opened:
 with random rows its bits must be those of its own forward, else it runs by that.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from verbatim.kernels.options import AttentionOptions, NormKind
+from verbatim.model import elementwise
 from verbatim.model.context import active_context
 from verbatim.model.differential import differential_check
 from verbatim.model.fingerprint import Fingerprint, numbers_of
@@ -35,10 +38,11 @@ def forward_of(parts: LayerParts, options: AttentionOptions, turns: bool) -> Cal
     """
     from verbatim.kernels.triton.norm import rms_norm
 
-    layer, attention, mlp = parts.layer, parts.attention, parts.mlp
-    assert mlp is not None
+    layer, attention = parts.layer, parts.attention
     plain = type(layer).forward
     skipped = [attention, *(norm.module for norm in parts.norms.values())]
+    if parts.gates and parts.mlp is not None:
+        skipped.append(parts.mlp)
     fields = [m.__dict__ for m in skipped]
     role = parts.norms.get
     # What the layer's own forward would read each time: an owner may change it.
@@ -54,6 +58,16 @@ def forward_of(parts: LayerParts, options: AttentionOptions, turns: bool) -> Cal
             x = x if residual is None else residual + x
             return x, x
         return rms_norm(x, norm.weight, norm.eps, norm.kind, residual=residual)
+
+    def mlp(x: Tensor) -> Tensor:
+        body: Any = parts.down if parts.gates else parts.mlp
+        if parts.gates:
+            made = [module(x) for module in parts.gates]
+            if len(made) == 1 and made[0].shape[-1] == 2 * getattr(body, "in_features", 0):
+                made = [*made[0].chunk(2, -1)]
+            x = elementwise.activate(made[0], parts.activation, *made[1:])
+        out: Any = body(x)
+        return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         context: Any = active_context()
@@ -78,7 +92,6 @@ def forward_of(parts: LayerParts, options: AttentionOptions, turns: bool) -> Cal
             out, _ = normed(role("after_attention"), out)
         x, residual = normed(role("before_mlp"), out, hidden_states)
         out = mlp(x)
-        out = out[0] if isinstance(out, tuple) else out
         if role("after_mlp") is not None:
             out, _ = normed(role("after_mlp"), out)
         return residual + out
@@ -93,15 +106,9 @@ def fuse_on_gpu(probe: LayerProbe) -> Build:
         NotFusable: there is none.
     """
     parts = probe.parts
-    layer, norms = parts.layer, [*parts.norms.values()]
-    if parts.mlp is None:
-        raise NotFusable("it has no module of an MLP")
-    known = [*parts.inputs, parts.output, parts.mlp, *(norm.module for norm in norms)]
-    counted = {id(p) for module in known for p in module.parameters()}
+    norms = [*parts.norms.values()]
     if parts.mixer is not None:
         raise NotFusable("it is recurrent")
-    if any(id(p) not in counted for p in layer.parameters()):
-        raise NotFusable("it has a weight beside those of its norms and linear layers")
     if parts.residual_scale != 1.0:
         raise NotFusable("it scales what it adds")
     if (
@@ -116,10 +123,21 @@ def fuse_on_gpu(probe: LayerProbe) -> Build:
     options = probe.attended[0][3]
     if options.alibi is not None or options.sinks is not None:
         raise NotFusable("its attention has a bias or sinks of its own")
-    for turns in (True, False):
-        if turns and not isinstance(probe.kwargs.get("position_embeddings"), tuple):
+    bodies = [parts] if parts.gates else []
+    if parts.mlp is not None:
+        bodies.append(replace(parts, gates=[], down=None))
+    has_angles = isinstance(probe.kwargs.get("position_embeddings"), tuple)
+    why = "it has no module of an MLP"
+    for body, turns in itertools.product(bodies, (True, False) if has_angles else (False,)):
+        mlp = [*body.gates, body.down] if body.gates else [body.mlp]
+        known = [*parts.inputs, parts.output, *mlp, *(norm.module for norm in norms)]
+        counted = {id(p) for module in known for p in module.parameters()}
+        if any(id(p) not in counted for p in parts.layer.parameters()):
+            why = "it has a weight beside those of its norms and linear layers"
             continue
-        ours = probe.run(forward_of(parts, options, turns))
+        ours = probe.run(forward_of(body, options, turns))
         if not differential_check(lambda made: made, lambda _: probe.expected, [ours]):
+            probe.parts = body
             return partial(forward_of, options=options, turns=turns)
-    raise NotFusable("what it makes is not what fewer launches make")
+        why = "what it makes is not what fewer launches make"
+    raise NotFusable(why)

@@ -41,7 +41,7 @@ _SQRT_2_OVER_PI = 0.7978845608028654
 @kernels.without_overrides
 def sigmoid(x: Tensor) -> Tensor:
     """Return 1 / (1 + exp(-x)), computed in float32."""
-    if elementwise.served(x):
+    if elementwise.served(x, Activation.SIGMOID):
         return elementwise.activate(x, Activation.SIGMOID)
     return (1.0 / (1.0 + torch.exp(-x.float()))).to(x.dtype)
 
@@ -49,7 +49,7 @@ def sigmoid(x: Tensor) -> Tensor:
 @kernels.without_overrides
 def silu(x: Tensor, inplace: bool = False) -> Tensor:
     """Return x / (1 + exp(-x)), computed in float32."""
-    if elementwise.served(x):
+    if elementwise.served(x, Activation.SILU):
         return elementwise.activate(x, Activation.SILU)
     wide = x.float()
     return (wide / (1.0 + torch.exp(-wide))).to(x.dtype)

@@ -322,7 +322,9 @@ def _mlp_of(calls: list[ModuleCall], out: Tensor) -> tuple[Tensor, dict[str, Any
             halves = [call.made for call in order]
             if len(halves) == 1 and halves[0].shape[-1] == 2 * down.given.shape[-1]:
                 halves = [*halves[0].chunk(2, dim=-1)]
-            for kind in elementwise.OF_MLPS if elementwise.served(halves[0]) else ():
+            for kind in elementwise.OF_MLPS:
+                if not elementwise.served(halves[0], kind):
+                    continue
                 inner = elementwise.activate(halves[0], kind, *halves[1:])
                 returned = any(same_numbers(made, x) for x in (down.made, out))
                 if returned and same_numbers(inner, down.given):

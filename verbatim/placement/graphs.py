@@ -12,18 +12,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from verbatim.batch import SCRATCH_BLOCK, ZERO_STATE, Batch, dummy_batch
+from verbatim.batch import ZERO_STATE, Batch, dummy_batch
 from verbatim.errors import first_line
 from verbatim.kv.flat import HiddenStore
 from verbatim.kv.states import StateRows
 from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder
 from verbatim.model.packed import weights_of
+from verbatim.model.routing import Records
 from verbatim.protocols import Forward
 
 MAX_ROWS = 512  # of a step that is recorded; larger ones keep a GPU busy
@@ -31,8 +33,10 @@ _ROWS_EACH = 16  # of a sequence in a recorded step; each of them reads all of i
 _SPARE_LOGITS = 64  # rows of a recorded step whose logits are not needed
 _LEAST_CONTEXT = 512  # positions that the smallest tables hold
 
+# What a forward returns, and what layers chose.
+Step = Callable[[], tuple[Forward, Tensor | None]]
 # Makes of a function, whose tensors all stay in their places, something that does the same once more.
-Recorder = Callable[[Callable[[], Forward]], Callable[[], Forward]]
+Recorder = Callable[[Step], Step]
 
 
 def wanted() -> bool:
@@ -52,9 +56,34 @@ def rounded_rows(rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    batch: Batch  # whose tensors are read anew each time
-    slots: Tensor
-    replay: Callable[[], Forward]
+    """A recorded step, which reads `inputs` and `entering` anew each time.
+
+    Attributes:
+        inputs: bytes on the device.
+        host: the same in RAM, and `columns` the tensors in it.
+        blank: those of surplus rows only.
+        entering: on the device, as of `Batch`.
+    """
+
+    inputs: Tensor
+    host: Tensor
+    columns: list[Tensor]
+    blank: Tensor
+    entering: Tensor | None
+    replay: Step
+
+
+def _columns(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Return tensors like others, one after the other in the bytes of `flat`."""
+    parts = flat.split([_padded(tensor.nbytes) for tensor in like])
+    return [
+        part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for part, tensor in zip(parts, like, strict=True)
+    ]
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16
 
 
 class DecodeGraphs:
@@ -75,7 +104,12 @@ class DecodeGraphs:
         self.reason: str | None = None
 
     def run(
-        self, decoder: Decoder, batch: Batch, store: KVStore, body: HiddenStore | None = None
+        self,
+        decoder: Decoder,
+        batch: Batch,
+        store: KVStore,
+        records: Records = MappingProxyType({}),
+        body: HiddenStore | None = None,
     ) -> Forward | None:
         """Return what `decoder.run` does, to be read before the next forward; None if it can't be
         replayed.
@@ -99,9 +133,15 @@ class DecodeGraphs:
                 self.reason = f"{type(error).__name__}: {first_line(error)}"
                 return None
             self._recorded[*size, batch.wants_hidden] = recorded
+        routing = records.get("routing")
+        if routing is not None:
+            routing.copy_blocks(batch.block_copies)
         store.copy_blocks(batch.block_copies)
-        _fill(recorded, batch, store)
-        made = recorded.replay()
+        values = _inputs(batch, store)
+        _fill(recorded, values, batch.entering)
+        made, chosen = recorded.replay()
+        if routing is not None and chosen is not None:
+            routing.write(values[0], chosen[: batch.num_tokens])
         rows: Any = slice(batch.num_tokens)
         if len(batch.logit_rows) < batch.num_tokens:
             rows = batch.logit_rows.to(store.device)
@@ -121,18 +161,30 @@ class DecodeGraphs:
         rows: int,
         width: int,
     ) -> _Recorded:
-        device = store.device
-        batch = dummy_batch(rows, width, device)
-        batch.wants_hidden = like.wants_hidden
+        decoder.check_experts_run_freely()
+        device, batch = store.device, dummy_batch(rows, width)
+        if store.states is not None:
+            zeros = torch.full((rows,), ZERO_STATE, dtype=torch.int32)
+            batch.state_sources, batch.state_targets = zeros, zeros
+            batch.state_rows = torch.full_like(zeros, rows)  # there is no such row
+        values = _inputs(batch, store)
+        blank = torch.zeros(sum(_padded(tensor.nbytes) for tensor in values), dtype=torch.uint8)
+        for column, tensor in zip(_columns(blank, values), values, strict=True):
+            column.copy_(tensor)
+        host, inputs = blank.clone(), blank.to(device, copy=True)
+        batch.query_starts, batch.logit_rows = (
+            tensor.to(device) for tensor in (batch.query_starts, batch.logit_rows)
+        )
+        slots, batch.token_ids, batch.positions, batch.context_lens, batch.block_tables, *states = (
+            _columns(inputs, values)
+        )
+        if states:
+            batch.state_sources, batch.state_rows, batch.state_targets = states
         if like.entering is not None:
             batch.entering = like.entering.new_zeros(rows, like.entering.shape[1], device=device)
-        if store.states is not None:
-            zeros = torch.zeros(rows, dtype=torch.int32, device=device)
-            batch.state_sources, batch.state_targets = zeros, zeros.clone()
-            batch.state_rows = zeros + rows  # there is no such row, so nothing is written
-        slots = torch.zeros(rows, dtype=torch.int64, device=device)
+        batch.wants_hidden = like.wants_hidden
         replay = self._recorder(lambda: decoder.forward_in_place(batch, slots, store, body))
-        return _Recorded(batch, slots, replay)
+        return _Recorded(inputs, host, _columns(host, values), blank, batch.entering, replay)
 
 
 def _fits(batch: Batch, store: KVStore) -> bool:
@@ -148,37 +200,33 @@ def _fits(batch: Batch, store: KVStore) -> bool:
     return int(batch.query_starts.diff().max()) <= rows_each
 
 
-def _fill(recorded: _Recorded, batch: Batch, store: KVStore) -> None:
-    """Copy a step's inputs to where the recording reads them, followed by those of surplus rows."""
-    rows, static = batch.num_tokens, recorded.batch
-    tables = torch.full(tuple(static.block_tables.shape), SCRATCH_BLOCK, dtype=torch.int32)
-    own = batch.block_tables
-    if rows > batch.num_sequences:
-        own = own.repeat_interleave(batch.query_starts.diff(), 0)
-    tables[:rows, : own.shape[1]] = own
-    columns = [
-        (static.token_ids, batch.token_ids, 0),
-        (static.positions, batch.positions, 0),
-        (static.context_lens, (batch.positions + 1).int(), 1),
-        (recorded.slots, batch.slots(store.block_size), SCRATCH_BLOCK * store.block_size),
-    ]
-    if static.entering is not None and batch.entering is not None:
-        columns.append((static.entering, batch.entering, 0))
+def _inputs(batch: Batch, store: KVStore) -> list[Tensor]:
+    """Return what differs from step to step, in RAM: slots first; each row is a sequence of its own."""
+    tables = batch.block_tables
+    if batch.num_tokens > batch.num_sequences:
+        tables = tables.repeat_interleave(batch.query_starts.diff(), 0)
+    columns = [batch.slots(store.block_size), batch.token_ids, batch.positions]
+    columns += [(batch.positions + 1).int(), tables]
     if store.states is not None:
-        fillers = ZERO_STATE, static.num_tokens, ZERO_STATE
-        columns += zip(StateRows.of(static)[1:], StateRows.of(batch)[1:], fillers, strict=True)
-    for place, values, filler in columns:
-        spare = values.new_full((len(place) - len(values), *values.shape[1:]), filler)
-        padded = torch.cat([values, spare]) if len(spare) else values
-        place.copy_(padded, non_blocking=True)
-    static.block_tables.copy_(tables, non_blocking=True)
+        columns += StateRows.of(batch)[1:]
+    return columns
+
+
+def _fill(recorded: _Recorded, values: list[Tensor], entering: Tensor | None) -> None:
+    """Copy a step's inputs to where the recording reads them, before those of surplus rows."""
+    recorded.host.copy_(recorded.blank)
+    for column, tensor in zip(recorded.columns, values, strict=True):
+        column[tuple(map(slice, tensor.shape))] = tensor
+    recorded.inputs.copy_(recorded.host, non_blocking=True)  # one copy to the GPU
+    if recorded.entering is not None and entering is not None:
+        recorded.entering[: len(entering)].copy_(entering, non_blocking=True)
 
 
 def cuda_recorder(device: torch.device) -> Recorder:
     """Return a recorder of the kernels that a function launches on `device`; all recordings share memory."""
     pool: Any = torch.cuda.graph_pool_handle()
 
-    def record(step: Callable[[], Forward]) -> Callable[[], Forward]:
+    def record(step: Step) -> Step:
         beside = torch.cuda.Stream(device)
         beside.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(beside):
@@ -192,7 +240,7 @@ def cuda_recorder(device: torch.device) -> Recorder:
         ):
             out = step()
 
-        def replay() -> Forward:
+        def replay() -> tuple[Forward, Tensor | None]:
             graph.replay()
             return out
 

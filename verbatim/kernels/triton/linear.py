@@ -1,26 +1,49 @@
-"""Products of rows with a matrix in tiles of one fixed size, summed along K in one fixed order.
+"""Products of rows with a matrix in tiles of fixed sizes, summed along K in one fixed order.
 
-Every number of rows runs through the same compiled kernel with the same tile shapes, and each element
-is one sequence of tile products from k = 0 on, so a row's bits depend neither on how many rows there are
-nor on its place among them. One row pays for a tile of them; what that costs is for benchmarks to say.
+Each element is one sequence of products of 16 numbers (one number in float32) from k = 0 on, whatever the
+tile, so a row's bits depend neither on how many rows there are nor on its place among them. Few rows get a
+low tile, which reads the matrix fastest, and many a tall one. A tensor core may sum a tile of another size
+by another instruction: before tiles are used, a trial on the device compares their bits, and a tile that
+differs from the tallest is not used there.
 """
 
 from __future__ import annotations
+
+import functools
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from verbatim.kernels.triton.numbers import DTYPES, EXACT, product, rounded, widened
+from verbatim.kernels.triton.numbers import DTYPES, EXACT, INTERPRETED, product, rounded, widened
 from verbatim.kernels.triton.packed import Layout, decode_tile
 
-ROWS = 64
-COLUMNS = 32
-DEPTH = 128  # of one tile product
-# Rows, columns and depth of a tile of few rows with a quantized matrix: decoding it takes longer than the
-# product, so tiles are many, and deep. The order of the sums is the same.
-FEW = (16, 16, 256)
+
+class Tile(NamedTuple):
+    """Sizes of what one program computes at once; numbers of its warps, and of loads on their way."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+# By height. A tile is for at most so many rows: the last one is for all.
+TILES: tuple[Tile, ...] = (
+    Tile(16, 32, 256, 4, 4),
+    Tile(64, 64, 128, 4, 3),
+    Tile(128, 128, 64, 8, 4),
+)
+_MOST_ROWS = (16, 128)
+WIDE = Tile(64, 32, 64, 4, 4)  # of float32, whose products are not tensor cores'
+# The same for a quantized matrix, whose decoding takes longer than the product: tiles are many.
+PACKED_TILES: tuple[Tile, ...] = (Tile(16, 16, 256, 4, 4), Tile(64, 32, 128, 4, 4))
+if INTERPRETED.value:  # it adds up the depth of a tile before it adds that to the total
+    TILES = tuple(tile._replace(depth=64) for tile in TILES)
+    PACKED_TILES = tuple(tile._replace(depth=64) for tile in PACKED_TILES)
 _GROUP = 8  # tiles of rows that run side by side and share a tile of the matrix in the cache
 
 
@@ -38,6 +61,9 @@ def _linear(
     weight,
     table,
     bias,
+    starts,
+    num_experts,
+    expert_stride,
     num_rows,
     num_columns,
     depth,
@@ -50,23 +76,45 @@ def _linear(
     GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     OUT: tl.constexpr,
+    EXPERTS: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
     """Compute one tile of the result.
 
     `weight` is read as [num_columns, depth] with any strides, or decoded (`FORMAT`).
+    With EXPERTS, a power of two that is at least `num_experts`, there is a matrix for each expert e, and it
+    has the rows `starts[e]` to `starts[e + 1]`.
     """
     program = tl.program_id(0)
     row_tiles = (num_rows + ROWS - 1) // ROWS
+    if EXPERTS:  # most that there can be
+        row_tiles += tl.minimum(num_experts, num_rows)
     column_tiles = (num_columns + COLUMNS - 1) // COLUMNS
     first = program // (GROUP * column_tiles) * GROUP
     height = tl.minimum(GROUP, row_tiles - first)
     row_tile = first + program % (GROUP * column_tiles) % height
     column_tile = program % (GROUP * column_tiles) // height
-    row = row_tile * ROWS + tl.arange(0, ROWS)
+    first_row, last_row = row_tile * ROWS, num_rows
+    if EXPERTS:
+        number = tl.arange(0, EXPERTS)
+        known = number < num_experts
+        begins = tl.load(starts + number, mask=known, other=0).to(tl.int32)
+        ends = tl.load(starts + number + 1, mask=known, other=0).to(tl.int32)
+        tiles = (ends - begins + ROWS - 1) // ROWS
+        tiles_to = tl.cumsum(tiles, 0)
+        expert = tl.sum((tiles_to <= row_tile).to(tl.int32), 0)
+        if expert >= num_experts:
+            return
+        its = number == expert
+        tile_of_it = row_tile - tl.sum(tl.where(its, tiles_to - tiles, 0), 0)
+        first_row = tl.sum(tl.where(its, begins, 0), 0) + tile_of_it * ROWS
+        last_row = tl.sum(tl.where(its, ends, 0), 0)
+        weight += expert.to(tl.int64) * expert_stride
+        bias += expert.to(tl.int64) * num_columns
+    row = first_row + tl.arange(0, ROWS)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     at = tl.arange(0, DEPTH)
-    held_row, held_column = row < num_rows, column < num_columns
+    held_row, held_column = row < last_row, column < num_columns
     x_row = x + row.to(tl.int64)[:, None] * x_stride
     w_column = weight + column.to(tl.int64)[None, :] * column_stride
     total = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
@@ -106,38 +154,100 @@ def linear(
     the bits of the decoded one. `bias` is [N]; the result is [..., N] in `x`'s dtype, or in float32.
     """
     num_columns, depth = weight.shape if layout is None else layout[:2]
-    strides = weight.stride() if layout is None else (layout.stride, 1)
-    table = None if layout is None else layout.table
     rows = x.reshape(-1, depth).contiguous()
-    num_rows = rows.shape[0]
-    out = rows.new_empty((num_rows, num_columns), dtype=torch.float32 if float32 else x.dtype)
+    out = rows.new_empty((len(rows), num_columns), dtype=torch.float32 if float32 else x.dtype)
     if out.numel():
-        tile_rows, columns, deep = (ROWS, COLUMNS, DEPTH)
-        if layout is not None and num_rows <= FEW[0]:
-            tile_rows, columns, deep = FEW
-        if x.element_size() > 2:  # bytes of a row of a tile are the same for all dtypes
-            deep //= 2
-        tiles = triton.cdiv(num_rows, tile_rows) * triton.cdiv(num_columns, columns)
-        _linear[(tiles,)](
-            out,
-            rows,
-            weight,
-            out if table is None else table,
-            out if bias is None else bias.contiguous(),
-            num_rows,
-            num_columns,
-            depth,
-            depth,
-            *strides,
-            ROWS=tile_rows,
-            COLUMNS=columns,
-            DEPTH=deep,
-            GROUP=_GROUP,
-            HAS_BIAS=bias is not None,
-            OUT=DTYPES[out.dtype],
-            FORMAT=None if layout is None else layout.format(weight, deep),
-            num_warps=4,
-            num_stages=4,
-            **EXACT,
-        )
+        tile = tile_for(len(rows), x.dtype, x.device, packed=layout is not None)
+        multiply(rows, weight, bias, out, tile, layout=layout)
     return out.view(*x.shape[:-1], num_columns)
+
+
+def tile_for(
+    num_rows: int, dtype: torch.dtype, device: torch.device, *, packed: bool = False
+) -> Tile:
+    """Return the fastest tile for so many rows."""
+    if dtype.itemsize > 2:
+        return WIDE
+    tiles = (*PACKED_TILES, TILES[-1]) if packed else TILES
+    most_rows = (PACKED_TILES[0].rows, num_rows) if packed else _MOST_ROWS
+    equal = _equal_tiles(dtype, device, tiles)
+    fitting = [tile for tile, most in zip(tiles, most_rows, strict=False) if num_rows <= most]
+    return next((tile for tile in fitting if tile in equal), TILES[-1])
+
+
+@functools.cache
+def _equal_tiles(
+    dtype: torch.dtype, device: torch.device, tiles: tuple[Tile, ...]
+) -> frozenset[Tile]:
+    """Return the tiles that have the bits of the last one on a device, by a trial."""
+    noise = torch.Generator().manual_seed(0)
+
+    def numbers(count: int) -> Tensor:  # of many sizes, so that every rounding shows
+        exponents = torch.randint(-6, 7, (count, 512), generator=noise)
+        return (torch.randn(count, 512, generator=noise) * 2.0**exponents).to(device, dtype)
+
+    x, weight = numbers(40), numbers(96)
+    made = [torch.empty(40, 96, device=device) for _ in tiles]
+    for tile, out in zip(tiles, made, strict=True):
+        multiply(x, weight, None, out, tile)
+    return frozenset(tile for tile, out in zip(tiles, made, strict=True) if out.equal(made[-1]))
+
+
+def linear_by_expert(rows: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor) -> Tensor:
+    """Multiply rows, sorted by expert, with the matrices of their experts, in one launch.
+
+    Args:
+        rows: `[R, K]`.
+        weight: `[E, N, K]` with any strides.
+        bias: `[E, N]` or None.
+        starts: `[E + 1]` int64 on the device, the first row of each expert, and the end of the last one.
+
+    Returns:
+        `[R, N]`; rows of no expert are not written.
+    """
+    out = rows.new_empty(len(rows), weight.shape[1])
+    each = -(-len(rows) // len(weight))
+    multiply(rows.contiguous(), weight, bias, out, tile_for(each, rows.dtype, rows.device), starts)
+    return out
+
+
+def multiply(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    tile: Tile,
+    starts: Tensor | None = None,
+    layout: Layout | None = None,
+) -> None:
+    """Write the product of `rows` `[R, K]` with `weight` to `out` `[R, N]`, in tiles of one size."""
+    *experts, num_columns, depth = weight.shape if layout is None else layout[:2]
+    strides = weight.stride()[-2:] if layout is None else (layout.stride, 1)
+    table = None if layout is None else layout.table
+    row_tiles = triton.cdiv(len(rows), tile.rows) + sum(min(count, len(rows)) for count in experts)
+    _linear[(row_tiles * triton.cdiv(num_columns, tile.columns),)](
+        out,
+        rows,
+        weight,
+        out if table is None else table,
+        out if bias is None else bias.contiguous(),
+        out if starts is None else starts,
+        sum(experts),
+        weight.stride(0) if experts else 0,
+        len(rows),
+        num_columns,
+        depth,
+        depth,
+        *strides,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        GROUP=_GROUP,
+        HAS_BIAS=bias is not None,
+        OUT=DTYPES[out.dtype],
+        EXPERTS=triton.next_power_of_2(sum(experts)) if experts else 0,
+        FORMAT=None if layout is None else layout.format(weight, tile.depth),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **EXACT,
+    )

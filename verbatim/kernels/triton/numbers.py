@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 
 def _mend() -> None:
@@ -78,6 +79,12 @@ def rounded(x, dtype: tl.constexpr):
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return x.to(dtype)
+
+
+@helper
+def exp(x):
+    """Return exp(x) of float32, as CUDA's `expf` has it, which torch uses."""
+    return tl.exp(x) if INTERPRETED else libdevice.exp(x)
 
 
 @helper

@@ -20,8 +20,13 @@ from verbatim.kernels.options import EXP_COEFFICIENTS, NUM_LANES
 from verbatim.kernels.triton.numbers import DTYPES, EXACT, helper, widened
 
 GROUPS = 256  # of four ids, in one program's tile
+BLOCK = 4 * GROUPS
 LANES = tl.constexpr(NUM_LANES)
-_UNROLLED = tl.constexpr(16)  # loads on their way at once
+_UNROLLED = tl.constexpr(32)  # additions of lanes between two waits
+_KINDS = tl.constexpr(2)  # of masses of a row: at temperature 1, and at its own
+_STAGES = 5  # loads of so many are on their way
+_WIDTH = tl.constexpr(10)  # numbers found of a row
+_SCRATCH = 2**24  # masses of rows that are drawn at once, 128 MB
 _NO_ID = tl.constexpr(0x7FFFFFFF)
 _C0, _C1, _C2, _C3, _C4, _C5 = map(tl.constexpr, EXP_COEFFICIENTS)
 SLACK = 2.0**-50  # of a noise in float64, as `verbatim.sampling.noise` has it
@@ -70,17 +75,35 @@ def _better(best, best_id, score, ids):
     return tl.where(wins, top, best), tl.where(wins, found, best_id)
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@helper
+def _row_of(numbers, row, num_rows):
+    """A row's place, seed, position, sample index, target and temperature."""
+    at = numbers + row
+    seed = tl.load(at + num_rows).to(tl.uint64, bitcast=True)
+    position = tl.load(at + 2 * num_rows).to(tl.uint64, bitcast=True)
+    index = tl.load(at + 3 * num_rows).to(tl.uint64, bitcast=True)
+    temperature = tl.load(at + 5 * num_rows).to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.load(at), seed, position, index, tl.load(at + 4 * num_rows), temperature
+
+
+@helper
+def _top_of(tops, place, target, temperature):
+    """The largest logit, the same at the temperature, and whether the draw is greedy or warped."""
+    top = tl.load(tops + place)  # NaN where there is one
+    warped_top = tl.div_rn(top, temperature)
+    warmer = tl.abs(warped_top) < float("inf")
+    return top, warped_top, warmer == 0, warmer & (target < 0)
+
+
+@triton.jit(do_not_specialize=["first", "num_rows", "tiles"])
 def _pick(
     bests,
     best_ids,
     logits,
-    places,
-    seeds,
-    positions,
-    indices,
-    temperatures,
-    greedy,
+    numbers,
+    tops,
+    first,
+    num_rows,
     row_stride,
     size,
     tiles,
@@ -90,12 +113,10 @@ def _pick(
     """The best score of a tile of ids and whose it is, by the low and by the high scores."""
     row, tile = tl.program_id(0), tl.program_id(1)
     group = tile * GROUPS + tl.arange(0, GROUPS)
-    seed = tl.load(seeds + row).to(tl.uint64, bitcast=True)
-    position = tl.load(positions + row).to(tl.uint64, bitcast=True)
-    index = tl.load(indices + row).to(tl.uint64, bitcast=True)
-    temperature, is_greedy = tl.load(temperatures + row), tl.load(greedy + row) != 0
+    place, seed, position, index, target, temperature = _row_of(numbers, first + row, num_rows)
+    _, _, is_greedy, _ = _top_of(tops, place, target, temperature)
     words = _philox(group.to(tl.uint64), position, index, seed)
-    values = logits + tl.load(places + row) * row_stride
+    values = logits + place * row_stride
     low, low_id = float("-inf"), _NO_ID
     high, high_id = float("-inf"), _NO_ID
     for word in tl.static_range(4):
@@ -103,11 +124,11 @@ def _pick(
         below, above = _scores(values, ids, size, words[word], temperature, is_greedy, SLACK)
         low, low_id = _better(low, low_id, below, ids)
         high, high_id = _better(high, high_id, above, ids)
-    place = (row * tiles + tile) * 2
-    tl.store(bests + place, low)
-    tl.store(bests + place + 1, high)
-    tl.store(best_ids + place, low_id)
-    tl.store(best_ids + place + 1, high_id)
+    at = row * _KINDS * tiles + tile
+    tl.store(bests + at, low)
+    tl.store(bests + at + tiles, high)
+    tl.store(best_ids + at, low_id)
+    tl.store(best_ids + at + tiles, high_id)
 
 
 @helper
@@ -128,40 +149,99 @@ def _mass(value, top):
     return bits.to(tl.float64, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "num_rows", "tiles"])
 def _masses(
-    sums,
+    masses,
     logits,
-    places,
+    numbers,
     tops,
-    temperatures,
-    wants_warped,
+    first,
+    num_rows,
     row_stride,
     size,
+    tiles,
+    BLOCK: tl.constexpr,
     LANES: tl.constexpr,
-    UNROLLED: tl.constexpr,
 ):
-    """The lanes of a row's mass, at temperature 1 and at its own: `[R, 2, LANES]`."""
+    """The masses of a tile of ids, at temperature 1 and at the row's: `[R, V / LANES, 2, LANES]`."""
+    row, tile = tl.program_id(0), tl.program_id(1)
+    place, _, _, _, target, temperature = _row_of(numbers, first + row, num_rows)
+    top, warped_top, _, warps = _top_of(tops, place, target, temperature)
+    ids = tile * BLOCK + tl.arange(0, BLOCK)
+    held = ids < size
+    value = widened(tl.load(logits + place * row_stride + ids, mask=held, other=float("-inf")))
+    step = (row.to(tl.int64) * tiles + tile) * (BLOCK // LANES) + tl.arange(0, BLOCK) // LANES
+    at = masses + step * _KINDS * LANES + ids % LANES
+    tl.store(at, tl.where(held, _mass(value, top), 0.0))
+    if warps:
+        divided = tl.div_rn(value, tl.full([BLOCK], 0.0, tl.float32) + temperature)
+        tl.store(at + LANES, tl.where(held, _mass(divided, warped_top), 0.0))
+
+
+@triton.jit(do_not_specialize=["first", "num_rows", "tiles"])
+def _draw(
+    found,
+    bests,
+    best_ids,
+    masses,
+    logits,
+    numbers,
+    tops,
+    first,
+    num_rows,
+    row_stride,
+    size,
+    tiles,
+    TILES: tl.constexpr,
+    STEPS: tl.constexpr,
+    LANES: tl.constexpr,
+    LEVELS: tl.constexpr,
+    STAGES: tl.constexpr,
+    UNROLLED: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """A row of `found`: the sums of its masses in the order of lanes, its id, and what log-probs need."""
     row = tl.program_id(0)
-    lane = tl.arange(0, LANES)
-    values = logits + tl.load(places + row) * row_stride
-    top = tl.load(tops + row)
-    temperature = tl.load(temperatures + row)
-    warped_top = tl.div_rn(top, temperature)
-    warps = tl.load(wants_warped + row) != 0
-    raw = tl.full([LANES], 0.0, tl.float64)
-    warped = tl.full([LANES], 0.0, tl.float64)
-    for start in range(0, size, LANES * UNROLLED):
+    place, _, _, _, target, temperature = _row_of(numbers, first + row, num_rows)
+    top, warped_top, is_greedy, warps = _top_of(tops, place, target, temperature)
+    lane = tl.arange(0, _KINDS * LANES)
+    at = masses + row.to(tl.int64) * tiles * STEPS * _KINDS * LANES + lane
+    sums = tl.full([_KINDS * LANES], 0.0, tl.float64)
+    for start in tl.range(0, tiles * STEPS, UNROLLED, num_stages=STAGES):
         for step in tl.static_range(UNROLLED):
-            ids = start + step * LANES + lane
-            held = ids < size
-            value = widened(tl.load(values + ids, mask=held, other=float("-inf")))
-            raw += tl.where(held, _mass(value, top), 0.0)
-            if warps:
-                divided = tl.div_rn(value, tl.full([LANES], 0.0, tl.float32) + temperature)
-                warped += tl.where(held, _mass(divided, warped_top), 0.0)
-    tl.store(sums + row * 2 * LANES + lane, raw)
-    tl.store(sums + (row * 2 + 1) * LANES + lane, warped)
+            sums += tl.load(at + (start + step) * _KINDS * LANES)
+    for level in tl.static_range(1, LEVELS + 1):
+        sums = tl.sum(tl.reshape(sums, [_KINDS, 2, LANES >> level]), 1)
+    tile = tl.arange(0, TILES)
+    scores, ids = bests + row * _KINDS * tiles + tile, best_ids + row * _KINDS * tiles + tile
+    held, worst = tile < tiles, float("-inf")
+    low, low_id = _better(
+        worst,
+        _NO_ID,
+        tl.load(scores, mask=held, other=worst),
+        tl.load(ids, mask=held, other=_NO_ID),
+    )
+    high, high_id = _better(
+        worst,
+        _NO_ID,
+        tl.load(scores + tiles, mask=held, other=worst),
+        tl.load(ids + tiles, mask=held, other=_NO_ID),
+    )
+    fails = (tl.abs(top) < float("inf")) == 0
+    draws = target < 0
+    token_id = tl.where(draws, low_id.to(tl.int64), target)
+    chosen = widened(tl.load(logits + place * row_stride + tl.minimum(token_id, size - 1)))
+    row_found = found + (first + row) * WIDTH
+    tl.store(row_found + tl.arange(0, _KINDS), tl.reshape(sums, [_KINDS]))
+    tl.store(row_found + 2, tl.where(fails, -1, token_id).to(tl.float64))
+    tl.store(row_found + 3, chosen.to(tl.float64))
+    tl.store(row_found + 4, top.to(tl.float64))
+    tl.store(row_found + 5, warped_top.to(tl.float64))
+    exact = ((low_id == high_id) & (low == high)) | (target >= 0) | fails
+    tl.store(row_found + 6, exact.to(tl.float64))
+    tl.store(row_found + 7, (fails == 0).to(tl.float64))
+    tl.store(row_found + 8, (warps & (fails == 0)).to(tl.float64))
+    tl.store(row_found + 9, (draws & is_greedy & (fails == 0)).to(tl.float64))
 
 
 def draw(
@@ -191,66 +271,41 @@ def draw(
         logits = logits.contiguous()
     assert logits.dtype in DTYPES
     device, (num_rows, size) = logits.device, (len(places), logits.shape[1])
-    numbers = torch.stack([places, seeds, positions, indices, targets]).to(device)
-    places, seeds, positions, indices, targets = numbers
-    given, temperatures = temperatures, temperatures.to(device)
-    tops = logits.amax(-1).float()[places]  # NaN where there is one
-    greedy = ~torch.isfinite(tops / temperatures)
-    draws = targets < 0
-    tiles = triton.cdiv(size, 4 * GROUPS)
-    bests = torch.empty(num_rows, tiles, 2, dtype=torch.float32, device=device)
-    best_ids = torch.empty(num_rows, tiles, 2, dtype=torch.int32, device=device)
-    _pick[(num_rows, tiles)](
-        bests,
-        best_ids,
-        logits,
-        places,
-        seeds,
-        positions,
-        indices,
-        temperatures,
-        greedy.int(),
-        logits.stride(0),
-        size,
-        tiles,
-        GROUPS=GROUPS,
-        SLACK=SLACK,
-        num_warps=4,
-        **EXACT,
-    )
-    sums = torch.empty(num_rows, 2, LANES.value, dtype=torch.float64, device=device)
-    warps = draws & ~greedy
-    _masses[(num_rows,)](
-        sums,
-        logits,
-        places,
-        tops,
-        temperatures,
-        warps.int(),
-        logits.stride(0),
-        size,
-        LANES=LANES,
-        UNROLLED=_UNROLLED,
-        num_warps=1,
-        **EXACT,
-    )
-    while sums.shape[-1] > 1:
-        half = sums.shape[-1] // 2
-        sums = sums[..., :half] + sums[..., half:]
-    best = bests.amax(1, keepdim=True)
-    low, high = torch.where(bests == best, best_ids, _NO_ID.value).amin(1).long().unbind(1)
-    exact = (low == high) & (best[:, 0, 0] == best[:, 0, 1])
-    fails = ~torch.isfinite(tops)
-    ids = torch.where(fails, -1, torch.where(draws, low, targets))
-    chosen = logits[places, ids.clamp(min=0, max=size - 1)].float()
-    # One copy to the CPU for all of it: every number is exact in float64.
-    values = [ids, chosen, tops, sums[:, 0, 0], tops / temperatures, sums[:, 1, 0]]
-    flags = [exact | ~draws | fails, ~fails, warps & ~fails, draws & greedy & ~fails]
-    found = torch.stack([column.double() for column in (*values, *flags)]).cpu()
-    ids, chosen, top, total, warped_top, warped_total = found[: len(values)]
-    exact, scored, warped, took_largest = found[len(values) :] != 0
+    # One copy to the GPU, which waits for nothing there, and one back: every number is exact in float64.
+    columns = [places, seeds, positions, indices, targets, temperatures.view(torch.int32)]
+    numbers = torch.stack([column.long() for column in columns]).to(device, non_blocking=True)
+    tops = logits.amax(-1).float()
+    tiles = triton.cdiv(size, BLOCK)
+    held = max(1, min(num_rows, _SCRATCH // (tiles * BLOCK * _KINDS.value)))
+    bests = logits.new_empty(held, _KINDS.value, tiles, dtype=torch.float32)
+    best_ids = bests.new_empty(bests.shape, dtype=torch.int32)
+    masses = bests.new_empty(held, tiles * BLOCK * _KINDS.value, dtype=torch.float64)
+    found = masses.new_empty(num_rows, _WIDTH.value)
+    for first in range(0, num_rows, held):
+        count = min(held, num_rows - first)
+        rows = logits, numbers, tops, first, num_rows, logits.stride(0), size, tiles
+        _pick[(count, tiles)](bests, best_ids, *rows, GROUPS=GROUPS, SLACK=SLACK, **EXACT)
+        _masses[(count, tiles)](masses, *rows, BLOCK=BLOCK, LANES=LANES, **EXACT)
+        _draw[(count,)](
+            found,
+            bests,
+            best_ids,
+            masses,
+            *rows,
+            TILES=triton.next_power_of_2(tiles),
+            STEPS=BLOCK // LANES.value,
+            LANES=LANES,
+            LEVELS=LANES.value.bit_length() - 1,
+            STAGES=_STAGES,
+            UNROLLED=_UNROLLED,
+            WIDTH=_WIDTH,
+            num_warps=2,  # one for each kind of mass
+            **EXACT,
+        )
+    total, warped_total, ids, chosen, top, warped_top, *flags = found.cpu().T
+    exact, scored, warped, took_largest = (flag != 0 for flag in flags)
     logprobs = _logprobs(chosen, top, total, scored)
-    sampled = _logprobs((chosen.float() / given).double(), warped_top, warped_total, warped)
+    sampled = _logprobs((chosen.float() / temperatures).double(), warped_top, warped_total, warped)
     return exact, ids.long(), logprobs, sampled.masked_fill(took_largest, 0.0)
 
 
