@@ -33,13 +33,13 @@ def step_ms(decoder: Decoder, kv_dtype: str, rows: int, context: int) -> tuple[f
         tensor.view(torch.uint8).random_(0, 64)
     tables = [[*range(1 + r * blocks, 1 + (r + 1) * blocks)] for r in range(rows)]
     batch = Batch.of([([7 + r], context - 1, table) for r, table in enumerate(tables)], range(rows))
-    graphs = DecodeGraphs(decoder, store, cuda_recorder(device))
+    graphs = DecodeGraphs(cuda_recorder(device))
     times = []
     with torch.inference_mode():
         for _ in range(13):
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            assert graphs.run(batch) is not None, graphs.reason
+            assert graphs.run(decoder, batch, store) is not None, graphs.reason
             stop.record()
             stop.synchronize()
             times.append(start.elapsed_time(stop))

@@ -178,6 +178,7 @@ class StageShare(Served):
         weight_bytes = 0 if part is None else part.weight_bytes
         held = 0 if runner is None else sum(store.nbytes for store in runner.stores)
         known = frames >= _FEW_FRAMES and self._busy_s
+        steps = None if runner is None else runner.decoder.steps
         return {
             **super().status(),
             "layers": None if part is None else [part.first, part.end],
@@ -192,7 +193,7 @@ class StageShare(Served):
             "epoch": self.epoch,
             "restarts": self._restarts,
             "hop_s": self._hop_s,
-            "graphs": None if (steps := runner and runner.decoder.steps) is None else steps.status,
+            "graphs": None if steps is None else steps.status,
         }
 
     def spans(self) -> list[tuple[int, int, float, float, int]]:
