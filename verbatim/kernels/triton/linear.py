@@ -2,7 +2,7 @@
 
 Each element is one sequence of products of 16 numbers (one number in float32) from k = 0 on, whatever the
 tile, so a row's bits depend neither on how many rows there are nor on its place among them. Few rows get a
-low tile, which reads the matrix fastest, and many a tall one. A tensor core may sum a tile of another size
+low tile, and many a tall one. A tensor core may sum a tile of another size
 by another instruction: before tiles are used, a trial on the device compares their bits, and a tile that
 differs from the tallest is not used there.
 """
@@ -144,7 +144,7 @@ def linear(
 
 
 def tile_for(num_rows: int, dtype: torch.dtype, device: torch.device) -> Tile:
-    """Return the fastest tile for so many rows."""
+    """Return the lowest tile for so many rows, of those that have the bits of the tallest."""
     if dtype.itemsize > 2:
         return WIDE
     equal = _equal_tiles(dtype, device, TILES)
