@@ -33,10 +33,10 @@ class Tile(NamedTuple):
 # By height. A tile is for at most so many rows: the last one is for all.
 TILES: tuple[Tile, ...] = (
     Tile(16, 32, 256, 4, 4),
-    Tile(64, 64, 128, 4, 3),
+    Tile(64, 32, 128, 4, 4),
     Tile(128, 128, 64, 8, 4),
 )
-_MOST_ROWS = (16, 128)
+_MOST_ROWS = (16, 256)
 WIDE = Tile(64, 32, 64, 4, 4)  # of float32, whose products are not tensor cores'
 if INTERPRETED.value:  # it adds up the depth of a tile before it adds that to the total
     TILES = tuple(tile._replace(depth=64) for tile in TILES)
