@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py [--parts one quantized many prefill] [--json benchmarks/results/gpu.json]
 
-All parts take at most 100 seconds on an H200. Random weights in bfloat16, made on the GPU. The limit of a
+Random weights in bfloat16, made on the GPU. The limit of a
 step is reading the weights and the KV once; its share is of the bandwidth that a copy of 4 GB reaches in
 the same run, reads and writes counted. Times are of whole steps, from one token to the next, Python and
 the draw included.

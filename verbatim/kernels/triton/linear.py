@@ -2,7 +2,7 @@
 
 Each element is one sequence of products of 16 numbers (one number in float32) from k = 0 on, whatever the
 tile, so a row's bits depend neither on how many rows there are nor on its place among them. Few rows get a
-low tile, which reads the matrix fastest, and many a tall one. A tensor core may sum a tile of another size
+low tile, and many a tall one. A tensor core may sum a tile of another size
 by another instruction: before tiles are used, a trial on the device compares their bits, and a tile that
 differs from the tallest is not used there.
 """
@@ -34,10 +34,10 @@ class Tile(NamedTuple):
 # By height. A tile is for at most so many rows: the last one is for all.
 TILES: tuple[Tile, ...] = (
     Tile(16, 32, 256, 4, 4),
-    Tile(64, 64, 128, 4, 3),
+    Tile(64, 32, 128, 4, 4),
     Tile(128, 128, 64, 8, 4),
 )
-_MOST_ROWS = (16, 128)
+_MOST_ROWS = (16, 256)
 WIDE = Tile(64, 32, 64, 4, 4)  # of float32, whose products are not tensor cores'
 # The same for a quantized matrix, whose decoding takes longer than the product: tiles are many.
 PACKED_TILES: tuple[Tile, ...] = (Tile(16, 16, 256, 4, 4), Tile(64, 32, 128, 4, 4))
@@ -165,7 +165,7 @@ def linear(
 def tile_for(
     num_rows: int, dtype: torch.dtype, device: torch.device, *, packed: bool = False
 ) -> Tile:
-    """Return the fastest tile for so many rows."""
+    """Return the lowest tile for so many rows, of those that have the bits of the tallest."""
     if dtype.itemsize > 2:
         return WIDE
     tiles = (*PACKED_TILES, TILES[-1]) if packed else TILES
