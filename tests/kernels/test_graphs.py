@@ -4,6 +4,10 @@ records a step just runs it again.
 
 from __future__ import annotations
 
+import dataclasses
+import gc
+import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +21,7 @@ from support.requests_mixed import all_facts, generated
 from support.stages import staged
 from support.toys import make_toy, random_ids
 from verbatim import LLM, SamplingParams
+from verbatim.batch import Batch
 from verbatim.model.decoder import Decoder
 from verbatim.model.mtp_source import Mtp
 from verbatim.placement import resident
@@ -128,6 +133,24 @@ def test_another_weight_is_seen(recording: Counting) -> None:
         module.lm_head.weight.data = module.lm_head.weight.data.flip(0)
         llm.generate(random_ids(5, 1), params)
         assert recording.recorded == 4
+
+
+def test_what_a_recorded_step_reads_is_kept() -> None:
+    kept: list[weakref.ref[Any]] = []
+
+    def record(step: Any) -> Any:
+        batch: Batch = inspect.getclosurevars(step).nonlocals["batch"]
+        tensors = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+        kept.extend(weakref.ref(x) for x in tensors if isinstance(x, torch.Tensor))
+        made = step()
+        return lambda: made  # as of a graph, which keeps nothing that it reads
+
+    with LLM(make_toy("llama")) as llm:
+        decoder: Any = llm.engine.runner.decoder  # type: ignore[attr-defined]
+        decoder.record_steps(lambda: DecodeGraphs(record))
+        llm.generate(random_ids(5, 1), SamplingParams(max_tokens=3, ignore_eos=True))
+        gc.collect()
+        assert kept and all(tensor() is not None for tensor in kept)
 
 
 def test_what_cannot_be_recorded_runs_plainly_and_says_why() -> None:

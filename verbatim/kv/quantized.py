@@ -62,7 +62,8 @@ def pack(x: Tensor, packing: Packing) -> Tensor:
     for group in x.float().split(packing.group, -1):
         low, high = group.amin(-1, keepdim=True), group.amax(-1, keepdim=True)
         low = round_down(low + 0.0)  # -0 becomes 0
-        step = (high - low) / levels + 0.0
+        # A tensor: torch on a GPU divides by a number as it multiplies by its inverse.
+        step = (high - low) / torch.full_like(low, levels) + 0.0
         scale = round_up(step)
         steps = torch.where(scale > 0, (group - low) / scale, 0.0)
         finite = step.isfinite()

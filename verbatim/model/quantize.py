@@ -55,10 +55,11 @@ def pack(weight: Tensor, packing: WeightPacking, name: str = "a weight") -> Tens
     Raises:
         ModelError: a NaN, an infinity, or a number too large.
     """
-    out = torch.empty(packing.nbytes, dtype=torch.uint8, device=weight.device)
-    for rows, part, one in _matrices(weight, out, packing):
+    out = torch.empty(packing.nbytes, dtype=torch.uint8)
+    # On the CPU: torch on a GPU divides by a number as it multiplies by its inverse.
+    for rows, part, one in _matrices(weight.cpu(), out, packing):
         _pack(rows, one, name, part)
-    return out
+    return out.to(weight.device)
 
 
 def pack_and_measure(
@@ -69,7 +70,7 @@ def pack_and_measure(
     out = torch.empty(plain.nbytes, dtype=torch.uint8)
     squares = _total(
         _pack(rows, one, name, part) or squared_error(rows, part, one)
-        for rows, part, one in _matrices(weight, out, plain)
+        for rows, part, one in _matrices(weight.cpu(), out, plain)
     )
     return interleave(out, plain)[0] if packing.interleaved else out, squares
 
@@ -81,7 +82,7 @@ def _pack(
     by_torch = packing.encoding is not Encoding.AFFINE  # those of checkpoints
     function = None if by_torch else kernel("vb_pack_rows")
     with torch.no_grad():
-        if function is None or not rows.is_cpu or rows.dtype not in SUFFIX:
+        if function is None or rows.dtype not in SUFFIX:
             groups.pack_rows(rows, packing, name, out)
             return None
         squares, rows, kind = (ctypes.c_double * 2)(), rows.contiguous(), packing.quantization

@@ -56,20 +56,20 @@ def rounded_rows(rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """A recorded step, which reads `inputs` and `entering` anew each time.
+    """A recorded step, which reads `inputs` and `batch.entering` anew each time.
 
     Attributes:
+        batch: the tensors that the step reads, on the device.
         inputs: bytes on the device.
         host: the same in RAM, and `columns` the tensors in it.
         blank: those of surplus rows only.
-        entering: on the device, as of `Batch`.
     """
 
+    batch: Batch
     inputs: Tensor
     host: Tensor
     columns: list[Tensor]
     blank: Tensor
-    entering: Tensor | None
     replay: Step
 
 
@@ -184,7 +184,7 @@ class DecodeGraphs:
             batch.entering = like.entering.new_zeros(rows, like.entering.shape[1], device=device)
         batch.wants_hidden = like.wants_hidden
         replay = self._recorder(lambda: decoder.forward_in_place(batch, slots, store, body))
-        return _Recorded(inputs, host, _columns(host, values), blank, batch.entering, replay)
+        return _Recorded(batch, inputs, host, _columns(host, values), blank, replay)
 
 
 def _fits(batch: Batch, store: KVStore) -> bool:
@@ -218,8 +218,9 @@ def _fill(recorded: _Recorded, values: list[Tensor], entering: Tensor | None) ->
     for column, tensor in zip(recorded.columns, values, strict=True):
         column[tuple(map(slice, tensor.shape))] = tensor
     recorded.inputs.copy_(recorded.host, non_blocking=True)  # one copy to the GPU
-    if recorded.entering is not None and entering is not None:
-        recorded.entering[: len(entering)].copy_(entering, non_blocking=True)
+    static = recorded.batch.entering
+    if static is not None and entering is not None:
+        static[: len(entering)].copy_(entering, non_blocking=True)
 
 
 def cuda_recorder(device: torch.device) -> Recorder:

@@ -33,17 +33,14 @@ class Tile(NamedTuple):
 
 # By height. A tile is for at most so many rows: the last one is for all.
 TILES: tuple[Tile, ...] = (
-    Tile(16, 32, 256, 4, 4),
+    Tile(16, 32, 256, 2, 4),
     Tile(64, 32, 128, 4, 4),
-    Tile(128, 128, 64, 8, 4),
+    Tile(256, 128, 64, 8, 3),
 )
-_MOST_ROWS = (16, 256)
+_MOST_ROWS = (32, 384)
 WIDE = Tile(64, 32, 64, 4, 4)  # of float32, whose products are not tensor cores'
-# The same for a quantized matrix, whose decoding takes longer than the product: tiles are many.
-PACKED_TILES: tuple[Tile, ...] = (Tile(16, 16, 256, 4, 4), Tile(64, 32, 128, 4, 4))
 if INTERPRETED.value:  # it adds up the depth of a tile before it adds that to the total
     TILES = tuple(tile._replace(depth=64) for tile in TILES)
-    PACKED_TILES = tuple(tile._replace(depth=64) for tile in PACKED_TILES)
 _GROUP = 8  # tiles of rows that run side by side and share a tile of the matrix in the cache
 
 
@@ -165,13 +162,18 @@ def linear(
 def tile_for(
     num_rows: int, dtype: torch.dtype, device: torch.device, *, packed: bool = False
 ) -> Tile:
-    """Return the lowest tile for so many rows, of those that have the bits of the tallest."""
+    """Return the lowest tile for so many rows, of those that have the bits of the tallest.
+
+    Args:
+        packed: the matrix is quantized. Decoded in registers, it gets the middle tile: in a low one, the
+            compiler multiplies 32 elements of a row in another order.
+    """
     if dtype.itemsize > 2:
         return WIDE
-    tiles = (*PACKED_TILES, TILES[-1]) if packed else TILES
-    most_rows = (PACKED_TILES[0].rows, num_rows) if packed else _MOST_ROWS
-    equal = _equal_tiles(dtype, device, tiles)
-    fitting = [tile for tile, most in zip(tiles, most_rows, strict=False) if num_rows <= most]
+    equal = _equal_tiles(dtype, device, TILES)
+    fitting = [tile for tile, most in zip(TILES, _MOST_ROWS, strict=False) if num_rows <= most]
+    if packed:
+        fitting = [TILES[1]]
     return next((tile for tile in fitting if tile in equal), TILES[-1])
 
 
