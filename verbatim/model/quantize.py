@@ -43,7 +43,7 @@ from verbatim.model.weight_packing import (
 )
 
 if TYPE_CHECKING:
-    from verbatim.kernels.triton.packed import Layout
+    from verbatim.kernels.triton.packed import MatrixLayout
 
 
 def pack(weight: Tensor, packing: WeightPacking, name: str = "a weight") -> Tensor:
@@ -193,12 +193,12 @@ def unpack_rows(packed: Tensor, packing: WeightPacking, rows: Tensor) -> Tensor:
     return unpack(plain_rows(packed, packing, rows).flatten(), plain)
 
 
-def layout_of(packing: WeightPacking, device: torch.device) -> Layout:
+def layout_of(packing: WeightPacking, device: torch.device) -> MatrixLayout:
     """Return the layout of a quantized matrix as the kernels in Triton take it, on their device."""
-    from verbatim.kernels.triton.packed import Layout
+    from verbatim.kernels.triton.packed import MatrixLayout
 
     kind, encoding = packing.quantization, packing.encoding
-    return Layout(
+    return MatrixLayout(
         packing.width,
         packing.depth,
         packing.dtype,

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from verbatim.kernels.triton.numbers import DTYPES, EXACT, rounded, widened
-from verbatim.kernels.triton.packed import Layout
+from verbatim.kernels.triton.packed import MatrixLayout
 
 _TILES = ((16, 32, 4), (64, 64, 4), (128, 64, 8))  # rows, columns and warps, for more and more rows
 _HALF_EVEN = tl.constexpr(1.5 * 2.0**23)  # adding it rounds to an integer, to even
@@ -114,7 +114,12 @@ def _integer_linear(
 
 
 def linear(
-    x: Tensor, data: Tensor, layout: Layout, bias: Tensor | None = None, *, float32: bool = False
+    x: Tensor,
+    data: Tensor,
+    layout: MatrixLayout,
+    bias: Tensor | None = None,
+    *,
+    float32: bool = False,
 ) -> Tensor:
     """Compute the product of x `[..., K]` with an interleaved matrix: `[..., N]` in x's dtype, or float32."""
     num_columns, depth = layout[:2]

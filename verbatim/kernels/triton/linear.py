@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from verbatim.kernels.triton.numbers import DTYPES, EXACT, INTERPRETED, product, rounded, widened
-from verbatim.kernels.triton.packed import Layout, decode_tile
+from verbatim.kernels.triton.packed import MatrixLayout, decode_tile
 
 
 class Tile(NamedTuple):
@@ -143,7 +143,7 @@ def linear(
     bias: Tensor | None = None,
     *,
     float32: bool = False,
-    layout: Layout | None = None,
+    layout: MatrixLayout | None = None,
 ) -> Tensor:
     """Compute `x @ weight.T + bias`, each row by itself, for tensors on one GPU; `served` must hold.
 
@@ -220,7 +220,7 @@ def multiply(
     out: Tensor,
     tile: Tile,
     starts: Tensor | None = None,
-    layout: Layout | None = None,
+    layout: MatrixLayout | None = None,
 ) -> None:
     """Write the product of `rows` `[R, K]` with `weight` to `out` `[R, N]`, in tiles of one size."""
     *experts, num_columns, depth = weight.shape if layout is None else layout[:2]

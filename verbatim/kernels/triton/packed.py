@@ -19,7 +19,7 @@ from verbatim.kernels.triton.numbers import EXACT, helper, rounded
 _TILE = 128  # elements of a row that a program unpacks at once
 
 
-class Layout(NamedTuple):
+class MatrixLayout(NamedTuple):
     """The layout of a quantized matrix `[num_columns, depth]`, or of a stack of them.
 
     Attributes:
@@ -312,7 +312,7 @@ def _unpack(
     tl.store(out + place.to(tl.int64)[None, :] * depth + k, tile, mask=k < depth)
 
 
-def unpack(data: Tensor, layout: Layout, rows: Tensor) -> Tensor:
+def unpack(data: Tensor, layout: MatrixLayout, rows: Tensor) -> Tensor:
     """Decode the rows `rows` `[n]` of a quantized matrix on their GPU: `[n, depth]`."""
     out = torch.empty(len(rows), layout.depth, dtype=layout.dtype, device=data.device)
     if out.numel():

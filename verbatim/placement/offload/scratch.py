@@ -124,7 +124,7 @@ class Scratch(DirectFile):
 
 
 class RamScratch:
-    """The same for a single reservation, in RAM, which is allocated when it is first used."""
+    """One reservation in RAM, allocated at its first use; with the methods of a file's."""
 
     def __init__(self) -> None:
         self._nbytes, self._memory = 0, pages(0)
