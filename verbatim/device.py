@@ -1,4 +1,4 @@
-"""The device of a model or of its share in a process, and the features refused on a GPU."""
+"""The device of a model, or of its share in a process."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from support.requests_mixed import all_facts, mixed_requests
@@ -98,7 +99,8 @@ def test_budgets_hold_and_nothing_is_left(folder: Path) -> None:
 def test_updates_and_sleep(folder: Path, deterministic: bool) -> None:
     common: dict[str, Any] = dict(device="cuda", deterministic=deterministic, max_length=512)
     prompt, params = random_ids(40, 1, high=8000), SamplingParams(max_tokens=8, temperature=0.0)
-    new = {f"model.layers.{i}.mlp.up_proj.weight": torch.randn(4096, 1024) / 30 for i in range(9)}
+    new = load_file(folder / "model.safetensors")
+    new |= {f"model.layers.{i}.mlp.up_proj.weight": torch.randn(4096, 1024) / 30 for i in range(9)}
     with LLM(folder, kv_memory="100MB", **common) as llm:
         first = all_facts(llm.generate([prompt], params))
         llm.update_weights(new)

@@ -261,11 +261,9 @@ def test_recorded_steps_of_experts_have_the_same_bits_and_routing() -> None:
         with LLM(module, deterministic=True) as llm:
             runner: Any = llm.engine.runner
             if record:
-                runner.graphs = DecodeGraphs(
-                    runner.decoder, runner.store, lambda step: step, runner.records
-                )
+                runner.decoder.record_steps(lambda: DecodeGraphs(lambda step: step))
             outputs = [result.outputs[0] for result in llm.generate(prompts, params)]
-            assert not record or (runner.graphs.count, runner.graphs.reason) == (1, None)
+            assert not record or runner.decoder.steps.status == 2
         return [(o.token_ids, o.logprobs, o.routing.tolist()) for o in outputs]
 
     assert generated(True) == generated(False)

@@ -85,6 +85,8 @@ def _settings(host: str, fields: dict[str, Any]) -> ServeSettings:
     keys = _keys(fields.pop("api_key_file", None))
     fields["cors_origins"] = tuple(fields.pop("cors_origin", ()))
     fields["timeout_s"] = fields.pop("request_timeout_s", None)
+    if keys and fields.get("no_api_key"):
+        raise WrongUsage(f"--no-api-key can't be combined with a key in --api-key-file or ${KEYS}")
     settings = ServeSettings(api_keys=keys, **fields)
     try:
         return settings.at(host)

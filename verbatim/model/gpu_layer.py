@@ -14,12 +14,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from verbatim.kernels.options import AttentionOptions, NormKind
 from verbatim.model import elementwise
 from verbatim.model.context import active_context
-from verbatim.model.differential import differential_check
+from verbatim.model.differential import bit_equal, differential_check
 from verbatim.model.fingerprint import Fingerprint, numbers_of
 from verbatim.model.layer_parts import LayerParts, Residual
 from verbatim.model.layer_trial import Build, LayerProbe
@@ -41,8 +42,11 @@ def forward_of(parts: LayerParts, options: AttentionOptions, turns: bool) -> Cal
     layer, attention = parts.layer, parts.attention
     plain = type(layer).forward
     skipped = [attention, *(norm.module for norm in parts.norms.values())]
-    if parts.gates and parts.mlp is not None:
-        skipped.append(parts.mlp)
+    if parts.gates:  # also the activation's module
+        called = (*parts.inputs, parts.output, *parts.gates, parts.down)
+        run = {id(m) for part in called if part is not None for m in part.modules()}
+        known = {*run, *map(id, skipped), id(layer)}
+        skipped += [m for m in layer.modules() if id(m) not in known]
     fields = [m.__dict__ for m in skipped]
     role = parts.norms.get
     # What the layer's own forward would read each time: an owner may change it.
@@ -58,16 +62,6 @@ def forward_of(parts: LayerParts, options: AttentionOptions, turns: bool) -> Cal
             x = x if residual is None else residual + x
             return x, x
         return rms_norm(x, norm.weight, norm.eps, norm.kind, residual=residual)
-
-    def mlp(x: Tensor) -> Tensor:
-        body: Any = parts.down if parts.gates else parts.mlp
-        if parts.gates:
-            made = [module(x) for module in parts.gates]
-            if len(made) == 1 and made[0].shape[-1] == 2 * getattr(body, "in_features", 0):
-                made = [*made[0].chunk(2, -1)]
-            x = elementwise.activate(made[0], parts.activation, *made[1:])
-        out: Any = body(x)
-        return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         context: Any = active_context()
@@ -91,12 +85,23 @@ def forward_of(parts: LayerParts, options: AttentionOptions, turns: bool) -> Cal
         if role("after_attention") is not None:
             out, _ = normed(role("after_attention"), out)
         x, residual = normed(role("before_mlp"), out, hidden_states)
-        out = mlp(x)
+        out = _mlp(parts, x)
         if role("after_mlp") is not None:
             out, _ = normed(role("after_mlp"), out)
         return residual + out
 
     return forward
+
+
+def _mlp(parts: LayerParts, x: Tensor) -> Tensor:
+    body: Any = parts.down if parts.gates else parts.mlp
+    if parts.gates:
+        made = [module(x) for module in parts.gates]
+        if len(made) == 1 and made[0].shape[-1] == 2 * getattr(body, "in_features", 0):
+            made = [*made[0].chunk(2, -1)]
+        x = elementwise.activate(made[0], parts.activation, *made[1:])
+    out: Any = body(x)
+    return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
 
 
 def fuse_on_gpu(probe: LayerProbe) -> Build:
@@ -123,9 +128,10 @@ def fuse_on_gpu(probe: LayerProbe) -> Build:
     options = probe.attended[0][3]
     if options.alibi is not None or options.sinks is not None:
         raise NotFusable("its attention has a bias or sinks of its own")
-    bodies = [parts] if parts.gates else []
+    bodies = []
     if parts.mlp is not None:
-        bodies.append(replace(parts, gates=[], down=None))
+        whole = replace(parts, gates=[], down=None)
+        bodies = [parts, whole] if parts.gates else [whole]
     has_angles = isinstance(probe.kwargs.get("position_embeddings"), tuple)
     why = "it has no module of an MLP"
     for body, turns in itertools.product(bodies, (True, False) if has_angles else (False,)):
@@ -135,6 +141,13 @@ def fuse_on_gpu(probe: LayerProbe) -> Build:
         if any(id(p) not in counted for p in parts.layer.parameters()):
             why = "it has a weight beside those of its norms and linear layers"
             continue
+        if body.gates:  # small numbers do not show that it clamps
+            large = probe.rows * (16.0 if probe.rows.dtype is torch.float16 else 1024.0)
+            with torch.no_grad():
+                same = bit_equal(_mlp(body, large), _mlp(whole, large))
+            if not same:
+                why = "what it makes of large numbers is not what fewer launches make"
+                continue
         ours = probe.run(forward_of(body, options, turns))
         if not differential_check(lambda made: made, lambda _: probe.expected, [ours]):
             probe.parts = body

@@ -108,6 +108,7 @@ class LayerProbe:
         tried: the probe of the layer that was tried for it; None: it was not called.
         parts: of the twin, if this layer was tried, as all that follows.
         kwargs: its arguments by name, beside hidden states.
+        rows: hidden states `[1, T, H]` that `run` gives it.
         returns: as of `FusedLayer`.
         expected: of the twin's own forward, as of `run`.
         attended: the calls of attention in the last `run`.
@@ -211,7 +212,7 @@ class LayerProbe:
         x = noise(tuple(hidden_states.shape), hidden_states.dtype)
         rows = x.flatten(0, -2)
         rows *= torch.logspace(-2, 1, len(rows))[:, None].to(x.dtype)
-        self._rows = x = x.to(hidden_states.device)
+        self.rows = x = x.to(hidden_states.device)
         self._twin = twin = twin_of(self.layer, place)
         twins = dict(zip(self.layer.modules(), twin.modules(), strict=True))
         self._slots = {(id(twins[part]), 0): i for i, part in enumerate(self._attending)}
@@ -260,10 +261,10 @@ class LayerProbe:
         assert isinstance(outer, FlatContext)
         # A store without K and V has no rows that kernels write to themselves.
         shapes = self._shapes or [LayerShape(1, 1, 1)]
-        store = noise_store(shapes, self._states, self._dtype, self._rows.device)
+        store = noise_store(shapes, self._states, self._dtype, self.rows.device)
         context = TrialContext(self._slots, outer.batch, store, rows=outer.rows)
         norms = self.parts.norms.values() if large else ()
-        rows = self._rows.clone()
+        rows = self.rows.clone()
         if large and self.parts.residual is Residual.PART:
             rows *= _LARGE
         weights = {id(w): w.data for norm in norms if (w := norm.weight) is not None}.values()

@@ -173,7 +173,8 @@ def placeholder(like: Tensor) -> Tensor:
 
 def moved_to(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device; one without memory, such as a `placeholder`, gets none there."""
-    if tensor.untyped_storage().nbytes() >= tensor.nbytes:
+    moves = any(step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    if moves or tensor.untyped_storage().nbytes() >= tensor.nbytes:
         return tensor.to(device)
     return tensor.as_strided((), ()).to(device).expand(tensor.shape)
 

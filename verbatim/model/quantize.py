@@ -126,7 +126,11 @@ def unpack(packed: Tensor, packing: WeightPacking, *, out: Tensor | None = None)
     by_kernel = packing.dtype in SUFFIX and packed.is_cpu
     function = kernel("vb_unpack_rows") if by_kernel else None
     for rows, part, one in _matrices(out, packed, packing):
-        target = rows if rows.is_contiguous() else torch.empty(rows.shape, dtype=rows.dtype)
+        target = (
+            rows
+            if rows.is_contiguous()
+            else torch.empty_like(rows, memory_format=torch.contiguous_format)
+        )
         if function is None:
             groups.unpack_rows(part, one, target)
         else:

@@ -28,7 +28,7 @@ from verbatim.model.packed import weights_of
 from verbatim.model.routing import Records
 from verbatim.protocols import Forward
 
-MAX_ROWS = 512  # of a step that is recorded; larger ones keep a GPU busy
+MAX_ROWS = 256  # of a step that is recorded, which keeps its logits; larger ones keep a GPU busy
 _ROWS_EACH = 16  # of a sequence in a recorded step; each of them reads all of its K and V
 _SPARE_LOGITS = 64  # rows of a recorded step whose logits are not needed
 _LEAST_CONTEXT = 512  # positions that the smallest tables hold
@@ -128,7 +128,8 @@ class DecodeGraphs:
         recorded = self._recorded.get((*size, batch.wants_hidden))
         if recorded is None:
             try:
-                recorded = self._record(decoder, batch, store, body, *size)
+                with torch.inference_mode(False):  # its tensors are written to in any mode
+                    recorded = self._record(decoder, batch, store, body, *size)
             except Exception as error:  # a model may do anything that can't be recorded
                 self.reason = f"{type(error).__name__}: {first_line(error)}"
                 return None
@@ -226,20 +227,19 @@ def _fill(recorded: _Recorded, values: list[Tensor], entering: Tensor | None) ->
 def cuda_recorder(device: torch.device) -> Recorder:
     """Return a recorder of the kernels that a function launches on `device`; all recordings share memory."""
     pool: Any = torch.cuda.graph_pool_handle()
+    beside = torch.cuda.Stream(device)  # torch's own stream for captures is that of one device
 
     def record(step: Step) -> Step:
-        beside = torch.cuda.Stream(device)
-        beside.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(beside):
-            for _ in range(2):  # what is compiled or chosen at the first call must be there
-                step()
-        torch.cuda.current_stream(device).wait_stream(beside)
-        graph = torch.cuda.CUDAGraph()
-        with (
-            torch.cuda.device(device),
-            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
-        ):
-            out = step()
+        before, graph = torch.cuda.current_stream(device), torch.cuda.CUDAGraph()
+        beside.wait_stream(before)
+        try:
+            with torch.cuda.stream(beside):  # restores the thread's stream even if a capture fails
+                for _ in range(2):  # what is compiled or chosen at the first call must be there
+                    step()
+                with torch.cuda.graph(graph, pool, beside, capture_error_mode="thread_local"):
+                    out = step()
+        finally:
+            before.wait_stream(beside)
 
         def replay() -> tuple[Forward, Tensor | None]:
             graph.replay()

@@ -259,7 +259,7 @@ def _try_out(module: nn.Module) -> int:
     ids = torch.stack([at * 37, at * 37 + (at == length - 1)]) % size
     slots = at + length * at.new_tensor([[1], [2]])  # a block each; block 0 stays free
     store = KVStore(layers, 3, length, dtype, device)
-    gpus = [device] if device.type == "cuda" else []
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
 
     def token_by_token(seed: int) -> Tensor:
         torch.manual_seed(seed)

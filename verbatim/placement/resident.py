@@ -52,6 +52,7 @@ class Resident(Runner):
         stores: all that is freed in sleep: K and V, also of draft layers. Records are small beside it.
     """
 
+    _recorded = False  # steps, before it fell asleep
     checkpoint: Checkpoint | None = None  # lets the weights be dropped; None for a live module
     packed: PackingReport | None = None  # of a model whose weights are quantized
     original: Mapping[str, Tensor] | None = None  # the state dict before quantization and cuts
@@ -231,8 +232,8 @@ class Resident(Runner):
                 )
             self.checkpoint.drop(self.decoder.held)
             self.decoder.weights_moved()
-        if self.decoder.steps is not None:
-            self.record_steps()
+        self._recorded = self.decoder.steps is not None
+        self.decoder.record_steps(lambda: None)
         for store in self.stores:
             store.release()
         give_back_freed()
@@ -243,6 +244,8 @@ class Resident(Runner):
             self.decoder.weights_moved()
         for store in self.stores:
             store.allocate()
+        if self._recorded:
+            self.record_steps()
 
     def close(self) -> None:
         self.records, self.original, self.stores = {}, None, []

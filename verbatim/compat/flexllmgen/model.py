@@ -78,9 +78,12 @@ class OptLM(Opened):
         by_name = not isinstance(config, OptConfig)
         expected = config if isinstance(config, OptConfig) else config_by_name(os.fspath(config))
         disk = None if env is None else env.disk.path
-        device = "cuda" if torch.cuda.is_available() else "auto"
+        on_cpu = policy is not None and policy.cpu_cache_compute
+        device = "cuda" if torch.cuda.is_available() and not on_cpu else "auto"
         options = options_of(policy, disk)
-        llm = self._source = LLM(find_model(config, path), device=device, **options)
+        llm = self._source = LLM(
+            find_model(config, path), device=device, deterministic=True, **options
+        )
         self._close_with(llm)
         try:
             if expected is not None:

@@ -42,7 +42,7 @@ def activation_codes(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize rows `[R, K]` as `model/integers.py` does: int8 `[R, K]`, float32 `[R, groups]` twice."""
     (num_rows, depth), x = x.shape, x.contiguous()
     codes = torch.empty(num_rows, depth, dtype=torch.int8, device=x.device)
-    scales = torch.empty(num_rows, triton.cdiv(depth, group), device=x.device)
+    scales = torch.empty(num_rows, triton.cdiv(depth, group), dtype=torch.float32, device=x.device)
     sums = torch.empty_like(scales)
     groups = scales.shape[1]
     size = triton.next_power_of_2(group)

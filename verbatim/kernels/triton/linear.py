@@ -10,7 +10,7 @@ differs from the tallest is not used there.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -31,16 +31,16 @@ class Tile(NamedTuple):
     stages: int
 
 
-# By height. A tile is for at most so many rows: the last one is for all.
+# By height.
 TILES: tuple[Tile, ...] = (
     Tile(16, 32, 256, 2, 4),
     Tile(64, 32, 128, 4, 4),
     Tile(256, 128, 64, 8, 3),
 )
-_MOST_ROWS = (32, 384)
+_MOST_ROWS = (32, 384)  # that each of them is for; the last one is for all
 WIDE = Tile(64, 32, 64, 4, 4)  # of float32, whose products are not tensor cores'
 if INTERPRETED.value:  # it adds up the depth of a tile before it adds that to the total
-    TILES = tuple(tile._replace(depth=64) for tile in TILES)
+    TILES = tuple(tile._replace(depth=32) for tile in TILES)  # a product has at most 2**20 elements
 _GROUP = 8  # tiles of rows that run side by side and share a tile of the matrix in the cache
 
 
@@ -171,9 +171,8 @@ def tile_for(
     if dtype.itemsize > 2:
         return WIDE
     equal = _equal_tiles(dtype, device, TILES)
-    fitting = [tile for tile, most in zip(TILES, _MOST_ROWS, strict=False) if num_rows <= most]
-    if packed:
-        fitting = [TILES[1]]
+    by_rows = [tile for tile, most in zip(TILES, _MOST_ROWS, strict=False) if num_rows <= most]
+    fitting = [TILES[1]] if packed else by_rows
     return next((tile for tile in fitting if tile in equal), TILES[-1])
 
 
@@ -183,13 +182,16 @@ def _equal_tiles(
 ) -> frozenset[Tile]:
     """Return the tiles that have the bits of the last one on a device, by a trial."""
     noise = torch.Generator().manual_seed(0)
+    float32: Any = {"generator": noise, "dtype": torch.float32}
 
     def numbers(count: int) -> Tensor:  # of many sizes, so that every rounding shows
         exponents = torch.randint(-6, 7, (count, 512), generator=noise)
-        return (torch.randn(count, 512, generator=noise) * 2.0**exponents).to(device, dtype)
+        return (torch.randn(count, 512, **float32) * torch.exp2(exponents.float())).to(
+            device, dtype
+        )
 
     x, weight = numbers(40), numbers(96)
-    made = [torch.empty(40, 96, device=device) for _ in tiles]
+    made = [torch.empty(40, 96, dtype=torch.float32, device=device) for _ in tiles]
     for tile, out in zip(tiles, made, strict=True):
         multiply(x, weight, None, out, tile)
     return frozenset(tile for tile, out in zip(tiles, made, strict=True) if out.equal(made[-1]))

@@ -150,7 +150,8 @@ class Part:
                     f"{type(inner).__name__}: layers {first} to {end} alone give numbers that are none: "
                     "their weights hold NaN or infinities, or they need weights of other layers"
                 )
-            self.drafts = open_draft_layers(mtp or exit_, self.decoder, skeleton, whole)
+            with device.current():
+                self.drafts = open_draft_layers(mtp or exit_, self.decoder, skeleton, whole)
             undo.pop_all()
 
     @property

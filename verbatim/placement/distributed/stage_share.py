@@ -309,9 +309,8 @@ class StageShare(Served):
         if link is None:
             if step not in self._computed:
                 self._computed = {step: []}
-            if (
-                self.running.decoder.steps is not None
-            ):  # the next micro-batch overwrites what is replayed
+            if self.running.decoder.steps is not None:
+                # The next micro-batch overwrites what is replayed.
                 out = replace(out, logits=out.logits.clone())
             self._computed[step].append(out)
 

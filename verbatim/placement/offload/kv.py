@@ -261,11 +261,11 @@ class TieredKVStore(KVStore):
         if self._lane is None:
             return layer.save(blocks, new, memory)
         ram = self._lane.through(memory.nbytes)
-        changed = [i for at, _, length in new for i in range(at, at + length)]
         for target, source in zip(
             layer.views(ram, blocks), layer.views(memory, blocks), strict=True
         ):
-            target[changed] = source[changed].cpu()
+            for at, _, length in new:
+                target[at : at + length] = source[at : at + length]
         return layer.save(blocks, new, bytes_of(ram))
 
     def _room(self, nbytes: int) -> Tensor:

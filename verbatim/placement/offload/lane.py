@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from verbatim.errors import OutOfBlocks
 from verbatim.weights.files import pages, up
 
 
@@ -77,7 +78,12 @@ class Lane:
     def memory(self, nbytes: int) -> Tensor:
         """Return `nbytes` of uint8 memory of the device."""
         with torch.inference_mode(False):
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            try:
+                return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            except torch.OutOfMemoryError:
+                raise OutOfBlocks(
+                    f"{nbytes} bytes can't be allocated on {self.device}: lower gpu="
+                ) from None
 
 
 def staging(nbytes: int, device: torch.device | None) -> Tensor:
@@ -94,4 +100,7 @@ def staging(nbytes: int, device: torch.device | None) -> Tensor:
         with torch.cuda.device(device):
             if int(cuda.cudaHostRegister(memory.data_ptr(), nbytes, 0)) == 0:
                 weakref.finalize(memory, cuda.cudaHostUnregister, memory.data_ptr())
+            else:
+                with suppress(RuntimeError):  # takes the error, which the next launch would raise
+                    torch.ones(1, device=device)
     return memory

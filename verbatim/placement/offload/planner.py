@@ -322,6 +322,9 @@ class Planner:
         sizes, layers = [slot.nbytes for slot in shape.slots], [1] * shape.layers
         slots = dict.fromkeys([*shape.held, *(item for item in held if isinstance(item, int))])
         tiers = assign_tiers(sizes, given.weights) if given.weights else ["disk"] * len(sizes)
+        if self.on_gpu:  # their rows come from the GPU's memory or from the file
+            for i in self._rounded:
+                tiers[i] = "disk" if tiers[i] == "cpu" else tiers[i]
         for i in slots:
             tiers[i] = "gpu"
         for item in far:

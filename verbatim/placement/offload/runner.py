@@ -179,7 +179,8 @@ def open_offloaded(model: ToOpen, offload: Offload) -> Placed:
         tiers = Tiers(model, offload)
         undo.callback(tiers.close)
         decoder = tiers.inspect()
-        layers = open_draft_layers(model.draft, decoder, model.loaded)
+        with tiers.options.device.current():
+            layers = open_draft_layers(model.draft, decoder, model.loaded)
         runner = open_tiered(tiers, decoder, layers, *tiers.num_blocks(decoder.spec, layers))
         undo.pop_all()
     return Placed(runner, tiers.options)
@@ -211,5 +212,4 @@ def open_tiered(
         is_apart=tiers.options.device.beside_ram is not None,
     )
     store = open_store(spec, tiers.options, layers, num_blocks, num_states, make)
-    store.batch_invariant = tiers.options.device.batch_invariant
     return Offloaded(decoder, store, tiers, layers)

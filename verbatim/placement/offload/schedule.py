@@ -116,8 +116,9 @@ class HiddenStates:
             TierFailed: it can't be written, or there is no room.
         """
         tier = assign_tiers([1] * (part.number + 1), self._percents)[-1]
-        storage = None if tier == "gpu" else self._storage_of(part)
-        if storage is None or (tier == "cpu" and not self._is_apart):
+        if tier == "gpu" or (tier == "cpu" and not self._is_apart):
+            return
+        if (storage := self._storage_of(part)) is None:
             return
         begin, nbytes, kept = perf_counter(), storage.nbytes(), None
         data = storage.clone() if self._is_apart and storage.device.type == "cpu" else storage.cpu()

@@ -14,7 +14,7 @@ from verbatim.heap import Heap
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.hidden import head_of
-from verbatim.model.packed import placeholder
+from verbatim.model.packed import moved_to
 from verbatim.model.spec import ModelSpec, inner_model
 from verbatim.model.whole import ModelPart
 from verbatim.placement.offload.choice import Offload
@@ -168,12 +168,7 @@ def units_of(model: ToOpen, offload: Offload) -> Units:
 def move(tensors: Iterable[Tensor], device: torch.device) -> None:
     """Move buffers, and parameters without data, to a device in place."""
     for tensor in tensors:
-        if tensor.untyped_storage().nbytes() < tensor.nbytes:
-            tensor.data = placeholder(
-                torch.empty(1, dtype=tensor.dtype, device=device).expand(tensor.shape)
-            )
-        else:
-            tensor.data = tensor.data.to(device)
+        tensor.data = moved_to(tensor.data, device)
 
 
 def groups_of(units: Units, slots: Mapping[tuple[int, int], int]) -> list[list[int]]:

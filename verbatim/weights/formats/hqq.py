@@ -25,10 +25,11 @@ def read_hqq(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]
         NotSupported: another number of bits, or groups that are not along K.
     """
     names = dict.fromkeys(checkpoint.names(".W_q"))
-    config = checkpoint.option("quant_config", {})
+    config = checkpoint.option("quant_config", None) or {}
     for each in (config, *config.values()):  # of all matrices, or of each
         if isinstance(each, Mapping):
-            _check(checkpoint, "config.json", each.get("weight_quant_params") or {})
+            params = each.get("weight_quant_params")
+            _check(checkpoint, "config.json", params if isinstance(params, Mapping) else {})
     for name in names:
         stored = {key: checkpoint.take_if_there(f"{name}.{key}") for key in _ONLY}
         _check(checkpoint, name, {k: int(read_stored(*t)) for k, t in stored.items() if t})
