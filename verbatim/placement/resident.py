@@ -233,7 +233,8 @@ class Resident(Runner):
             self.checkpoint.drop(self.decoder.held)
             self.decoder.weights_moved()
         self._recorded = self.decoder.steps is not None
-        self.decoder.record_steps(lambda: None)
+        if self._recorded:
+            self.decoder.record_steps(lambda: None)
         for store in self.stores:
             store.release()
         give_back_freed()
