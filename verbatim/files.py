@@ -53,15 +53,21 @@ def hub_arguments(named: str, revision: str | None) -> dict[str, Any]:
     This is tried once, as the libraries repeat each request for half a minute.
 
     Raises:
-        ModelError: the hub can't be reached, and the cache doesn't have it.
+        ModelError: it is no hub id; the hub can't be reached, and the cache doesn't have it.
     """
     from huggingface_hub import constants, get_session
     from huggingface_hub.file_download import repo_folder_name
 
     try:
+        folder = repo_folder_name(repo_id=named, repo_type="model")
+    except ValueError as error:
+        raise ModelError(
+            f"no model at {named!r}: there is no such folder, and it is no hub id: {first_line(error)}"
+        ) from None
+    try:
         get_session().head(constants.ENDPOINT, timeout=_HUB_S)
     except Exception as error:  # of httpx, requests or a session of the user's
-        cached = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=named, repo_type="model"))
+        cached = Path(constants.HF_HUB_CACHE, folder)
         if not cached.is_dir():
             raise ModelError(
                 f"no model at {named!r}: there is no such folder, {cached.parent} has no such hub id, and "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import inspect
 import json
 import os
 import random
@@ -1118,3 +1119,42 @@ def test_a_forked_child_is_told_to_be_spawned(busy: bool) -> None:
     if caller is not None:
         caller.result()
     handle.close()
+
+
+def test_a_signal_handler_that_raises_leaves_no_owner() -> None:
+    """At every line of taking the engine and giving it back, but where none can run: it follows a call."""
+    no_call_before = "try:", "return True", "self._owner.release()"
+    with LLM(make_toy("llama")) as llm:
+        handle = llm.engine
+        ours = {f.__code__ for f in (EngineHandle._try, EngineHandle._take_woken)}
+        lines: list[int] = []
+        source = Path(inspect.getsourcefile(EngineHandle) or "").read_text().splitlines()
+
+        def raising_at(number: int) -> Any:
+            """Return a trace function that raises at a line, the first time that it is come to."""
+
+            def trace(frame: Any, event: str, _: Any) -> Any:
+                if frame.f_code not in ours:
+                    return None
+                if event == "line":
+                    lines.append(frame.f_lineno)
+                    line = source[frame.f_lineno - 1].strip()
+                    if len(lines) == number and line not in no_call_before:
+                        raise TimeoutError
+                return trace
+
+            return trace
+
+        number, broken_off = 0, 0
+        while number <= len(lines):
+            number, before = number + 1, sys.gettrace()
+            lines.clear()
+            sys.settrace(raising_at(number))
+            try:
+                handle.call(lambda: None)
+            except TimeoutError:
+                broken_off += 1
+            finally:
+                sys.settrace(before)
+            assert not handle._owner._is_owned(), number
+        assert broken_off > 8

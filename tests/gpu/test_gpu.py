@@ -20,7 +20,6 @@ from support.requests_mixed import all_facts, facts, mixed_requests
 from support.toys import make_toy, random_ids
 from verbatim import LLM, SamplingParams
 from verbatim.batch import SamplePlan, SampleRow
-from verbatim.kernels.triton import linear
 from verbatim.model import products
 from verbatim.model.packing import choose_packings
 from verbatim.model.quantization import resolve_quantization
@@ -210,6 +209,8 @@ def test_steps_of_experts_are_recorded(name: str) -> None:
 def test_products_have_the_same_bits_in_tiles_of_all_heights(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
+    from verbatim.kernels.triton import linear
+
     def numbers(*sizes: int) -> torch.Tensor:  # of many sizes, so that every rounding shows
         exponents = torch.randint(-5, 6, sizes, generator=generator, device="cuda")
         return (torch.randn(sizes, generator=generator, device="cuda") * 2.0**exponents).to(dtype)

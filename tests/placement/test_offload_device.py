@@ -1,6 +1,6 @@
 """Offload to a device with memory of its own, which the CPU stands for: copies instead of transfers.
 
-The same on a GPU: `tests/gpu/test_offload.py`.
+The same on a GPU: `tests/gpu/test_gpu_offload.py`.
 """
 
 from __future__ import annotations

@@ -615,10 +615,22 @@ class EngineHandle:
                 work()
             return True
         finally:
-            if self._owner._is_owned():
-                woken, self._woken = self._woken, {}
-                self._owner.release()
-                wake_all(woken)
+            try:
+                woken = self._take_woken()
+            finally:
+                try:
+                    # Signal handlers run behind calls, and this is the first one here.
+                    self._owner.release()
+                except RuntimeError:  # another thread is the owner
+                    pass
+            wake_all(woken)
+
+    def _take_woken(self) -> Any:
+        """Return who is to be woken, if this thread is the owner."""
+        if not self._owner._is_owned():
+            return {}
+        woken, self._woken = self._woken, {}
+        return woken
 
     def _hand_on(self) -> None:
         """Process late messages; wake the next owner, and the thread that runs the steps."""
