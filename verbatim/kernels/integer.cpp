@@ -48,8 +48,10 @@ template <typename T, typename O> struct IntegerWork {
         const char *w = (const char *)m->data + n * block_bytes();
         const int64_t col = n * BLOCK_COLS, cols = std::min<int64_t>(BLOCK_COLS, m->cols - col);
         const T *bias = m->bias ? (const T *)m->bias + col : nullptr;
-        if (bits == 8) sums<8>(w, begin, end);
-        else sums<4>(w, begin, end);
+        with_vnni([&](auto vnni) {
+            if (bits == 8) sums<8, vnni>(w, begin, end);
+            else sums<4, vnni>(w, begin, end);
+        });
         for (int64_t r = begin; r < end; r++) {
             O *to = out + r * out_stride + out_col + col;
             for (int v = 0; v < BLOCK_VECTORS; v++) {
@@ -74,7 +76,7 @@ template <typename T, typename O> struct IntegerWork {
         return held;
     }
 
-    template <int BITS> void sums(const char *w, int64_t begin, int64_t end) const {
+    template <int BITS, bool VNNI> void sums(const char *w, int64_t begin, int64_t end) const {
         const int64_t rows = end - begin, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
         const int64_t group_bytes = (1 + layout.words) * WORD_BYTES;
         const int64_t parts = tiles == 1 ? 1 : (layout.groups * group_bytes + PART - 1) / PART;
@@ -84,9 +86,9 @@ template <typename T, typename O> struct IntegerWork {
             for (int64_t i = 0; i < tiles; i++) {
                 const int64_t row = rows * i / tiles, height = rows * (i + 1) / tiles - row;
                 of_rows(height, [&](auto r) {
-                    if (i) integer_tile<r, BITS, false>(x, begin + row, layout, w, g, stop,
-                                                        kept() + row);
-                    else integer_tile<r, BITS, true>(x, begin, layout, w, g, stop, kept());
+                    if (i) integer_tile<r, BITS, false, VNNI>(x, begin + row, layout, w, g, stop,
+                                                              kept() + row);
+                    else integer_tile<r, BITS, true, VNNI>(x, begin, layout, w, g, stop, kept());
                 });
             }
         }

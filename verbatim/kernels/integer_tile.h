@@ -20,9 +20,21 @@ constexpr int TILE_ROWS = 8;  // 16 sums of whole numbers, 2 weights and a row f
 constexpr int TILE_ROWS = 2;
 #endif
 
+// f(whether the processor has VNNI's instruction), as a constant.
+template <typename F> static inline void with_vnni(F f) {
+#if defined(__AVX512VNNI__)
+    f(std::true_type());
+#elif defined(__AVX512BW__)
+    static const bool there = __builtin_cpu_supports("avx512vnni");
+    there ? f(std::true_type()) : f(std::false_type());
+#else
+    f(std::false_type());
+#endif
+}
+
 // ---- words of sixteen columns ----
 // dot4: acc + the products of four codes of each column with the same four of a row. FEW: the weights' codes
-// are below 16. add_group: total + what a group contributes, by integer.h's formula.
+// are below 16. VNNI: by its instruction. add_group: total + what a group contributes, by integer.h's formula.
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
 struct Words {  // as Lanes: two registers
@@ -43,7 +55,7 @@ static INLINE inline Words high_codes(const Words &w) {
     });
 }
 // A pair of products must fit 16 bits, so eight bits go in two halves.
-template <bool FEW> static INLINE inline Words dot4(const Words &acc, const Words &w, int32_t x) {
+template <bool FEW, bool> static INLINE inline Words dot4(const Words &acc, const Words &w, int32_t x) {
     const __m256i codes = _mm256_set1_epi32(x), one = _mm256_set1_epi16(1);
     const auto dots = [&](const Words &part, __m256i by, int i) INLINE {
         return _mm256_madd_epi16(_mm256_maddubs_epi16(part.half[i], codes), by);
@@ -74,13 +86,13 @@ static INLINE inline Lanes add_group(const Lanes &total, const Words &dots, cons
 }
 #else
 typedef i32x16 Words;
-#if defined(__AVX512VNNI__)
-template <bool FEW> static INLINE inline i32x16 dot4(i32x16 acc, i32x16 w, int32_t x) {
-    return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(x));
-}
-#elif defined(__AVX512BW__)
-// A pair of products must fit 16 bits, so eight bits go in two halves.
-template <bool FEW> static INLINE inline i32x16 dot4(i32x16 acc, i32x16 w, int32_t x) {
+#if defined(__AVX512BW__)
+// Without it, a pair of products must fit 16 bits, so eight bits go in two halves.
+template <bool FEW, bool VNNI> static INLINE inline i32x16 dot4(i32x16 acc, i32x16 w, int32_t x) {
+    if constexpr (VNNI) {
+        asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(_mm512_set1_epi32(x)));
+        return acc;
+    }
     const auto dots = [&](i32x16 part, int16_t by) INLINE {
         const __m512i two = _mm512_maddubs_epi16((__m512i)part, _mm512_set1_epi32(x));
         return (i32x16)_mm512_madd_epi16(two, _mm512_set1_epi16(by));
@@ -89,7 +101,7 @@ template <bool FEW> static INLINE inline i32x16 dot4(i32x16 acc, i32x16 w, int32
     return acc + dots(w & 0x0f0f0f0f, 1) + dots((w >> 4) & 0x0f0f0f0f, 16);
 }
 #else
-template <bool FEW> static INLINE inline i32x16 dot4(i32x16 acc, i32x16 w, int32_t x) {
+template <bool FEW, bool> static INLINE inline i32x16 dot4(i32x16 acc, i32x16 w, int32_t x) {
     for (int i = 0; i < 4; i++) acc += ((w >> (8 * i)) & 255) * (int32_t)(int8_t)(x >> (8 * i));
     return acc;
 }
@@ -118,7 +130,7 @@ static INLINE inline int32_t four_codes(const int8_t *p) {
 
 // Groups `begin` to `end` of a block, whose first one lies at `w`, against R rows of `x`. `kept` has the
 // sums before, unless `begin` is 0, and gets those after. COLD: the weights come from memory.
-template <int R, int BITS, bool COLD>
+template <int R, int BITS, bool COLD, bool VNNI>
 static NOINLINE void integer_tile(const Codes &x, int64_t row, const CodeLayout &layout,
                                   const char *w, int64_t begin, int64_t end,
                                   Lanes (*kept)[BLOCK_VECTORS]) {
@@ -147,7 +159,7 @@ static NOINLINE void integer_tile(const Codes &x, int64_t row, const CodeLayout 
                 each<R>([&](auto r) INLINE {
                     const int32_t four = four_codes(at + r * x.stride);
                     each<C>([&](auto c) INLINE {
-                        dots[r][c] = dot4<BITS == 4>(dots[r][c], part[c], four);
+                        dots[r][c] = dot4<BITS == 4, VNNI>(dots[r][c], part[c], four);
                     });
                 });
                 at += 4;
