@@ -10,18 +10,89 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
+from typing import Self
 
 from verbatim.checks import integer, optional_seconds, switch
 from verbatim.core import Delta, FinishReason, Request, Result, SessionCache
 from verbatim.engine.admission import Prompt
 from verbatim.engine.handle import EngineHandle
-from verbatim.errors import InvalidRequest, SessionBusy
+from verbatim.engine.sessions import Sessions
+from verbatim.errors import EngineClosed, InvalidRequest, SessionBusy
 from verbatim.params import SamplingParams
 from verbatim.session_file import SessionState, read_session, write_session
 from verbatim.text.detokenizer import Detokenizer
 
 
-class Session:
+class CacheHolder:
+    """Session caches in the engine, for one call at a time; freed by `close`, or with this object."""
+
+    def __init__(self, engine: EngineHandle) -> None:
+        self._handle = engine
+        self._caches: list[SessionCache] = []
+        self._requests: list[Request] = []  # of the running call
+        self._closed = False
+        self._busy = threading.Lock()
+        self._finalizer = weakref.finalize(self, _close_all, engine.sessions, self._caches)
+        self._finalizer.atexit = False  # nothing outlives the process
+
+    @property
+    def closed(self) -> bool:
+        return self._closed or self._handle.closed
+
+    def close(self) -> None:
+        """Free K, V and the reservation; a call in progress ends as "abort". May be called again."""
+        self._closed = True
+        self._finalizer()
+        for request in self._requests:
+            self._handle.abort(request)
+        self._handle.release_sessions()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        self._handle.check_open()
+        if self._closed:
+            raise EngineClosed("this session has been closed")
+
+    @contextmanager
+    def _claimed(self) -> Iterator[None]:
+        """Run a block that no other call may enter meanwhile.
+
+        Raises:
+            EngineClosed, SessionBusy
+        """
+        self._check_open()
+        if not self._busy.acquire(blocking=False):
+            raise SessionBusy(
+                "this session is in use: another call is in progress, or a stream is open"
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    @contextmanager
+    def _running(self, requests: list[Request]) -> Iterator[None]:
+        """Run a block that runs `requests`, which `close` aborts; the caches are idle after it."""
+        self._requests = requests
+        try:
+            yield
+        finally:
+            for cache in self._caches:
+                self._handle.sessions.release(cache)
+            self._requests = []
+
+
+def _close_all(sessions: Sessions, caches: list[SessionCache]) -> None:
+    for cache in caches:
+        sessions.close_session(cache)
+
+
+class Session(CacheHolder):
     """A conversation, turn by turn; opened by `LLM.session`.
 
     Its outputs are those of `LLM.generate` with all its ids as one prompt, under one seed. The K and V of
@@ -46,7 +117,7 @@ class Session:
         wait_s: float | None = 0.0,
         idle_timeout_s: float | None = None,
     ) -> None:
-        self._handle = engine
+        super().__init__(engine)
         if not isinstance(params, SamplingParams | None):
             raise InvalidRequest(f"params={params!r}: must be a SamplingParams or None")
         seed = SamplingParams(seed=seed).seed  # checked there
@@ -69,16 +140,12 @@ class Session:
                 raise InvalidRequest(
                     f"max_length={max_length}: the loaded session already has {length} tokens"
                 )
-        self._busy = threading.Lock()
-        self._request: Request | None = None
         self._cache = SessionCache(
             state.max_length, optional_seconds("idle_timeout_s", idle_timeout_s)
         )
-        sessions = engine.sessions
-        self._finalizer = weakref.finalize(self, sessions.close_session, self._cache)
-        self._finalizer.atexit = False  # nothing outlives the process
+        self._caches.append(self._cache)
         self._reserve()
-        sessions.release(self._cache)
+        engine.sessions.release(self._cache)
         state.put_kv(engine, self._cache)
 
     @property
@@ -123,10 +190,6 @@ class Session:
     def seed(self) -> int:
         """Seed of all draws."""
         return self._state.seed
-
-    @property
-    def closed(self) -> bool:
-        return self._cache.closed or self._handle.closed
 
     def generate(
         self, inputs: Prompt | None = None, params: SamplingParams | None = None
@@ -212,37 +275,19 @@ class Session:
             SessionBusy, EngineClosed: as in `generate`.
         """
         switch("kv", kv)
-        self._handle.sessions.check_open(self._cache)
         with self._claimed():
             self._state.params = self.params
             write_session(path, self._handle, self._state, self._cache if kv else None)
-
-    def close(self) -> None:
-        """Free K, V and the reservation; a turn in progress ends as "abort". May be called again."""
-        self._finalizer()
-        if self._request is not None:
-            self._handle.abort(self._request)
-        self._handle.release_sessions()
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # ---- a turn
 
     @contextmanager
     def _turn(self, inputs: Prompt | None, params: SamplingParams | None) -> Iterator[Request]:
         """Run a block with the request of one turn; another call is refused meanwhile."""
-        self._handle.sessions.check_open(self._cache)
         with self._claimed():
-            self._request = self._admit(inputs, self.params if params is None else params)
-            try:
-                yield self._request
-            finally:
-                self._handle.sessions.release(self._cache)
-                self._request = None
+            request = self._admit(inputs, self.params if params is None else params)
+            with self._running([request]):
+                yield request
 
     def _reserve(self) -> None:
         for pause_s in self._handle.sessions.acquire(self._cache, self._wait_s):
@@ -251,17 +296,6 @@ class Session:
     async def _areserve(self) -> None:
         for pause_s in self._handle.sessions.acquire(self._cache, self._wait_s):
             await asyncio.sleep(pause_s)
-
-    @contextmanager
-    def _claimed(self) -> Iterator[None]:
-        if not self._busy.acquire(blocking=False):
-            raise SessionBusy(
-                "this session is in use: another call is in progress, or a stream is open"
-            )
-        try:
-            yield
-        finally:
-            self._busy.release()
 
     def _admit(self, inputs: Prompt | None, params: SamplingParams) -> Request:
         if not isinstance(params, SamplingParams):
@@ -277,7 +311,12 @@ class Session:
             begin = self._begin_of_completion()
             ids, resumed_ids, resumed_text = ids[:begin], ids[begin:], self._state.text
         elif inputs is None:
-            ids = [self._bos_id()]
+            if self._handle.bos_id is None:
+                raise InvalidRequest(
+                    "inputs=None in an empty session starts from the model's BOS, and this model has none; "
+                    "pass a string or ids"
+                )
+            ids = [self._handle.bos_id]
         else:
             ids = ids + self._handle.admission.prompt_ids(inputs, begins=not ids)
         return self._handle.admission.admit(
@@ -316,16 +355,3 @@ class Session:
             prompt_tail_ids=self._state.token_ids[:begin],
         )
         return "".join(map(detokenizer.push, self._state.token_ids[begin:])) + detokenizer.flush()
-
-    def _bos_id(self) -> int:
-        handle, admission = self._handle, self._handle.admission
-        configs = handle.generation_config, handle.config
-        known = [getattr(admission.tokenizer, "bos_id", None)]
-        known += [getattr(config, "bos_token_id", None) for config in configs]
-        found = next((i for i in known if isinstance(i, int)), -1)
-        if not 0 <= found < admission.vocab_size:
-            raise InvalidRequest(
-                "inputs=None in an empty session starts from the model's BOS, and this model has none; "
-                "pass a string or ids"
-            )
-        return found

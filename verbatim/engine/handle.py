@@ -166,6 +166,14 @@ class EngineHandle:
         return getattr(self.runner, "whole_module", None)
 
     @property
+    def bos_id(self) -> int | None:
+        """The id that begins a text, of the tokenizer, else of the configs; None if none has a valid one."""
+        ids = [getattr(self.admission.tokenizer, "bos_id", None)]
+        ids += [getattr(c, "bos_token_id", None) for c in (self.generation_config, self.config)]
+        first = next((i for i in ids if isinstance(i, int)), -1)
+        return first if 0 <= first < self.admission.vocab_size else None
+
+    @property
     def has_work(self) -> bool:
         """True if requests run or wait."""
         return bool(self._calls)

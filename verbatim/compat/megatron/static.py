@@ -140,9 +140,30 @@ def run_static_batch(
             raise InvalidRequest(
                 f"{name} is {type(given).__name__}; it must be a dict, by request id"
             )
+    handle, seed = translation.llm.engine, draw_seed()
     error: BaseException | None = None
     try:
-        _run(translation, requests, _by_request(streams, requests))
+        by_id = _by_request(streams, requests)
+        rows = [translation.admit(each, row, seed) for row, each in enumerate(requests.values())]
+        for (number, request), admitted in zip(requests.items(), rows, strict=True):
+            translation.begin(request, admitted)
+            if number in by_id:
+                _feed(by_id[number], translation, request, admitted)
+        try:
+            if streams:
+                handle.refuse_collective("active_streams")
+            handle.run(rows)
+        except BaseException as reason:  # of one request, or of the whole batch, such as Ctrl-C
+            error = None if any(reason is each.error for each in rows) else reason
+        for request, admitted in zip(requests.values(), rows, strict=True):
+            translation.settle(request, admitted, reason=error)
+        lengths = [request.generated_length or 0 for request in requests.values()]
+        for request in requests.values():
+            request.generated_sequence_lengths = torch.tensor(lengths, dtype=torch.int32)
+        errors = (each.error for each in requests.values())
+        error = error or next((each for each in errors if each is not None), None)
+        if error is not None:
+            raise error
     except BaseException as reason:
         error = reason
         raise
@@ -167,35 +188,6 @@ def _by_request(
             raise InvalidRequest(f"active_streams has two streams for request {number}")
         by_id[number] = stream
     return by_id
-
-
-def _run(
-    translation: Translation,
-    requests: Mapping[int, InferenceRequest],
-    streams: Mapping[int, AsyncStream],
-) -> None:
-    """Run all requests to their ends, and fill in their outputs or errors."""
-    handle, seed = translation.llm.engine, draw_seed()
-    rows = [translation.admit(each, row, seed) for row, each in enumerate(requests.values())]
-    for (number, request), admitted in zip(requests.items(), rows, strict=True):
-        translation.begin(request, admitted)
-        if number in streams:
-            _feed(streams[number], translation, request, admitted)
-    reason: BaseException | None = None
-    try:
-        if streams:
-            handle.refuse_collective("active_streams")
-        handle.run(rows)
-    except BaseException as error:  # of one request, or of the whole batch, such as Ctrl-C
-        reason = None if any(error is each.error for each in rows) else error
-    for request, admitted in zip(requests.values(), rows, strict=True):
-        translation.settle(request, admitted, reason=reason)
-    lengths = [request.generated_length or 0 for request in requests.values()]
-    for request in requests.values():
-        request.generated_sequence_lengths = torch.tensor(lengths, dtype=torch.int32)
-    for first in (reason, *(request.error for request in requests.values())):
-        if first is not None:
-            raise first
 
 
 def _feed(

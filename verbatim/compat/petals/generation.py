@@ -182,13 +182,10 @@ class RemoteGenerationMixin:
             raise InvalidRequest("attention_mask without inputs: there is nothing to mask")
         if session is not None and session.position:
             return None
-        tokenizer = self.llm.tokenizer
         bos_id = settings["bos_token_id"]
         if bos_id is None:
-            bos_id = getattr(self.llm.engine.config, "bos_token_id", None)
-        if bos_id is None and tokenizer is not None:
-            bos_id = tokenizer.bos_id
-        if not isinstance(bos_id, int) or not 0 <= bos_id < self.llm.engine.admission.vocab_size:
+            bos_id = self.llm.engine.bos_id
+        if bos_id is None or bos_id >= self.llm.engine.admission.vocab_size:
             raise InvalidRequest(
                 "inputs=None at the beginning starts from the model's BOS, and this one has none; give "
                 "inputs or bos_token_id"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -17,10 +15,11 @@ from verbatim.compat.batches import PaddedRows
 from verbatim.compat.petals.call import GenerateCall
 from verbatim.compat.petals.settings import Settings
 from verbatim.core import SessionCache
-from verbatim.errors import EngineClosed, InvalidRequest, NotSupported, PromptTooLong, SessionBusy
+from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
 from verbatim.placement.actor import run_layers
+from verbatim.session import CacheHolder
 from verbatim.tensors import draw_seed
 
 Entered = tuple[LLM, "InferenceSession | None"]
@@ -29,12 +28,11 @@ Entered = tuple[LLM, "InferenceSession | None"]
 _entered: ContextVar[tuple[Entered, ...]] = ContextVar("entered", default=())
 
 
-class InferenceSession:
+class InferenceSession(CacheHolder):
     """Rows that grow over several calls; opened by `model.inference_session`, best in a `with` block.
 
     The first call sets the number of rows. All draws have one seed, and row b's sample
     index b. A failing call of `generate` leaves the session unchanged.
-
     """
 
     def __init__(self, llm: LLM, *, max_length: int, seed: int | None = None) -> None:
@@ -47,21 +45,14 @@ class InferenceSession:
             raise InvalidRequest(
                 f"max_length={length}: at most {llm.max_length} ({llm.engine.admission.limit_source})"
             )
+        super().__init__(llm.engine)
         self._llm, self._max_length = llm, length
         self.seed = seed
         self._columns: PaddedRows | None = None
-        self._caches: list[SessionCache] = []
-        self._call: GenerateCall | None = None
         # Of a session that passes hidden states: transformers' cache, its columns and its rows.
         self._hidden: Any = None
         self._num_hidden = self._hidden_rows = 0
-        self._closed = False
         self._block = ExitStack()
-        self._busy = threading.Lock()
-        self._end = weakref.finalize(
-            self, _release, llm.engine.sessions.close_session, self._caches
-        )
-        self._end.atexit = False  # nothing outlives the process
 
     @property
     def seed(self) -> int | None:
@@ -106,10 +97,6 @@ class InferenceSession:
     def last_token_id(self) -> Tensor | None:
         """The last column, `[B, 1]`; None if there is none."""
         return self.output_ids[:, -1:] if self.position and self.output_ids is not None else None
-
-    @property
-    def closed(self) -> bool:
-        return self._closed or self._llm.engine.closed
 
     def step(self, inputs: Tensor, prompts: None = None, hypo_ids: None = None) -> Tensor:
         """Run hidden states `[B, T, H]` through all layers, after those of the steps before.
@@ -177,18 +164,12 @@ class InferenceSession:
                 f"inputs has {len(inputs)} rows, and the session {self._hidden_rows}"
             )
 
-    def close(self, *_: object) -> None:
+    def close(self) -> None:
         """Free the K and V; a running call fails."""
-        self._closed = True
-        call = self._call
-        for request in [] if call is None else call.requests.values():
-            self._llm.engine.abort(request)
-        self._end()
+        super().close()
         self._hidden = None
-        if not self._llm.engine.closed:
-            self._llm.engine.release_sessions()
 
-    def __enter__(self) -> InferenceSession:
+    def __enter__(self) -> Self:
         self._check_open()
         self._block.enter_context(entered(self._llm, self))
         return self
@@ -222,7 +203,9 @@ class InferenceSession:
                 self._caches += [SessionCache(self._max_length) for _ in range(past.num_rows)]
             try:
                 call = begin(past, given, seed=seed, session_caches=self._caches)
-                with self._use_caches(call):
+                with self._running(list(call.requests.values())):
+                    for cache in self._caches:
+                        list(self._handle.sessions.acquire(cache, 0.0))
                     output = call.run()
             except BaseException:
                 if self._columns is None:
@@ -233,7 +216,8 @@ class InferenceSession:
 
     def _reset(self) -> None:
         """Drop all columns and caches; keep the seed."""
-        _release(self._llm.engine.sessions.close_session, self._caches)
+        for cache in self._caches:
+            self._handle.sessions.close_session(cache)
         self._caches.clear()
         self._columns = self._hidden = None
         self._num_hidden = 0
@@ -263,40 +247,6 @@ class InferenceSession:
                 f"seed={seed}: this session's is {self.seed}; leave it None, or open another one"
             )
         return self.seed
-
-    @contextmanager
-    def _use_caches(self, call: GenerateCall) -> Iterator[None]:
-        sessions = self._llm.engine.sessions
-        try:
-            for cache in self._caches:
-                list(sessions.acquire(cache, 0.0))
-            self._call = call
-            yield
-        finally:
-            self._call = None
-            for cache in self._caches:
-                sessions.release(cache)
-
-    @contextmanager
-    def _claimed(self) -> Iterator[None]:
-        if not self._busy.acquire(blocking=False):
-            raise SessionBusy("this session is in use: another call is under way")
-        try:
-            self._check_open()
-            yield
-        finally:
-            self._busy.release()
-
-    def _check_open(self) -> None:
-        if self._llm.engine.closed:
-            raise EngineClosed("the model of this session has been closed")
-        if self._closed:
-            raise EngineClosed("this session has been closed")
-
-
-def _release(close: Callable[[SessionCache], None], caches: list[SessionCache]) -> None:
-    for cache in caches:
-        close(cache)
 
 
 def active_session(llm: LLM) -> InferenceSession | None:
