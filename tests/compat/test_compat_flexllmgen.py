@@ -31,7 +31,6 @@ from verbatim import (
     NotSupported,
     Offload,
     PromptTooLong,
-    RequestFailed,
     SamplingParams,
     TierFailed,
     VerbatimError,
@@ -784,43 +783,6 @@ def test_without_a_policy_the_house_chooses(folder, greedy):
         assert (model.generate(ROWS, 12)[:, WIDTH:] == greedy).all()
         assert model.llm.engine.runner.offload == Offload()
         assert model.config.num_hidden_layers == 3
-
-
-def test_a_row_that_somebody_else_ended_is_an_error(folder, monkeypatch):
-    with OptLM(folder, policy=policy()) as model:
-        lap = Clock.lap
-
-        def lap_and_abort(clock):
-            model.llm.pause("abort")
-            model.llm.resume()
-            return lap(clock)
-
-        monkeypatch.setattr(Clock, "lap", lap_and_abort)
-        with pytest.raises(RequestFailed, match="row 0 was ended from outside"):
-            model.generate(ROWS[:2], 6)
-
-
-def test_ctrl_c_leaves_a_model_that_can_be_used(folder, monkeypatch, greedy):
-    with OptLM(folder, policy=policy()) as model:
-        with monkeypatch.context() as patched:
-            patched.setattr(Clock, "lap", lambda clock: (_ for _ in ()).throw(KeyboardInterrupt))
-            with pytest.raises(KeyboardInterrupt):
-                model.generate(ROWS, 12)
-        assert not model.llm.engine.has_work
-        assert (model.generate(ROWS, 12)[:, WIDTH:] == greedy).all()
-
-
-def test_a_tier_that_fails_is_told_and_closes_the_engine(folder, monkeypatch):
-    with OptLM(folder, policy=policy()) as model:
-
-        def fails(index):
-            raise TierFailed("disk tier: the cable was pulled")
-
-        monkeypatch.setattr(model.llm.engine.runner.weights.ring, "take", fails)
-        with pytest.raises(TierFailed, match="cable"):
-            model.generate(ROWS, 12)
-        with pytest.raises(EngineClosed):
-            model.generate(ROWS, 12)
 
 
 @pytest.mark.slow

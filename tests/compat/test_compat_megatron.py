@@ -8,7 +8,6 @@ import dataclasses
 import sys
 import threading
 from collections import defaultdict
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -38,7 +37,6 @@ from verbatim.compat.megatron import (
     Status,
     TextGenerationController,
 )
-from verbatim.compat.megatron.controller import _ELSEWHERE
 
 VOCAB = 340
 EOD = 2
@@ -70,12 +68,12 @@ def model():
     return make_toy("llama", vocab_size=VOCAB)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def hf():
     return byte_level().hf
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def llm(model, hf):
     with LLM(model, tokenizer=hf, kv_memory="4MB") as llm:
         yield llm
@@ -477,43 +475,16 @@ def test_a_stop_word_cuts_the_text_and_nothing_else(controller):
 
 
 def test_a_stop_word_may_be_the_first_token(controller):
-    for seed in range(100):
-        free = free_run(controller, seed=seed)
-        first = controller.detokenize(controller.tokenizer, free.generated_tokens.tolist()[:1])
-        if first and first.isascii():
-            break
+    one_token = [SamplingParams(num_tokens_to_generate=1, seed=seed) for seed in range(100)]
+    prompts = [random_ids(4, 0, high=VOCAB)] * 100
+    texts = [r.generated_text for r in run_static(controller, *one_token, prompts=prompts)]
+    seed, first = next((i, text) for i, text in enumerate(texts) if text and text.isascii())
     stopped = SamplingParams(
         num_tokens_to_generate=40, seed=seed, stop_words=[first], return_log_probs=True
     )
     (request,) = run_static(controller, stopped)
     assert request.generated_text == "" and request.generated_length == 1
     assert len(request.generated_log_probs) == 1
-
-
-def test_stop_words_outlive_an_eviction(model, hf):
-    prompts = [random_ids(20, i, high=VOCAB) for i in range(6)]
-    with LLM(model, tokenizer=hf, kv_memory="4MB") as roomy:
-        door = TextGenerationController(roomy, hf)
-        params = [
-            SamplingParams(num_tokens_to_generate=60, seed=i, no_early_termination=True)
-            for i in range(6)
-        ]
-        for each, free in zip(params, run_static(door, *params, prompts=prompts), strict=True):
-            each.stop_words = [ascii_stop(free.generated_text, at=len(free.generated_text) // 2)]
-        expected = run_static(door, *params, prompts=prompts)
-        per_token = roomy.info()["kv_bytes_per_token"]
-    with LLM(
-        model, tokenizer=hf, kv_memory=per_token * 8 * 26, block_size=8, prefix_cache=False
-    ) as tight:
-        door = TextGenerationController(tight, hf)
-        requests = requests_of(*params, prompts=prompts, kind=DynamicInferenceRequest)
-        _, steps = run_dynamic(door, requests)
-        assert tight.stats()["preemptions"] > 0
-        paused = torch.cat([step["newly_paused_request_ids"] for step in steps])
-        assert len(paused) > 0 and set(paused.tolist()) <= set(requests)
-    for request, other in zip(requests.values(), expected, strict=True):
-        assert request.generated_tokens == other.generated_tokens.tolist()
-        assert request.generated_text == other.generated_text
 
 
 @pytest.mark.parametrize("draft", [None, "ngram"])
@@ -551,19 +522,20 @@ def test_experts_are_recorded_in_steps_and_requests_also_after_evictions(draft):
         )
         for request in requests.values():
             door.inference_context.add_request(request)
-        parts, more = defaultdict(list), True
+        parts, paused, more = defaultdict(list), set(), True
         while more:
             door.inference_context.step()
             seen = door._router_record_bookkeeping()
             answer = door.generate_output_tokens_dynamic_batch()
             more = answer is not None
+            paused |= set(answer["newly_paused_request_ids"].tolist()) if more else set()
             if more and answer["routing_indices_per_request"]:
                 told = answer["routing_indices_per_request"]
                 assert list(told) == answer["active_request_ids"].tolist() == list(seen)
                 assert all(told[i].equal(seen[i]) for i in told)
                 for number, rows in told.items():
                     parts[number].append(rows)
-        assert tight.stats()["preemptions"] > 0
+        assert tight.stats()["preemptions"] > 0 and paused and paused <= set(requests)
         assert draft is None or tight.stats()["draft"]["accepted"] > 0
     for number, request in requests.items():
         want = whole[number - 10].routing_indices
@@ -714,9 +686,7 @@ def test_a_prompt_may_be_text(controller, hf):
 
 
 REFUSED = [
-    (NotSupported, dict(streaming=True)),
     (InvalidRequest, dict(streaming_interval=0)),
-    (NotSupported, dict(do_kv_handoff=True)),
     (InvalidRequest, dict(temperature=-1.0)),
     (InvalidRequest, dict(temperature=float("nan"))),
     (InvalidRequest, dict(top_p=1.5)),
@@ -777,14 +747,6 @@ def test_params_are_the_same_after_they_were_sent():
     for fields in (*MIXED, dict(top_n_logprobs=2, stop_words=["a"], streaming_interval=8)):
         params = SamplingParams(**fields)
         assert SamplingParams.deserialize(params.serialize()) == params
-
-
-def test_every_field_of_the_params_is_looked_at_here():
-    text = Path(__file__).read_text()
-    named = {
-        name for name in SamplingParams.__slots__ if f"{name}=" in text or f".{name} =" in text
-    }
-    assert named == set(SamplingParams.__slots__)
 
 
 def test_requests_that_can_not_be_served_are_refused(controller):
@@ -1116,29 +1078,6 @@ def test_requests_may_be_added_while_a_step_is_made(controller):
     assert len({tuple(ids) for ids in joined.values()}) == 1
 
 
-def test_a_step_looks_only_at_requests_that_have_news(controller):
-    """Whatever waits is not looked at: its entries are not to be touched by a step."""
-    context = controller.inference_context
-    params = SamplingParams(num_tokens_to_generate=30, top_k=1, no_early_termination=True)
-    for i in range(200):
-        context.add_request(
-            InferenceRequest(request_id=i, prompt_tokens=[5, 6, 7], sampling_params=params)
-        )
-    controller.generate_output_tokens_dynamic_batch()
-
-    class Counted(dict):
-        def values(self):
-            raise AssertionError("all requests were looked at")
-
-        __iter__ = items = keys = values
-
-    context._entries, plain = Counted(context._entries), context._entries
-    answer = controller.generate_output_tokens_dynamic_batch()
-    assert 0 < len(answer["active_request_ids"]) <= 200
-    context._entries = plain
-    context.reset()
-
-
 def test_a_stop_callback_that_raises_loses_no_token(controller):
     expected, _ = run_dynamic(controller, requests_of(*mixed()))
     calls = []
@@ -1269,7 +1208,7 @@ def fail_token(monkeypatch, seed, at):
     monkeypatch.setattr(verbatim.engine.engine, "commit", commit)
 
 
-@pytest.mark.parametrize("streamed", [[], [11], [12], [10, 11, 12]])
+@pytest.mark.parametrize("streamed", [[], [10, 11, 12]])
 def test_one_of_a_static_batch_that_fails_takes_no_other_with_it(controller, monkeypatch, streamed):
     expected = run_static(controller, *mixed())
     fail_token(monkeypatch, seed=11, at=3)
@@ -1450,12 +1389,6 @@ def test_no_termination_id_before_min_tokens(controller):
 
 
 # ---- the map
-
-
-@pytest.mark.parametrize("name", _ELSEWHERE)
-def test_steps_inside_of_the_engine_are_refused_by_name(controller, name):
-    with pytest.raises(NotSupported, match=f"{name}: .*(dynamic_batch|draft=|return_log_probs)"):
-        getattr(controller, name)(torch.zeros(1, 2, 3))
 
 
 def test_steps_of_a_dynamic_batch_one_by_one(controller):

@@ -636,14 +636,6 @@ def test_embeddings_and_an_assistant_are_transformers_own(model: Any, toy: Any) 
     assert torch.equal(made, model.generate(row, max_new_tokens=4))
 
 
-@pytest.mark.parametrize(
-    "given", [dict(penalty_alpha=0.6), dict(num_beam_groups=2), dict(custom_generate="x")]
-)
-def test_what_transformers_itself_does_not_run_is_refused(given: Any, model: Any) -> None:
-    with pytest.raises(NotSupported, match=next(iter(given))):
-        model.generate(ROWS, max_new_tokens=2, **given)
-
-
 def test_a_session_has_only_what_the_engine_runs(model: Any) -> None:
     with model.inference_session(), pytest.raises(NotSupported, match="guidance_scale"):
         model.generate(ROWS, max_new_tokens=2, guidance_scale=2.0)

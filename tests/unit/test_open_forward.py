@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import verbatim
-from verbatim import InvalidRequest, PromptTooLong, SamplingParams, UnsupportedModel
+from verbatim import InvalidRequest, NotSupported, PromptTooLong, SamplingParams, UnsupportedModel
 from verbatim.compat.flexllmgen import policy
 from verbatim.kv.quantized import PACKINGS
 
@@ -55,6 +55,8 @@ def test_arguments_reach_every_call() -> None:
         assert llm.generate([[5]], params)[0].outputs[0].token_ids == [int(TABLE[5].argmin())]
     with pytest.raises(InvalidRequest, match="speed: the forward of function takes no such"):
         verbatim.open_forward(bigram, max_length=9, arguments={"speed": 1})
+    with pytest.raises(NotSupported, match=r"scale is a tensor of shape \[4, 1\]"):
+        verbatim.open_forward(bigram, max_length=9, arguments={"scale": torch.ones(4, 1)})
 
 
 def test_the_smaller_limit_holds(opened: verbatim.LLM) -> None:
@@ -81,13 +83,6 @@ def test_pads_are_those_of_its_config() -> None:
     ):
         with verbatim.open_forward(Configured(**ids), max_length=9) as llm:
             assert llm.pad_token_id == pad
-
-
-def test_what_returns_no_logits_is_refused() -> None:
-    with pytest.raises(UnsupportedModel, match="takes tokens and no input_ids"):
-        verbatim.open_forward(lambda tokens: tokens, max_length=9)
-    with pytest.raises(UnsupportedModel, match="returned NoneType"):
-        verbatim.open_forward(lambda input_ids: None, max_length=9)
 
 
 def test_wrong_sizes_and_hooks_are_refused() -> None:
