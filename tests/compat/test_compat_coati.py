@@ -52,7 +52,7 @@ from verbatim.compat.coati import (
 from verbatim.opening import open_runner
 from verbatim.placement.actor import ActorDecoder
 from verbatim.placement.callbacks import CallbackDecoder
-from verbatim.placement.external import Piece, RowsRunner
+from verbatim.placement.external import RowsRunner
 from verbatim.placement.options import EngineOptions
 from verbatim.placement.resident import Resident
 
@@ -831,54 +831,6 @@ def test_a_cache_that_does_not_go_with_the_ids_is_an_error_and_no_wrong_token(mo
         greedy(model, past_key_values=static, **methods_of(model))
 
 
-class Boosted(nn.Module):
-    """A trainer's wrapper: hands on what it is called with."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
-
-
-@pytest.mark.parametrize("wrap", [lambda model: model, Boosted, DictActor])
-def test_the_calls_of_colossalchats_trainers_and_examples(model, wrap):
-    actor, tok = wrap(model), tokenizer(pad=EOS)
-    ids = padded(ROWS, pad=EOS)
-    hooks = methods_of(model)
-    trained = dict(stop_token_ids=[[7]], max_length=P + 20, max_new_tokens=9, do_sample=True)
-    trained |= dict(temperature=0.7, top_k=50)
-    outs = []
-    for kwargs in (
-        {},
-        dict(use_cache=True, apply_loss_mask=True),
-        dict(use_cache=False, apply_loss_mask=False),
-        dict(use_cache=True, apply_loss_mask=True) | hooks,
-        dict(use_cache=True, num_generations=8, max_tokens_thinking=5) | hooks,
-        dict(use_cache=True, apply_loss_mask=True, update_model_kwargs_fn=update_model_kwargs_fn),
-    ):
-        torch.manual_seed(41)
-        with torch.no_grad():
-            outs.append(generate(actor, ids, tok, **trained, **kwargs))
-    assert all(out.equal(outs[0]) for out in outs) and outs[0].shape[1] <= P + 9
-    for kwargs in (hooks, dict(prepare_inputs_fn=None, update_model_kwargs_fn=None)):
-        torch.manual_seed(41)
-        *_, last = generate_streaming(
-            actor,
-            ids,
-            tok,
-            max_length=P + 20,
-            temperature=0.7,
-            top_k=50,
-            early_stopping=True,
-            stop_token_ids=[[7]],
-            max_new_tokens=9,
-            **kwargs,
-        )
-        assert last.equal(outs[0])
-
-
 @pytest.mark.parametrize("use_cache", [True, False, None])
 def test_trainers_arguments_and_other_spellings_change_no_token(llm, model, use_cache):
     seen = []
@@ -980,30 +932,6 @@ def test_rows_that_lose_their_blocks_under_hooks_are_computed_anew(gpt2):
             results = llm.engine.run(llm._admit_rows(ROWS, params))
             assert [result.outputs[0].token_ids for result in results] == expected
         assert begun[0] and any(begun[1:]) == ((blocks, tokens, seats) != (64, 64, 8))
-
-
-def test_a_row_that_missed_a_step_is_not_taken_on_behind_a_hole(gpt2):
-    hooks = prepare_inputs_fn, update_model_kwargs_fn
-    ids = IDS[:2]
-    decoder = CallbackDecoder(gpt2, *hooks, ids, (ids != PAD).long(), {}, PAD)
-
-    def logits(**grown):
-        """Of both rows' pieces after these tokens; each row keeps its place in the store."""
-        pieces = []
-        for row, more in ((0, grown.get("first")), (1, grown.get("second"))):
-            if more is not None:
-                all_ids = torch.tensor(ROWS[row] + more)
-                at = torch.arange(len(all_ids))
-                pieces.append(Piece(all_ids, len(at) - 1, 16 * (row + 1) + at, at[-1:]))
-        with torch.no_grad():
-            found = torch.cat(decoder.run_rows(pieces))
-            alone = [own_logits(gpt2)(piece.ids[None])[0, -1] for piece in pieces]
-        torch.testing.assert_close(found, torch.stack(alone), atol=1e-4, rtol=1e-4)
-
-    logits(first=[], second=[])
-    logits(first=[7])
-    logits(first=[7, 8], second=[9])
-    logits(first=[7, 8, 5], second=[9, 5])
 
 
 class Mine(Exception):

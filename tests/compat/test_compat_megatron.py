@@ -105,10 +105,15 @@ def run_dynamic(controller, requests, step=None):
     joined, steps = defaultdict(list), []
     while (answer := step()) is not None:
         steps.append(answer)
-        pairs = zip(answer["active_request_ids"].tolist(), answer["sample"].tolist(), strict=True)
-        for number, token in pairs:
-            joined[number].append(token)
+        join(joined, answer)
     return joined, steps
+
+
+def join(joined, answer):
+    """Append the samples of a step to those of each request."""
+    pairs = zip(answer["active_request_ids"].tolist(), answer["sample"].tolist(), strict=True)
+    for number, token in pairs:
+        joined[number].append(token)
 
 
 MIXED = (
@@ -474,19 +479,6 @@ def test_a_stop_word_cuts_the_text_and_nothing_else(controller):
     assert kept.generated_text == request.generated_text + stop
 
 
-def test_a_stop_word_may_be_the_first_token(controller):
-    one_token = [SamplingParams(num_tokens_to_generate=1, seed=seed) for seed in range(100)]
-    prompts = [random_ids(4, 0, high=VOCAB)] * 100
-    texts = [r.generated_text for r in run_static(controller, *one_token, prompts=prompts)]
-    seed, first = next((i, text) for i, text in enumerate(texts) if text and text.isascii())
-    stopped = SamplingParams(
-        num_tokens_to_generate=40, seed=seed, stop_words=[first], return_log_probs=True
-    )
-    (request,) = run_static(controller, stopped)
-    assert request.generated_text == "" and request.generated_length == 1
-    assert len(request.generated_log_probs) == 1
-
-
 @pytest.mark.parametrize("draft", [None, "ngram"])
 def test_experts_are_recorded_in_steps_and_requests_also_after_evictions(draft):
     """Preempted, drafted and stopped requests report the experts of the plain forward."""
@@ -545,40 +537,26 @@ def test_experts_are_recorded_in_steps_and_requests_also_after_evictions(draft):
         assert torch.cat(parts[number]).equal(want)
 
 
-def test_a_prefix_hit_leaves_log_probs_where_they_belong(controller):
+def test_what_a_skipped_prompt_leaves_out_of_static_and_dynamic_requests(controller):
     prompt = random_ids(50, 3, high=VOCAB)
     params = SamplingParams(
-        num_tokens_to_generate=5,
-        seed=1,
-        return_log_probs=True,
-        top_n_logprobs=2,
-        no_early_termination=True,
-    )
-    first, second = (run_static(controller, params, prompts=[prompt])[0] for _ in range(2))
-    skipping = SamplingParams(
         num_tokens_to_generate=5, seed=1, return_log_probs=True, top_n_logprobs=2,
         skip_prompt_log_probs=True, no_early_termination=True,
     )  # fmt: skip
-    # Of a static batch, only the top-n is skipped.
-    (static,) = run_static(controller, skipping, prompts=[prompt])
-    assert static.prompt_log_probs == first.prompt_log_probs
-    assert first.prompt_top_n_logprobs and static.prompt_top_n_logprobs is None
+    (static,) = run_static(controller, params, prompts=[prompt])
+    assert len(static.prompt_log_probs) == 49 and static.prompt_top_n_logprobs is None
+    assert len(static.generated_log_probs) == len(static.generated_top_n_logprobs) == 5
     # A live module's prefixes are kept while something runs.
     long = SamplingParams(top_k=1, num_tokens_to_generate=20, no_early_termination=True)
-    holder = InferenceRequest(request_id=0, prompt_tokens=[5, 6], sampling_params=long)
+    holder = InferenceRequest(request_id=0, prompt_tokens=prompt, sampling_params=long)
     controller.inference_context.add_request(holder)
-    (again,) = run_static(controller, params, prompts=[prompt])
-    assert again.prompt_log_probs == first.prompt_log_probs
-    third = DynamicInferenceRequest(request_id=1, prompt_tokens=prompt, sampling_params=skipping)
-    run_dynamic(controller, {1: third})
-    for other in (second, third):
-        assert other.generated_log_probs == first.generated_log_probs
-        assert other.generated_top_n_logprobs == first.generated_top_n_logprobs
-    assert second.prompt_log_probs == first.prompt_log_probs
-    assert second.prompt_top_n_logprobs == first.prompt_top_n_logprobs
-    assert third.prompt_log_probs is None and third.prompt_top_n_logprobs is None
-    assert len(first.prompt_log_probs) == 49 and len(first.generated_log_probs) == 5
-    assert third.num_cached_tokens > 0
+    controller.generate_output_tokens_dynamic_batch()
+    dynamic = DynamicInferenceRequest(request_id=1, prompt_tokens=prompt, sampling_params=params)
+    run_dynamic(controller, {1: dynamic})
+    assert dynamic.prompt_log_probs is None and dynamic.prompt_top_n_logprobs is None
+    assert dynamic.generated_log_probs == static.generated_log_probs
+    assert dynamic.generated_top_n_logprobs == static.generated_top_n_logprobs
+    assert dynamic.num_cached_tokens > 0
 
 
 # ---- fields
@@ -804,7 +782,7 @@ def test_requests_that_can_not_be_served_are_refused(controller):
 # ---- models and tokenizers of every kind
 
 
-@pytest.mark.parametrize("kind", ["module", "wrapper", "megatron tokenizer"])
+@pytest.mark.parametrize("kind", ["wrapper", "megatron tokenizer"])
 def test_every_kind_of_model_gives_the_same(kind, model, llm, hf):
     params = SamplingParams(
         num_tokens_to_generate=40, seed=4, stop_words=None, no_early_termination=True
@@ -816,7 +794,7 @@ def test_every_kind_of_model_gives_the_same(kind, model, llm, hf):
     wrapper = SimpleNamespace(
         model=model, inference_context=SimpleNamespace(max_sequence_length=50)
     )
-    given = {"module": model, "wrapper": wrapper, "megatron tokenizer": model}[kind]
+    given = wrapper if kind == "wrapper" else model
     tokenizer = MegatronTokenizer() if kind == "megatron tokenizer" else hf
     door = TextGenerationController(given, tokenizer)
     (request,) = run_static(door, params)
@@ -948,10 +926,7 @@ def test_skip_bookkeeping_looks_and_changes_nothing(controller, llm):
         for key in ("active_request_ids", "sample"):
             assert seen[key].tolist() == again[key].tolist() == made[key].tolist()
         assert len(seen["finished_request_ids"]) == 0
-        for number, token in zip(
-            made["active_request_ids"].tolist(), made["sample"].tolist(), strict=True
-        ):
-            joined[number].append(token)
+        join(joined, made)
     assert joined == expected and llm.stats()["blocks_used"] == 0
 
 
@@ -1045,31 +1020,15 @@ def test_requests_may_be_added_while_a_step_is_made(controller):
         for i in range(total)
     }
     finished, joined = [], defaultdict(list)
-
-    async def add():
-        for i, request in requests.items():
-            context.add_request(request)
-            if i % 20 == 0:
-                await asyncio.sleep(0)
-
-    async def main():
-        task = asyncio.create_task(add())
-        while len(finished) < total:
-            answer = await controller.async_generate_output_tokens_dynamic_batch()
-            if answer is None:
-                await asyncio.sleep(0)
-                continue
-            finished.extend(answer["finished_request_ids"].tolist())
-            for number, token in zip(
-                answer["active_request_ids"].tolist(), answer["sample"].tolist(), strict=True
-            ):
-                joined[number].append(token)
-        await task
-
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        asyncio.run(asyncio.wait_for(main(), 60))
+        adding = in_thread(lambda: [context.add_request(each) for each in requests.values()])
+        while len(finished) < total:
+            if (answer := controller.generate_output_tokens_dynamic_batch()) is not None:
+                finished += answer["finished_request_ids"].tolist()
+                join(joined, answer)
+        adding.result()
     finally:
         sys.setswitchinterval(interval)
     assert sorted(finished) == list(range(total)) and not context.requests
