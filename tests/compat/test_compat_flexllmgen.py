@@ -31,6 +31,7 @@ from verbatim import (
     NotSupported,
     Offload,
     PromptTooLong,
+    RequestFailed,
     SamplingParams,
     TierFailed,
     VerbatimError,
@@ -783,6 +784,20 @@ def test_without_a_policy_the_house_chooses(folder, greedy):
         assert (model.generate(ROWS, 12)[:, WIDTH:] == greedy).all()
         assert model.llm.engine.runner.offload == Offload()
         assert model.config.num_hidden_layers == 3
+
+
+def test_a_row_that_somebody_else_ended_is_an_error(folder, monkeypatch):
+    with OptLM(folder, policy=policy()) as model:
+        lap = Clock.lap
+
+        def lap_and_abort(clock):
+            model.llm.pause("abort")
+            model.llm.resume()
+            return lap(clock)
+
+        monkeypatch.setattr(Clock, "lap", lap_and_abort)
+        with pytest.raises(RequestFailed, match="row 0 was ended from outside"):
+            model.generate(ROWS[:2], 6)
 
 
 @pytest.mark.slow
