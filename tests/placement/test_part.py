@@ -302,7 +302,7 @@ def test_a_part_takes_the_memory_of_its_own_weights(
 ) -> None:
     _, skeleton = open_both(folders(name))
     split = Split(skeleton)
-    before, after, _ = split.outside_bytes
+    before, after, _ = split.outside_bytes()
     for first, end in ((0, 1), (1, 2), (1, 3), (0, 3)):
         part = Part(skeleton, first, end, split=split)
         held_bytes = {

@@ -14,7 +14,6 @@ from typing import Any
 
 from verbatim.errors import InvalidRequest, OutOfBlocks
 from verbatim.model.early_exit import EarlyExit
-from verbatim.model.loader import LoadedModel
 from verbatim.model.mtp_source import Mtp, mtp_size
 from verbatim.model.spec import inner_model
 from verbatim.placement.distributed.choice import Cluster
@@ -49,12 +48,13 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
         if cluster.hosts is not None:
             undo.callback(cluster.hosts.close)
         split = Split(loaded)
-        first, last, everywhere = split.outside_bytes
         described = describe_draft(draft)
-        more_first, more_last = _extra_bytes(draft, loaded, split)
-        ends = first + more_first, last + more_last
+        first, last, everywhere = split.outside_bytes(draft)
+        if isinstance(draft, Mtp):
+            assert loaded.folder is not None
+            last += mtp_size(inner_model(loaded.module), loaded.folder, draft.beside)[1]
         cuts, spills = tuple(split.cuts), cluster.offload is not None
-        layout = LayerSizes(tuple(split.layer_bytes), ends, everywhere, cuts, spills)
+        layout = LayerSizes(tuple(split.layer_bytes), (first, last), everywhere, cuts, spills)
         _check(cluster, layout)
         mark = fingerprint(loaded)
         hosts: Any = cluster.hosts or _hosts(cluster.address)
@@ -99,23 +99,6 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
         runner = Clustered(group, loaded.module.state_dict(keep_vars=True))
         undo.pop_all()
     return Placed(runner, options)
-
-
-def _extra_bytes(
-    draft: Mtp | EarlyExit | None, loaded: LoadedModel, split: Split
-) -> tuple[int, int]:
-    """Return the bytes of weights that the first and the last stage hold to draft.
-
-    Raises:
-        NotSupported, InvalidRequest: the model has no such layers.
-    """
-    if draft is None:
-        return 0, 0
-    if isinstance(draft, EarlyExit):
-        return split.outside_bytes[1], 0
-    assert loaded.folder is not None
-    _, nbytes = mtp_size(inner_model(loaded.module), loaded.folder, draft.beside)
-    return 0, split.embedding_bytes + nbytes
 
 
 def _hosts(address: str | None) -> Hosts:

@@ -101,7 +101,7 @@ class Part:
         mtp = draft if isinstance(draft, Mtp) and self.is_last else None
         exit_ = draft if isinstance(draft, EarlyExit) and self.is_first else None
         lazy_weights, kept = skeleton.lazy_weights, split.running[first:end]
-        parameters = split.parameters(first, end, embeds=mtp is not None, exits=exit_ is not None)
+        parameters = split.parameters(first, end, draft)
         self.num_parameters = sum(p.numel() for p in parameters)
 
         def copied() -> tuple[nn.ModuleList, LoadedModel]:

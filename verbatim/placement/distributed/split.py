@@ -17,8 +17,10 @@ from verbatim.errors import InvalidRequest, UnsupportedModel
 from verbatim.kernels.options import AnyOptions
 from verbatim.model.adapters import adapter_for
 from verbatim.model.decoder import register
+from verbatim.model.early_exit import EarlyExit
 from verbatim.model.hidden import head_of
 from verbatim.model.loader import LoadedModel
+from verbatim.model.mtp_source import Mtp
 from verbatim.model.packed import placeholder
 from verbatim.model.packing import choose_packings
 from verbatim.model.patching import exclusive, replaced_forwards
@@ -326,24 +328,31 @@ class Split:
                 )
 
     def parameters(
-        self, first: int, end: int, *, embeds: bool = False, exits: bool = False
+        self, first: int, end: int, draft: Mtp | EarlyExit | None = None
     ) -> list[nn.Parameter]:
-        """Return the parameters of the skeleton that the part needs, tied ones once.
-
-        Args:
-            embeds: those of the embedding in any case.
-            exits: those behind the last layer in any case.
-        """
-        wanted = set(self.beside)
-        if embeds:
-            wanted |= self.embedding
-        if first == 0:
-            wanted |= self.before
-        if exits or end == self.num_layers:
-            wanted |= self.after
+        """Return the parameters of the skeleton that the part needs, also to draft, tied ones once."""
+        wanted = self._outside(draft, is_first=first == 0, is_last=end == self.num_layers)
         for index in self.running[first:end]:
             wanted |= set(self.layers[index].parameters())
         return [p for p in self.skeleton.module.parameters() if p in wanted]
+
+    def _outside(
+        self, draft: Mtp | EarlyExit | None, *, is_first: bool = False, is_last: bool = False
+    ) -> set[nn.Parameter]:
+        """Return the parameters outside of the layers that a part needs.
+
+        MTP layers are behind the last layer, and need the embedding; the first layers exit early, and need
+        what follows the last one.
+        """
+        wanted = set(self.beside)
+        if is_first:
+            wanted |= self.before
+        if is_last or (is_first and isinstance(draft, EarlyExit)):
+            wanted |= self.after
+        if is_last and isinstance(draft, Mtp):
+            inner: Any = inner_model(self.skeleton.module)
+            wanted |= set(inner.get_input_embeddings().parameters())
+        return wanted
 
     def passing(self, hidden: Tensor) -> Any:
         """Return the output of a layer that changes nothing."""
@@ -351,31 +360,22 @@ class Split:
             return hidden
         return (hidden, *(None if isinstance(x, Tensor) else x for x in self.rest))
 
-    @property
-    def embedding(self) -> frozenset[nn.Parameter]:
-        """Parameters of the module that embeds ids."""
-        inner: Any = inner_model(self.skeleton.module)
-        return frozenset(inner.get_input_embeddings().parameters())
-
-    @property
-    def embedding_bytes(self) -> int:
-        """Bytes of the embedding on the last part; 0 if the part has it anyway."""
-        return self._nbytes(self.embedding - self.after - self.beside)
-
     def _nbytes(self, parameters: Iterable[nn.Parameter]) -> int:
         """Return what parameters take in memory, quantized as they will be."""
         return sum(
             self._packings[p].nbytes if p in self._packings else p.nbytes for p in parameters
         )
 
-    @property
-    def outside_bytes(self) -> tuple[int, int, int]:
-        """Weights outside of the layers that the first part, the last part and every part hold; the
-        first and the last part hold what every part holds besides.
+    def outside_bytes(self, draft: Mtp | EarlyExit | None = None) -> tuple[int, int, int]:
+        """Return the weights outside of the layers that the first part, the last part and every part hold;
+        the first and the last part hold what every part holds besides.
+
+        Args:
+            draft: layers of the model that draft; of MTP layers the embedding counts, not their own weights.
         """
         return (
-            self._nbytes(self.before - self.beside),
-            self._nbytes(self.after - self.beside),
+            self._nbytes(self._outside(draft, is_first=True) - self.beside),
+            self._nbytes(self._outside(draft, is_last=True) - self.beside),
             self._nbytes(self.beside),
         )
 
