@@ -520,7 +520,7 @@ def test_a_stage_lost_as_all_fall_asleep(saved: Callable[[str], Path]) -> None:
                         until(lambda group=group: group.pump(0.01) or group.lost)
                     llm.sleep(weights=weights)
                     # It has the message, too, and makes one call at a time.
-                    assert group.call("status", [group.members[0]], alone=True)[0]["kv_bytes"] == 0
+                    assert group.call("status", [group.members[0]])[0]["kv_bytes"] == 0
                     llm.wake()
             assert found == expected
 

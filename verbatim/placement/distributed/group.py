@@ -149,7 +149,7 @@ class StageGroup:
             for host in hosts:
                 link = connect(host.address, self.hosts.key, {"role": "head"}, self.patience_s)
                 found.append(StageHandle(host, link, self._inbox))
-            answers = self.call("facts", found, patient=True, alone=True)
+            answers = self.call("facts", found, patient=True)
             for member, facts in zip(found, answers, strict=True):
                 member.facts = facts
                 self._check_versions(member)
@@ -187,7 +187,6 @@ class StageGroup:
         own: Iterable[Message] | None = None,
         *,
         patient: bool = False,
-        alone: bool = False,
         meanwhile: Callable[[], object] = lambda: None,
         **fields: Any,
     ) -> list[Any]:
@@ -198,11 +197,10 @@ class StageGroup:
             own: further fields for each of them.
             fields: the arguments of all.
             patient: what they do may take any time, as reading weights does.
-            alone: other members may be lost.
             meanwhile: called whenever something has come in; it may raise.
 
         Raises:
-            StageGone: one of them is lost, or another member, unless `alone`.
+            StageGone: one of them is lost.
             VerbatimError: one could not do what was asked for.
         """
         members = self.members if members is None else members
@@ -212,7 +210,7 @@ class StageGroup:
             self._answers[self._calls] = {}
             member.send({"do": do, **fields, **more, "call": self._calls})
         while not all(self._answers.values()):
-            self.check(members, alone=alone)
+            self.check(members)
             meanwhile()
             self.pump(patient=patient)
         answers, self._answers = [*self._answers.values()], {}
@@ -243,11 +241,10 @@ class StageGroup:
             for member in members:
                 member.send(encoded)
 
-    def check(self, also: Iterable[StageHandle] = (), *, alone: bool = False) -> None:
-        """Raise StageGone if a member, unless `alone`, or one of these, is lost."""
-        asked = dict.fromkeys([*([] if alone else self.members), *also])
-        gone = [member for member in asked if member.lost is not None]
-        if gone:
+    def check(self, members: Iterable[StageHandle] | None = None) -> None:
+        """Raise StageGone if one of these is lost; None: of all members."""
+        members = self.members if members is None else members
+        if gone := [member for member in members if member.lost is not None]:
             raise StageGone("; ".join(map(str, gone)))
 
     def reports(self) -> list[tuple[StageHandle, Message]]:

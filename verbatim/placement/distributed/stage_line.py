@@ -84,7 +84,7 @@ class StageLine(StageGroup):
             alive.append(member)
         own = [{"number": member.number} for member in launched]
         device = self.model["options"].device
-        answers = self.call("use", launched, own, patient=True, alone=True, device=device)
+        answers = self.call("use", launched, own, patient=True, device=device)
         for member, facts in zip(launched, answers, strict=True):
             member.facts |= facts
 
@@ -103,7 +103,7 @@ class StageLine(StageGroup):
             kv_bytes = self._kv_bytes.get((first, end))
             own.append({"first": first, "end": end, "memory": memory, "kv_bytes": kv_bytes})
         told = {**self.model, "adapters": list(self.adapters.values())}
-        shapes = self.call("open", members, own, patient=True, alone=True, **told)
+        shapes = self.call("open", members, own, patient=True, **told)
         for member, shape in zip(members, shapes, strict=True):
             member.shape = shape
             if shape["fingerprint"] != self._fingerprint:
@@ -124,7 +124,7 @@ class StageLine(StageGroup):
                 for name in CHOICES
             }
             own.append({"first_of": first_of})
-        answers = self.call("allocate", members, own, patient=True, alone=True, **self.blocks)
+        answers = self.call("allocate", members, own, patient=True, **self.blocks)
         for member, answer in zip(members, answers, strict=True):
             member.shape.update(answer)
             blocks, shape = self.blocks, member.shape
@@ -271,9 +271,10 @@ class StageLine(StageGroup):
         """Read what the stages report.
 
         Raises:
-            StageGone: a stage can't reach the next one, or the other way round.
+            StageGone: a stage is lost, can't reach the next one, or the other way round.
             VerbatimError: a stage failed in this step.
         """
+        self.check()
         for member, report in self.reports():
             if report.get("epoch") == self.epoch:
                 if "unreachable" in report:
