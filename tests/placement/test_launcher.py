@@ -46,7 +46,7 @@ def stop(pid: int) -> None:
 
 @pytest.mark.parametrize("ends", ["is closed", "is killed", "loses its owner"])
 def test_a_stopped_worker_ends_with_its_launcher(launcher: Launcher, ends: str) -> None:
-    pid = stopped(launcher.start(size=1))
+    pid = stopped(launcher.start())
     if ends == "is closed":
         launcher.close()
     elif ends == "is killed":
@@ -57,18 +57,11 @@ def test_a_stopped_worker_ends_with_its_launcher(launcher: Launcher, ends: str) 
     until(lambda: state_of(pid) == "Z")
 
 
-def test_long_reports_of_several_workers_are_not_mixed(launcher: Launcher) -> None:
-    sizes = [1, 100_000, 200_000, 300_000]
-    workers = [launcher.start(size=size) for size in sizes]
-    deadline = time.monotonic() + PATIENCE_S
-    assert [len(worker.wait_for_message(deadline)) for worker in workers] == sizes
-
-
 def test_a_worker_that_does_not_end_is_reported(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(launchers, "_KILL_S", 0.1)
-    worker = launcher.start(size=1)
+    worker = launcher.start()
     pid = reported(worker)
     stop(launcher._process.pid)
     worker.kill()

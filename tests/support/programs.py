@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -87,9 +88,9 @@ def state_of(pid: int) -> str:
         return "Z"
 
 
-def wait_for_a_signal(size: int, report: Callable[[str], None]) -> None:
-    """Report a text of `size` characters as a worker, and wait for a signal."""
-    report("x" * size)
+def wait_for_a_signal(report: Callable[[str], None]) -> None:
+    """Report as a worker, and wait for a signal."""
+    report("ready")
     signal.pause()
 
 
@@ -120,7 +121,7 @@ def run_ranks(world: int, folder: Path, module: str, *arguments: object) -> list
     """Return what `main` of `support.MODULE` returns in each rank of a group of gloo's.
 
     Args:
-        folder: for what ranks find each other by.
+        folder: for what ranks find each other by, and for their results.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
@@ -129,16 +130,16 @@ def run_ranks(world: int, folder: Path, module: str, *arguments: object) -> list
     try:
         given = [module, *map(str, (folder / f"store-{module}", *arguments))]
         ranks = [launcher.start(rank=rank, world=world, arguments=given) for rank in range(world)]
-        found = [rank.wait_for_message(time.monotonic() + 800.0) for rank in ranks]
+        files = [rank.wait_for_message(time.monotonic() + 800.0) for rank in ranks]
         assert all(rank.wait(PATIENCE_S) for rank in ranks)
         assert [rank.ended for rank in ranks] == ["exit status 0"] * world
-        return found
+        return [json.loads(Path(file).read_text()) for file in files]
     finally:
         launcher.close()
 
 
 def be_rank(rank: int, world: int, arguments: list[str], report: Callable[[object], None]) -> None:
-    """Join the group, and report what the module's `main(rank, world, *arguments)` returns.
+    """Join the group, and report a file with what the module's `main(rank, world, *arguments)` returns.
 
     When the group has ended, call its `ended`, if it has one.
     """
@@ -150,7 +151,9 @@ def be_rank(rank: int, world: int, arguments: list[str], report: Callable[[objec
     torch.set_num_threads(1)
     group = dict(rank=rank, world_size=world, timeout=timedelta(seconds=240))
     dist.init_process_group("gloo", store=dist.FileStore(store, world), **group)
-    report(module.main(rank, world, *rest))
+    file = Path(f"{store}-{rank}.json")
+    file.write_text(json.dumps(module.main(rank, world, *rest)))
+    report(str(file))
     dist.barrier()  # or one is gone while another still talks to it
     dist.destroy_process_group()
     if ended := getattr(module, "ended", None):

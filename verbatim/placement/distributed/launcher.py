@@ -28,7 +28,6 @@ from verbatim.errors import VerbatimError
 HOST = "127.0.0.1"  # where workers of this machine listen
 _KILL_S = 5.0  # until a killed worker is reaped
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
-_PIECE = 1 << 10  # characters of a message in a line, in which each may take two bytes
 _log = logging.getLogger("verbatim.cluster")
 
 
@@ -57,7 +56,6 @@ class WorkerProcess:
         self.message: Any = None
         self.returncode: int | None = None
         self.address = (HOST, 0)
-        self.pieces = ""  # of `message`, so far
         self._launcher = launcher
 
     def wait_for_message(self, deadline: float) -> Any:
@@ -101,7 +99,7 @@ class Launcher:
 
     Args:
         target: "module:function", or "module:class.method"; called with the keywords of `start` and
-            `report`, a function that sends one JSON value to `WorkerProcess.message`.
+            `report`, a function that sends one short JSON value to `WorkerProcess.message`.
     """
 
     def __init__(self, target: str) -> None:
@@ -153,9 +151,6 @@ class Launcher:
             report = json.loads(line)
             with self.changed:
                 worker = self._workers[report.pop("worker")]
-                worker.pieces += report.pop("piece", "")
-                if report.pop("last", False):
-                    report["message"] = json.loads(worker.pieces)
                 for name, value in report.items():
                     setattr(worker, name, value)
                 self.changed.notify_all()
@@ -244,13 +239,8 @@ def _run(target: Callable[..., object], number: int, arguments: dict[str, Any]) 
     out = os.dup(1)
     os.dup2(2, 1)  # whatever a library prints is no report
 
-    def report(message: Any) -> None:
-        text = json.dumps(message)
-        for at in range(0, len(text), _PIECE):
-            _report(number, out, piece=text[at : at + _PIECE], last=at + _PIECE >= len(text))
-
     try:
-        target(**arguments, report=report)
+        target(**arguments, report=lambda message: _report(number, out, message=message))
         status = 0
     except SystemExit:
         pass
