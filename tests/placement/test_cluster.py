@@ -44,7 +44,7 @@ from verbatim.placement.distributed import link as links
 from verbatim.placement.distributed import opening as cluster_opening
 from verbatim.placement.distributed import stage_share
 from verbatim.placement.distributed.link import LinkLost
-from verbatim.placement.distributed.plan import LayerSizes, with_kv
+from verbatim.placement.distributed.plan import LayerSizes, kv_sizes
 from verbatim.placement.distributed.stage_share import StageShare
 from verbatim.placement.options import engine_options
 
@@ -681,12 +681,16 @@ def test_layers_are_divided_by_memory_and_speed(
 
 
 def test_processes_that_share_a_memory_share_its_kv_budget() -> None:
-    options = engine_options()
-    alone = with_kv(options, [("cuda:0", 1000), ("cuda:1", 500)], [10, 10])
-    assert alone.kv_bytes == 20 * 20  # tokens, as 40% of the smaller memory holds
-    together = with_kv(options, [("cuda:0", 1000), ("cuda:0", 500)], [10, 10])
-    assert together.kv_bytes == 10 * 20  # what is free was read after the other one's weights
-    assert with_kv(engine_options(kv_memory=77), [("cpu", 1000)], [10]).kv_bytes == 77
+    def sizes(*memories: tuple[str, int], **given: Any) -> tuple[int | None, int]:
+        each = [10] * len(memories), [0] * len(memories)
+        options, blocks, _ = kv_sizes(engine_options(**given), None, memories, *each)
+        return options.kv_bytes, blocks
+
+    # 200 tokens, as 40% of the smaller memory holds
+    assert sizes(("cuda:0", 10_000), ("cuda:1", 5000)) == (200 * 20, 200 // 16)
+    # what is free was read after the other one's weights
+    assert sizes(("cuda:0", 10_000), ("cuda:0", 5000)) == (100 * 20, 100 // 16)
+    assert sizes(("cpu", 10_000), kv_memory=770) == (770, 770 // 160)
 
 
 def test_some_layers_are_divided() -> None:

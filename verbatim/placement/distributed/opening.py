@@ -19,7 +19,7 @@ from verbatim.model.spec import inner_model
 from verbatim.placement.distributed.choice import Cluster
 from verbatim.placement.distributed.group import StageHandle
 from verbatim.placement.distributed.hosts import Hosts, LocalHosts
-from verbatim.placement.distributed.plan import LayerSizes, with_kv
+from verbatim.placement.distributed.plan import LayerSizes, kv_sizes
 from verbatim.placement.distributed.ray_hosts import RayHosts
 from verbatim.placement.distributed.runner import Clustered
 from verbatim.placement.distributed.served import describe_draft
@@ -45,8 +45,8 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
     """
     loaded, source, options, limit, draft = model
     with ExitStack() as undo:
-        if cluster.hosts is not None:
-            undo.callback(cluster.hosts.close)
+        hosts: Any = cluster.hosts or _hosts(cluster.address)
+        undo.callback(hosts.close)
         split = Split(loaded)
         described = describe_draft(draft)
         first, last, everywhere = split.outside_bytes(draft)
@@ -56,8 +56,6 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
         cuts, spills = tuple(split.cuts), cluster.offload is not None
         layout = LayerSizes(tuple(split.layer_bytes), (first, last), everywhere, cuts, spills)
         _check(cluster, layout)
-        mark = fingerprint(loaded)
-        hosts: Any = cluster.hosts or _hosts(cluster.address)
         told: Message = {
             "source": source,
             "options": options,
@@ -65,8 +63,7 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
             "draft": described,
             "offload": cluster.offload,
         }
-        group = StageLine(hosts, cluster, layout, told, mark)
-        undo.pop_all()
+        group = StageLine(hosts, cluster, layout, told, fingerprint(loaded))
         undo.callback(group.close)
         stages = _count(cluster, layout, hosts)
         members = group.members = group.launch(stages)
@@ -78,19 +75,17 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
         for index, member in enumerate(members):
             member.index = index
         group.open(members, ranges)
-        token_bytes = sum(member.shape["token_bytes"] for member in members)
-        state_bytes = sum(member.shape["state_bytes"] for member in members)
+        token_bytes = [member.shape["token_bytes"] for member in members]
+        state_bytes = [member.shape["state_bytes"] for member in members]
         if cluster.offload is None:
-            each = [m.shape["token_bytes"] or m.shape["state_bytes"] for m in members]
             free = [(m.memory_at, m.shape["memory"]) for m in members]
-            options = with_kv(options, free, each)
-            num_states = options.num_states(state_bytes)
-            blocks = options.num_blocks(token_bytes, limit, num_states * state_bytes)
+            options, blocks, num_states = kv_sizes(options, limit, free, token_bytes, state_bytes)
         else:
             limits = [member.shape["limits"] for member in members]
             options, blocks, num_states = _joined_limits(options, limits)
             # A stage that is opened again has the same room.
-            kv_bytes = blocks * options.block_size * token_bytes + num_states * state_bytes
+            kv_bytes = blocks * options.block_size * sum(token_bytes)
+            kv_bytes += num_states * sum(state_bytes)
             told["options"] = replace(told["options"], kv_bytes=kv_bytes)
         group.blocks = dict(num_blocks=blocks, num_states=num_states)
         group.allocate(members, members)
@@ -111,7 +106,7 @@ def _hosts(address: str | None) -> Hosts:
 
 
 def _check(cluster: Cluster, layout: LayerSizes) -> None:
-    """Refuse stages that this model can't be cut into, before any process is started."""
+    """Refuse stages that this model can't be cut into, before any is started."""
     most = len(layout.cuts) + 1
     if cluster.stages is not None and cluster.stages > most:
         raise InvalidRequest(

@@ -14,23 +14,36 @@ from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions
 Range = tuple[int, int]  # first layer, and the one behind the last
 
 
-def with_kv(
-    options: EngineOptions, memories: Sequence[tuple[Hashable, int]], each: Sequence[int]
-) -> EngineOptions:
-    """Return the options with a KV budget of all processes: as many tokens as the least memory has room for.
+def kv_sizes(
+    options: EngineOptions,
+    limit: int | None,
+    memories: Sequence[tuple[Hashable, int]],
+    token_bytes: Sequence[int],
+    state_bytes: Sequence[int],
+) -> tuple[EngineOptions, int, int]:
+    """Return the options with a KV budget of all processes, and how many blocks and slots of states it holds.
+
+    Where none is given, it has as many tokens as the least memory has room for.
 
     Args:
+        limit: maximum tokens of one sequence.
         memories: what names the memory of each process, which several may share, and its free bytes.
-        each: the bytes of a token, or else of a state, in each process.
+        token_bytes: of one token in blocks, in each process.
+        state_bytes: of one slot of states, in each process.
+
+    Raises:
+        OutOfBlocks: the memory doesn't hold one block, or the slots of one sequence.
     """
-    if options.kv_bytes is not None:
-        return options
-    needed, free = Counter[Hashable](), dict[Hashable, int]()
-    for (memory, nbytes), token_bytes in zip(memories, each, strict=True):
-        needed[memory] += max(1, token_bytes)
-        free[memory] = min(nbytes, free.get(memory, nbytes))
-    share = min(DEFAULT_KV_SHARE * free[memory] / needed[memory] for memory in needed)
-    return replace(options, kv_bytes=int(share * needed.total()))
+    in_blocks, in_states = sum(token_bytes), sum(state_bytes)
+    if options.kv_bytes is None:
+        needed, free = Counter[Hashable](), dict[Hashable, int]()
+        for (memory, nbytes), *each in zip(memories, token_bytes, state_bytes, strict=True):
+            needed[memory] += max(1, each[0] or each[1])
+            free[memory] = min(nbytes, free.get(memory, nbytes))
+        share = min(DEFAULT_KV_SHARE * free[memory] / needed[memory] for memory in needed)
+        options = replace(options, kv_bytes=int(share * needed.total()))
+    num_states = options.num_states(in_states)
+    return options, options.num_blocks(in_blocks, limit, num_states * in_states), num_states
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from verbatim.placement.distributed.heads import own_layers
 from verbatim.placement.distributed.hosts import Hosts, LocalHosts
 from verbatim.placement.distributed.launcher import HOST
 from verbatim.placement.distributed.opening import open_cluster
-from verbatim.placement.distributed.plan import with_kv
+from verbatim.placement.distributed.plan import kv_sizes
 from verbatim.placement.distributed.rank_share import RankShare
 from verbatim.placement.distributed.runner import Clustered
 from verbatim.placement.distributed.served import Served, check_keys, describe_draft
@@ -119,14 +119,11 @@ def _lead(group: RankGroup, model: ToOpen, choice: TensorParallel) -> LeadingRan
         assert own.ranks is not None
         own.make_runner = partial(LeadingRank, group, own.ranks, own.cut)
         spec = own.decoder.spec
-        state_bytes = sum(state.nbytes for state in spec.states)
         heads = [own_layers(spec.layers, spec.query_heads, rank, size) for rank in range(size)]
         token_bytes = [options.token_bytes(spec, own.draft_layers, layers) for layers in heads]
-        each = [nbytes or state_bytes for nbytes in token_bytes]
+        state_bytes = [sum(state.nbytes for state in spec.states)] * size
         free = [(m["device"], m["memory"]) for m in (own.memory(), *group.ask("memory"))]
-        options = with_kv(options, free, each)
-        num_states = options.num_states(size * state_bytes)
-        blocks = options.num_blocks(sum(token_bytes), limit, num_states * size * state_bytes)
+        _, blocks, num_states = kv_sizes(options, limit, free, token_bytes, state_bytes)
         of_others = group.ask("allocate", num_blocks=blocks, num_states=num_states)
         memory = [own.allocate(blocks, num_states), *of_others]
         runner = own.runner
