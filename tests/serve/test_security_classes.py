@@ -14,6 +14,7 @@ import json
 import pickle
 import re
 import socket
+import struct
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 import verbatim
 from support import toy_tokenizers
 from support.lora import save_adapter
-from support.serving import Served, request_of, routes_of, serving
+from support.serving import Served, request_of, routes_of, serving, until
 from support.stages import ThreadHosts
 from support.toys import make_toy
 from verbatim import LLM, Cluster, InvalidRequest, Offload, SamplingParams
@@ -392,12 +393,19 @@ def test_unbounded_fan_out(served: Served) -> None:
 
 
 def test_leak_by_abort(served: Served) -> None:
-    body = {"prompt": "x", "max_tokens": 400, "stream": True}
-    sent = request_of(body, Authorization=f"Bearer {KEY}")
-    for _ in range(20):
+    """By clients that leave within a request, an answer or a stream, some without a farewell."""
+    tasks = served.num_tasks()
+    for number in range(40):
+        body = {"prompt": "x", "max_tokens": 400, "n": 4, "stream": number % 2 > 0}
+        sent = request_of(body, Authorization=f"Bearer {KEY}")
         with served.connect() as connection:
-            connection.sendall(sent)
-            connection.recv(100)
+            connection.sendall(sent[: None if number % 7 else 60])
+            if number % 4 == 1 and number % 7:
+                connection.recv(100)
+            if number % 5 == 0:
+                reset = struct.pack("ii", 1, 0)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+    until(lambda: served.num_tasks() <= tasks)  # the last ones may not have been heard of yet
     served.until_idle()
 
 

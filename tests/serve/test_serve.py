@@ -347,18 +347,20 @@ def test_what_a_chat_can_not_have_is_refused_by_name(served, change, param):
 # ---- what is refused everywhere
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+ASKED: dict[str, tuple[type[Sampling], dict[str, Any]]] = {
+    "/v1/completions": (Completions, {"prompt": "x"}),
+    "/v1/chat/completions": (ChatCompletions, {"messages": SAYS}),
+    "/v1/responses": (Responses, {"input": "x"}),
+}
+
+
+@pytest.mark.parametrize("path", ASKED)
 def test_an_unknown_field_and_another_model_are_refused(served, path):
-    body = {
-        "/v1/completions": {"prompt": "x"},
-        "/v1/chat/completions": {"messages": SAYS},
-        "/v1/responses": {"input": "x"},
-    }[path]
+    own, body = ASKED[path]
     for name in ("suffix", "best_of", "int", "Mode", "a[b"):
         error = served.refused(path, body | {name: 1})
         assert error["param"] == name
         assert name in error["message"]
-    own = ChatCompletions if "chat" in path else Responses if "responses" in path else Completions
     for name, meant in (
         ("temprature", "temperature"),
         ("guided_regex", "regex"),
@@ -379,11 +381,9 @@ def test_an_unknown_field_and_another_model_are_refused(served, path):
 STRUCTURED = ("json_schema", "response_format", "text")
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("path", ASKED)
 def test_fields_without_a_meaning_here_change_nothing(served, path):
-    body = {"completions": {"prompt": "x"}, "responses": {"input": "x"}}.get(
-        path.rpartition("/")[2] if "chat" not in path else "", {"messages": SAYS}
-    ) | {"seed": 1}
+    body = ASKED[path][1] | {"seed": 1}
     plain, answer = served.post(path, **body), served.post(path, **body, **HARMLESS)
     changing = {"id", "created", "created_at", "completed_at"}
     if path == "/v1/responses":
@@ -704,9 +704,16 @@ MANY = {"n": 20, "seed": 1}
 
 
 def texts_of(served: Served, path: str, **body: Any) -> list[str]:
+    body |= {"max_tokens": 80}
     if path == "/v1/generate":
         outputs = served.post(path, prompt="An animal:", params=MANY | body)["outputs"]
         return [output["text"] for output in outputs]
+    if path == "/v1/messages":
+        return [served.post(path, messages=SAYS, seed=1, **body)["content"][0]["text"]]
+    if path == "/v1/responses":
+        body["max_output_tokens"] = body.pop("max_tokens")
+        (item,) = served.post(path, input="Hi", seed=1, **body)["output"]
+        return [item["content"][0]["text"]]
     body |= {"messages": SAYS} if "chat" in path else {"prompt": "An animal:"}
     choices = served.post(path, **MANY, **body)["choices"]
     return [c["message"]["content"] if "chat" in path else c["text"] for c in choices]
@@ -718,18 +725,19 @@ def texts_of(served: Served, path: str, **body: Any) -> list[str]:
         ("/v1/chat/completions", {"response_format": FORM}),
         ("/v1/completions", {"json_schema": SCHEMA | {"additionalProperties": False}}),
         ("/v1/generate", {"json_schema": SCHEMA | {"additionalProperties": False}}),
+        ("/v1/responses", {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}}),
+        ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
     ],
-    ids=["response_format", "completions", "generate"],
-)
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
 def test_no_document_of_three_fields_is_cut_at_80_tokens(served, path, structure):
-    for text in texts_of(served, path, **structure, max_tokens=80):
+    for text in texts_of(served, path, **structure):
         jsonschema.validate(json.loads(text), SCHEMA)
+        assert json.loads(text).keys() == SCHEMA["properties"].keys()
 
 
 def test_any_object_has_no_free_whitespace(served):
-    texts = texts_of(
-        served, "/v1/chat/completions", response_format={"type": "json_object"}, max_tokens=80
-    )
+    texts = texts_of(served, "/v1/chat/completions", response_format={"type": "json_object"})
     assert all(text.startswith("{") for text in texts)
     for text in texts:  # without its strings, the last of which may be cut
         assert not re.search(r"\s\s|[\n\t]", re.sub(r'"(\\.|[^"\\])*("|\\?$)', "", text))
@@ -741,7 +749,7 @@ def test_a_schema_that_allows_other_properties_has_them(served):
         "additionalProperties": {"const": 2},
     }  # fmt: skip
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    texts = texts_of(served, "/v1/chat/completions", response_format=form, max_tokens=80)
+    texts = texts_of(served, "/v1/chat/completions", response_format=form)
     assert any(text.count(":") > 1 for text in texts)
 
 
@@ -768,16 +776,3 @@ def test_objects_within_a_schema_are_closed_too():
     shut = node | {"additionalProperties": False}
     assert closed(schema) == {"items": shut, "$defs": {"Node": shut}, "const": node}
     assert node == {"properties": {"v": {}}}
-
-
-def test_a_response_and_a_message_have_the_listed_properties(served):
-    text = served.post(
-        "/v1/responses", input="Hi", max_output_tokens=80, seed=1,
-        text={"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
-    )["output"][0]["content"][0]["text"]  # fmt: skip
-    assert json.loads(text).keys() == SCHEMA["properties"].keys()
-    (block,) = served.post(
-        "/v1/messages", messages=SAYS, max_tokens=80, seed=1,
-        output_config={"format": {"type": "json_schema", "schema": SCHEMA}},
-    )["content"]  # fmt: skip
-    assert json.loads(block["text"]).keys() == SCHEMA["properties"].keys()

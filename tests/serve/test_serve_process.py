@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import signal
-import socket
 import subprocess
 import threading
 from functools import partial
@@ -14,7 +12,7 @@ import httpx
 import pytest
 
 from support.programs import PATIENCE_S, VERBATIM, in_thread, until
-from support.serving import command, running, said
+from support.serving import running, said
 
 pytestmark = pytest.mark.slow
 LONG = {
@@ -129,52 +127,3 @@ def test_a_log_that_can_not_be_written_costs_nothing(redirection):
     assert code == 0
     assert "Logging error" not in told
     assert "Traceback" not in told
-
-
-def test_log_lines_begin_with_the_time(tmp_path):
-    log = tmp_path / "log"
-    line = ["bash", "-c", f'exec "$@" > {log}', "bash", *VERBATIM, "serve", "--port", "0"]
-    with running(line=line) as (process, url):
-        assert get(f"{url}/v1/models").status_code == 200
-        process.send_signal(signal.SIGTERM)
-        assert ended(process)[0] == 0
-    lines = log.read_text().splitlines()
-    assert any("GET /v1/models" in line for line in lines)
-    time_of_day = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ")
-    assert all(map(time_of_day.match, lines)), lines
-
-
-def test_a_key_from_the_environment_and_one_from_a_file(tmp_path):
-    file = tmp_path / "keys"
-    file.write_text("# ours\nkey-in-a-file\n\n")
-    with running("--api-key-file", str(file), VERBATIM_API_KEY="key-of-the-shell") as (_, url):
-        for key, status in [("key-in-a-file", 200), ("key-of-the-shell", 200), ("# ours", 401)]:
-            answer = get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
-            assert answer.status_code == status
-
-
-def test_what_can_not_be_served_is_one_line_and_a_status(tmp_path):
-    empty = tmp_path / "keys"
-    empty.write_text("# none\n")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        cases = [
-            (["--port", port], 1, f"can't listen at 127.0.0.1:{port}"),
-            (["--host", "0.0.0.0"], 2, "--no-api-key"),
-            (["--host", "[203.0.113.1]", "--no-api-key"], 1, "can't listen at 203.0.113.1:"),
-            (["--host", "a..b", "--no-api-key"], 1, "can't listen at a..b:8000: not a host name"),
-            (["--log-level", "loud"], 2, "--log-level"),
-            (["--port", "70000"], 2, "65535"),
-            (["--max-requests", "0"], 1, "max_requests=0"),
-            (["--api-key-file", "/nowhere"], None, "/nowhere"),
-            (["--api-key-file", str(empty)], 2, "no key"),
-            (["--cors-origin", "*"], 1, "origin"),
-            (["/no/such/model"], 1, "/no/such/model"),
-        ]
-        for args, status, said in cases:
-            done = subprocess.run(command(*args), capture_output=True, text=True)
-            assert said in done.stderr, (args, done.stderr)
-            assert status is None or done.returncode == status, (args, done.stderr)
-            assert done.returncode != 0
-            assert "Traceback" not in done.stderr
-            assert done.stdout == ""

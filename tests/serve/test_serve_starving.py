@@ -8,7 +8,6 @@ import random
 import resource
 import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -254,24 +253,6 @@ def test_requests_that_come_in_one_packet_are_answered_in_order(served):
     parts = found.split(b"HTTP/1.1 200 OK")[1:]
     answers = [json.loads(part[part.index(b"{") :]) for part in parts]
     assert [a["choices"] for a in answers] == [a["choices"] for a in alone]
-
-
-@pytest.mark.slow
-def test_a_storm_of_clients_that_hang_up_leaves_nothing(served):
-    served.post("/v1/completions", **SHORT)
-    tasks = served.num_tasks()
-    for number in range(120):
-        body = SHORT | {"max_tokens": 500, "n": 4, "seed": number, "stream": bool(number % 2)}
-        connection = served.connect()
-        connection.sendall(request_of(body)[: None if number % 7 else 60])  # some in mid-sentence
-        if number % 3 == 0:
-            time.sleep(0.002)
-        if number % 5 == 0:  # without a farewell
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        connection.close()
-    until(lambda: served.num_tasks() <= tasks)  # the last ones may not have been heard of yet
-    served.until_idle()
-    assert served.post("/v1/completions", **SHORT)["choices"]
 
 
 # ---- responses

@@ -223,6 +223,11 @@ def function(**schema: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", "parameters": schema}}
 
 
+# What does not depend on the format.
+any_kind = pytest.mark.parametrize("served", ["tokens"], indirect=True)
+
+
+@any_kind
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -247,6 +252,7 @@ def test_what_can_not_be_called_is_refused(served, change, said):
     assert said in answer.text
 
 
+@any_kind
 def test_no_tools_are_no_tools(served):
     """Programs that build requests send the empty list, and the choice that goes with any."""
     body = {"messages": ASK["messages"], "max_tokens": 2, "seed": 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import re
@@ -132,9 +133,12 @@ def _data(text: str) -> Any:
 @contextmanager
 def serving(llm: LLM, settings: ServeSettings | None = None) -> Iterator[Served]:
     """A server over an engine, until the block is left."""
+    settings = dataclasses.replace(
+        settings or ServeSettings(), log_level="critical", drain_timeout_s=5
+    )
     app = make_app(llm, settings)
     listener = listen("127.0.0.1", 0)
-    config = configured(app, settings or ServeSettings(), log_level="critical", drain_s=5)
+    config = configured(app, settings)
     server = QuickServer(config, app.state.service, lambda text: None, "")
     loops: list[asyncio.AbstractEventLoop] = []
 
@@ -202,16 +206,12 @@ def received(link: socket.socket) -> bytes:
     return found
 
 
-def command(*args: str) -> list[str]:
-    return [*VERBATIM, "serve", "--log-level", "warning", *args]
-
-
 @contextmanager
 def running(
     *args: str, line: list[str] | None = None, **env: str
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Start a server by a command or by a whole line, and return the process and its address."""
-    line = line or command("--port", "0", *args)
+    line = line or [*VERBATIM, "serve", "--log-level", "warning", "--port", "0", *args]
     with started(line, stderr=subprocess.PIPE, text=True, env=os.environ | env) as process:
         yield process, said(process, r"serving \S+ at (http://\S+) ")[1]
 

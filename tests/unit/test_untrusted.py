@@ -217,15 +217,6 @@ def test_the_engine_chooses_the_attention(folder: Path, name: str) -> None:
     assert opened(folder) == expected
 
 
-def test_code_beside_a_config_is_not_run(folder: Path) -> None:
-    ran = folder.parent / "ran"
-    (folder / "code.py").write_text(f"open({str(ran)!r}, 'w')\n")
-    change(folder / "config.json", model_type="own", auto_map={"AutoConfig": "code.Config"})
-    with pytest.raises(ModelError):
-        opened(folder)
-    assert not ran.exists()
-
-
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(
     "fields",

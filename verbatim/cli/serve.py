@@ -12,7 +12,7 @@ from verbatim.cli.placing import CLUSTER, OFFLOAD, opened, placement_of
 from verbatim.cli.terminal import WrongUsage, need_packages, note
 from verbatim.errors import InvalidRequest
 from verbatim.files import read_file
-from verbatim.serve.settings import LEVELS, ServeSettings
+from verbatim.serve.settings import ServeSettings
 
 KEYS = "VERBATIM_API_KEY"
 _SERVER, _LIMITS = "Server", "Limits"
@@ -21,9 +21,7 @@ _field = partial(fields_of, ServeSettings())
 
 # Those with the name of a field of ServeSettings set it.
 SERVER = (
-    Option("host", str, _SERVER, "Address to listen on. Default: 127.0.0.1."),
-    Option("port", int, _SERVER, "Port to listen on; 0 picks a free one. Default: 8000."),
-    *_field(_SERVER, "name"),
+    *_field(_SERVER, "host port name"),
     Option(
         "api_key_file",
         str,
@@ -40,18 +38,11 @@ SERVER = (
         "URL",
     ),
     *_field(_SERVER, "adapter_root", "FOLDER"),
-    *_field(_SERVER, "playground docs chat_defaults logprobs_mode training"),
-    Option("log_level", str, _SERVER, f"Log level: {', '.join(LEVELS)}. Default: info."),
+    *_field(_SERVER, "playground docs chat_defaults logprobs_mode training log_level"),
     *_field(_LIMITS, "max_requests max_choices max_body_bytes max_response_bytes max_connections"),
     *_field(_LIMITS, "max_connections_per_address negative_priorities max_update_bytes"),
-    *_field(_LIMITS, "update_timeout_s"),
+    *_field(_LIMITS, "update_timeout_s drain_timeout_s"),
     Option("request_timeout_s", float, _LIMITS, helps(ServeSettings)["timeout_s"]),
-    Option(
-        "drain_timeout_s",
-        int,
-        _LIMITS,
-        "Seconds to let requests finish at shutdown. Default: 60.",
-    ),
 )
 
 
@@ -62,34 +53,22 @@ def serve(**values: Any) -> None:
     SIGTERM or Ctrl-C lets requests in progress finish; a second one ends them.
     """
     need_packages("serve", "fastapi", "prometheus_client", "uvicorn")
-    fields = given(values, SERVER)
-    host, port = fields.pop("host", "127.0.0.1").strip("[]"), fields.pop("port", 8000)
-    if not 0 <= port <= 65535:
-        raise WrongUsage(f"--port {port}: must be 0 to 65535")
-    log_level, drain_s = fields.pop("log_level", "info"), fields.pop("drain_timeout_s", 60)
-    if log_level not in LEVELS:
-        raise WrongUsage(f"--log-level {log_level!r}: must be one of {', '.join(LEVELS)}")
-    if drain_s < 0:
-        raise WrongUsage(f"--drain-timeout-s {drain_s}: must be 0 or more")
-    settings = _settings(host, fields)
+    settings = _settings(given(values, SERVER))
     placement = placement_of(values)
     # A log that can't be written, on a full disk or a closed pipe, must not end the server.
     logging.raiseExceptions = False
     with opened(values, placement) as llm:
         from verbatim.serve.server import run  # imports what opening a model imports with care
 
-        run(llm, settings, host, port, log_level=log_level, drain_s=drain_s, say=note)
+        run(llm, settings, say=note)
 
 
-def _settings(host: str, fields: dict[str, Any]) -> ServeSettings:
-    keys = _keys(fields.pop("api_key_file", None))
+def _settings(fields: dict[str, Any]) -> ServeSettings:
+    fields["api_keys"] = _keys(fields.pop("api_key_file", None))
     fields["cors_origins"] = tuple(fields.pop("cors_origin", ()))
     fields["timeout_s"] = fields.pop("request_timeout_s", None)
-    if keys and fields.get("no_api_key"):
-        raise WrongUsage(f"--no-api-key can't be combined with a key in --api-key-file or ${KEYS}")
-    settings = ServeSettings(api_keys=keys, **fields)
     try:
-        return settings.at(host)
+        return ServeSettings(**fields).guarded()
     except InvalidRequest as error:
         raise WrongUsage(str(error)) from None
 

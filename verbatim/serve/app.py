@@ -77,8 +77,7 @@ def make_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
     )
     app.router.route_class = BodyRoute
     app.state.service = service
-    metrics = service.metrics
-    app.add_middleware(Guard, settings=settings, metrics=metrics, on_large_body=service.trim_soon)
+    app.add_middleware(Guard, service=service)
     if settings.cors_origins:  # outside the guard: a browser's preflight has no key
         app.add_middleware(
             CORSMiddleware,

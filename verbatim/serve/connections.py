@@ -64,24 +64,13 @@ class Connection(_Base):  # type: ignore[misc]
 
     Args:
         limit: connections in all.
-        limit_per_address: connections from one address.
-        idle_timeout_s: time to send the next request's head.
-        read_timeout_s: time in which a client must read some of what was sent.
         uvicorn: arguments of uvicorn's class.
     """
 
-    def __init__(
-        self,
-        *,
-        limit: int,
-        limit_per_address: int,
-        idle_timeout_s: float,
-        read_timeout_s: float,
-        **uvicorn: Any,
-    ) -> None:
+    def __init__(self, *, settings: ServeSettings, limit: int, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
-        self._limits = limit, limit_per_address
-        self._idle_timeout_s, self._read_timeout_s = idle_timeout_s, read_timeout_s
+        self._settings = settings
+        self._limits = limit, settings.max_connections_per_address or -(-limit // 2)
         self._idle_since = self._unsent_since = self.loop.time()
         self._num_unsent = 0
         self._is_spare = self._has_eof = False
@@ -132,8 +121,8 @@ class Connection(_Base):  # type: ignore[misc]
             self._num_unsent, self._unsent_since = num_unsent, now
         cycle = self.cycle
         in_request = cycle is not None and not cycle.response_complete
-        if now - self._unsent_since > self._read_timeout_s or (
-            not in_request and now - self._idle_since > self._idle_timeout_s
+        if now - self._unsent_since > self._settings.read_timeout_s or (
+            not in_request and now - self._idle_since > self._settings.idle_timeout_s
         ):
             self._drop()
 

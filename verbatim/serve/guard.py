@@ -7,15 +7,13 @@ import base64
 import hashlib
 import hmac
 import re
-from collections.abc import Callable
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from verbatim.serve.errors import Refusal, refusal_of, too_many
-from verbatim.serve.metrics import ServerMetrics
-from verbatim.serve.settings import ServeSettings
+from verbatim.serve.service import Service
 
 # Paths without a key: probes, and the playground, which asks for the key itself.
 OPEN = frozenset({"/health", "/ready", "/"})
@@ -38,19 +36,10 @@ class Guard:
     state as `key`; "" if none is needed. Responses are counted by path and status.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        settings: ServeSettings,
-        metrics: ServerMetrics,
-        on_large_body: Callable[[], None],
-    ) -> None:
-        self._app = app
-        self._metrics = metrics
-        self._on_large_body = on_large_body
-        self._settings = settings
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service, self._settings = app, service, service.settings
         self._large_bytes = 0  # of the large bodies in progress
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in self._settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -63,8 +52,9 @@ class Guard:
             if message["type"] == "http.response.start":
                 route = scope.get("route")  # the pattern, so that clients can't add paths
                 path = getattr(route, "path", "other")
-                self._metrics.answers.labels(path, str(message["status"])).inc()
-                self._metrics.turned_away.inc(message["status"] == 429)
+                metrics = self._service.metrics
+                metrics.answers.labels(path, str(message["status"])).inc()
+                metrics.turned_away.inc(message["status"] == 429)
                 begun = True
             await send(message)
 
@@ -86,7 +76,7 @@ class Guard:
         finally:
             if num_bytes := state.get("large_bytes", 0):
                 self._large_bytes -= num_bytes
-                self._on_large_body()
+                self._service.trim_soon()
 
     def _key(self, headers: Headers) -> str:
         if not self._keys:

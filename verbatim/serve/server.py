@@ -18,13 +18,12 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.logging import AccessFormatter, DefaultFormatter
 
-from verbatim.checks import integer
-from verbatim.errors import InvalidRequest, VerbatimError
+from verbatim.errors import VerbatimError
 from verbatim.llm import LLM
 from verbatim.serve.app import make_app
 from verbatim.serve.connections import Connection, connection_limit
 from verbatim.serve.service import Service
-from verbatim.serve.settings import LEVELS, ServeSettings
+from verbatim.serve.settings import ServeSettings
 
 _HEADER_BYTES = 64 << 10
 _QUEUED = 2048  # backlog of connections not yet accepted
@@ -74,39 +73,24 @@ class Server(uvicorn.Server):
             self._say(f"shutting down; waiting for {left} requests (a second signal ends them)")
 
 
-def run(
-    llm: LLM,
-    settings: ServeSettings,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    *,
-    log_level: str = "info",
-    drain_s: int = 60,
-    say: Callable[[str], None] = print,
-) -> None:
+def run(llm: LLM, settings: ServeSettings, *, say: Callable[[str], None] = print) -> None:
     """Serve until a signal, in the main thread. The caller closes `llm`.
 
     Args:
-        host: the address to listen at, as of `ServeSettings.at`.
-        port: 0 takes a free one, which is reported.
-        drain_s: seconds for running requests after the first signal.
         say: called with the address, and at shutdown.
 
     Raises:
-        InvalidRequest: an invalid port, level or time, or other machines reach it without a key.
+        InvalidRequest: other machines reach it without a key.
         VerbatimError: the address is not available.
     """
-    host, port = host.strip("[]"), integer("port", port, 0, 65535)
-    if log_level not in LEVELS:
-        raise InvalidRequest(f"log_level={log_level!r}: must be one of {', '.join(LEVELS)}")
-    drain_s, settings = integer("drain_s", drain_s, 0), settings.at(host)
+    settings = settings.guarded()
     app = make_app(llm, settings)
-    config = configured(app, settings, log_level=log_level, drain_s=drain_s)
-    listener = listen(host, port)
+    config = configured(app, settings)
+    listener = listen(settings.host, settings.port)
     address = listener.getsockname()
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
     service: Service = app.state.service
-    with logged(log_level), frozen_heap():
+    with logged(settings.log_level), frozen_heap():
         address = f"http://{shown}:{address[1]}"
         Server(config, service, say, address).run(sockets=[listener])
 
@@ -122,33 +106,24 @@ def frozen_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-def configured(
-    app: FastAPI, settings: ServeSettings, *, log_level: str, drain_s: int
-) -> uvicorn.Config:
+def configured(app: FastAPI, settings: ServeSettings) -> uvicorn.Config:
     """Return uvicorn's configuration for the endpoints.
 
     Raises:
         InvalidRequest: more connections than the process may have descriptors.
     """
-    limit = connection_limit(settings)
-    connection: Any = partial(
-        Connection,
-        limit=limit,
-        limit_per_address=settings.max_connections_per_address or -(-limit // 2),
-        idle_timeout_s=settings.idle_timeout_s,
-        read_timeout_s=settings.read_timeout_s,
-    )
+    connection: Any = partial(Connection, settings=settings, limit=connection_limit(settings))
     return uvicorn.Config(
         app,
         http=connection,
         # Connections over the limit are closed only in the next round, so accept few per round.
         backlog=_ACCEPTED,
-        log_level=log_level,
+        log_level=settings.log_level,
         log_config=None,
-        access_log=log_level in ("info", "debug"),
+        access_log=settings.log_level in ("info", "debug"),
         server_header=False,
         timeout_keep_alive=math.ceil(settings.idle_timeout_s),
-        timeout_graceful_shutdown=drain_s,
+        timeout_graceful_shutdown=settings.drain_timeout_s,
         h11_max_incomplete_event_size=_HEADER_BYTES,
         ws="none",
         lifespan="off",

@@ -9,7 +9,11 @@ import os
 from verbatim.checks import integer, number
 from verbatim.errors import InvalidRequest
 
-LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")  # named as vLLM's
+_WORDS = {
+    "logprobs_mode": ("raw_logprobs", "processed_logprobs"),  # named as vLLM's
+    "log_level": ("critical", "error", "warning", "info", "debug"),
+}
+_RANGES = {"port": (0, 65535), "drain_timeout_s": (0,)}  # of integers; of the others, 1 or more
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +21,8 @@ class ServeSettings:
     """The settings of a server.
 
     Attributes:
+        host: address to listen on.
+        port: port to listen on; 0 takes a free one, which is reported.
         name: model name in the API. None: the engine's name.
         api_keys: accepted keys; empty: none is required.
         no_api_key: accept requests from other machines without an API key.
@@ -35,7 +41,7 @@ class ServeSettings:
         negative_priorities: accept a `priority` below 0, which runs a client's requests before, and in
             place of, those of others.
         hosts: accepted names in the Host header; empty: any. Protects a local server against web pages that
-            resolve their own name to it (DNS rebinding); `at` sets them.
+            resolve their own name to it (DNS rebinding); `guarded` sets them.
         cors_origins: origins of web pages that may call the server; empty: none.
         docs: serve /docs and /openapi.json.
         playground: serve the playground at /.
@@ -48,6 +54,8 @@ class ServeSettings:
             client with access may use them.
         update_timeout_s: with `training`, seconds after which a silent trainer loses its update, so that
             others can begin one.
+        log_level: critical, error, warning, info or debug.
+        drain_timeout_s: seconds for running requests to finish after the first signal.
         max_update_bytes: with `training`, maximum size of an update of the weights. None: 8 bytes for each
             parameter of the model (float32, tied ones twice).
 
@@ -55,6 +63,8 @@ class ServeSettings:
         InvalidRequest: a value out of its range.
     """
 
+    host: str = "127.0.0.1"
+    port: int = 8000
     name: str | None = None
     api_keys: tuple[str, ...] = ()
     no_api_key: bool = False
@@ -78,6 +88,8 @@ class ServeSettings:
     logprobs_mode: str = "raw_logprobs"
     training: bool = False
     update_timeout_s: float = 120.0
+    log_level: str = "info"
+    drain_timeout_s: int = 60
     max_update_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -86,16 +98,18 @@ class ServeSettings:
             if value is None and kind.endswith("None"):
                 continue
             if kind.startswith("int"):
-                value = integer(name, value)
+                value = integer(name, value, *_RANGES.get(name, ()))
             if kind.startswith("float"):
                 value = number(name, value, 0.0, above=True, unit=" of seconds")
+            if value not in (allowed := _WORDS.get(name, (value,))):
+                raise InvalidRequest(f"{name}={value!r}: must be one of {', '.join(allowed)}")
             object.__setattr__(self, name, value)
-        if self.logprobs_mode not in LOGPROBS_MODES:
-            raise InvalidRequest(
-                f"logprobs_mode={self.logprobs_mode!r}: must be one of {', '.join(LOGPROBS_MODES)}"
-            )
+        object.__setattr__(self, "host", self.host.strip("[]"))  # of an IPv6 address
         if self.no_api_key and self.api_keys:
-            raise InvalidRequest("no_api_key: can't be combined with an API key")
+            raise InvalidRequest(
+                "no_api_key: can't be combined with an API key (api_keys, --api-key-file or "
+                "$VERBATIM_API_KEY)"
+            )
         if self.name is not None and not self.name.strip():
             raise InvalidRequest("name='': must not be empty")
         if self.adapter_root is not None:
@@ -119,12 +133,13 @@ class ServeSettings:
                     "path or *"
                 )
 
-    def at(self, host: str) -> ServeSettings:
+    def guarded(self) -> ServeSettings:
         """Return the settings for listening at `host`: without keys, a local server gets its `hosts`.
 
         Raises:
             InvalidRequest: other machines reach it, and neither `api_keys` nor `no_api_key` is set.
         """
+        host = self.host
         if self.api_keys:
             return self
         if is_local(host):  # a web page has no key
@@ -138,7 +153,6 @@ class ServeSettings:
         return self
 
 
-LEVELS = ("critical", "error", "warning", "info", "debug")  # of the logs
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
@@ -147,6 +161,6 @@ def is_local(host: str) -> bool:
     if host == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
