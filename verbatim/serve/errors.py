@@ -31,7 +31,6 @@ from verbatim.plain import to_plain
 
 log = logging.getLogger("verbatim.serve")
 RETRY_AFTER_S = 1
-_UNREADABLE = "the body is not readable JSON: not UTF-8, nested too deeply, or a number is too long"
 JSON = "application/json"
 PIECE_BYTES = 256 << 10
 _ROWS = 64  # of a long list that are encoded at once
@@ -157,9 +156,7 @@ def refusal_of(error: BaseException) -> Refusal:
     if isinstance(error, Refusal):
         return error
     if isinstance(error, HTTPException):
-        unreadable = error.status_code == 400  # FastAPI's only one
-        message = _UNREADABLE if unreadable else str(error.detail)
-        return Refusal(error.status_code, message, headers=error.headers)
+        return Refusal(error.status_code, str(error.detail), headers=error.headers)
     if isinstance(error, PromptTooLong):
         return Refusal(400, str(error), code="context_length_exceeded")
     if isinstance(error, InvalidRequest | NotSupported):
