@@ -28,7 +28,7 @@ import triton
 
 import verbatim
 from verbatim import LLM, SamplingParams
-from verbatim.model.packed import hold_all, weights_of
+from verbatim.model.packed import hold_packed, weights_of
 from verbatim.model.packing import choose_packings, owners
 from verbatim.model.quantization import resolve_quantization
 from verbatim.model.quantize import interleave, pack
@@ -130,7 +130,8 @@ def quantize(model: Any, name: str) -> None:
         data = pack(weight, packing)
         held[weight] = interleave(data, packing) if packing.multiplies_codes else (data, packing)
     uses = [(layer, n, *held[p]) for _, layer, n, p in owners(model) if p in held]
-    hold_all(uses, model)
+    for use in uses:
+        hold_packed(*use)
 
 
 def quantized(steps: int, bandwidth: float, length: int = 128) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from support.requests_mixed import all_facts, mixed_requests
 from support.toys import make_toy
 from verbatim import LLM, NotSupported
 from verbatim.model.decoder import Decoder
-from verbatim.model.packed import PackedLinear
+from verbatim.model.packed import hold_packed
 from verbatim.model.quantization import resolve_quantization
 from verbatim.model.quantize import pack
 from verbatim.model.weight_packing import WeightPacking
@@ -110,10 +110,7 @@ def test_layers_of_packed_weights_are_fused(name: str, kind: str, dtype: str) ->
     assert quantization is not None
     for layer in [m for m in model.modules() if isinstance(m, nn.Linear)][:-1]:  # but the head
         packing = WeightPacking(tuple(layer.weight.shape), layer.weight.dtype, quantization)
-        packed = PackedLinear(pack(layer.weight.detach(), packing), packing, layer.bias)
-        owner = next(m for m in model.modules() if layer in m._modules.values())
-        name = next(n for n, child in owner._modules.items() if child is layer)
-        setattr(owner, name, packed)
+        hold_packed(layer, "weight", pack(layer.weight.detach(), packing), packing)
     fused, plain = fused_and_plain(model)
     assert outputs(fused) == outputs(plain)
     for layer in model.model.layers:  # as when weights come back from sleep

@@ -317,7 +317,7 @@ def shape_of(module: nn.Module) -> tuple[int, int] | None:
     if type(module) is nn.Linear:
         return module.weight.shape[0], module.weight.shape[1]
     if type(module) is PackedLinear:
-        return module.out_features, module.in_features
+        return module.packing.width, module.packing.depth
     from transformers.pytorch_utils import Conv1D
 
     if type(module) is Conv1D:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -57,29 +57,16 @@ class PackedLinear(_OneWeight, nn.Module):
     """A linear layer with its matrix quantized: `[N, K]`, or `[K, N]` of transformers' Conv1D. Where it is
     interleaved, activations become codes.
 
-    Args:
-        packed: uint8 `[packing.nbytes]`.
-        packing: of the matrix.
-        bias: `[N]`, or None.
+    None is ever built: `hold_packed` makes one of the layer that is there.
     """
 
     bias: nn.Parameter | None
-
-    def __init__(
-        self, packed: Tensor, packing: WeightPacking, bias: nn.Parameter | None = None
-    ) -> None:
-        super().__init__()
-        assert len(packing.shape) == 2
-        self.packings = {"weight": packing}
-        self.out_features, self.in_features = packing.width, packing.depth
-        self.register_buffer("weight_packed", packed, persistent=False)
-        self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return products.linear(x, products.Packed(self.packed, self.packing), self.bias)
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, {self.packing.name}"
+        return f"{self.packing.depth}, {self.packing.width}, {self.packing.name}"
 
 
 class PackedEmbedding(_OneWeight, nn.Embedding):  # type: ignore[override]
@@ -94,21 +81,14 @@ class PackedEmbedding(_OneWeight, nn.Embedding):  # type: ignore[override]
         return rows.view(*input.shape, -1)
 
 
-def hold_packed(layer: nn.Module, name: str, packed: Tensor, packing: WeightPacking) -> nn.Module:
-    """Put `packed` in place of the parameter `name` of `layer`.
-
-    Returns:
-        What must stand where `layer` stood: itself with another class, or a new layer.
-    """
+def hold_packed(layer: nn.Module, name: str, packed: Tensor, packing: WeightPacking) -> None:
+    """Put `packed` in place of the parameter `name` of `layer`, which gets another class."""
     kind: Any = type(layer)
-    bias: Any = layer._parameters.get("bias")
-    if name == "weight" and is_linear(layer):
-        return PackedLinear(packed, packing, bias).train(layer.training)
+    packed_kind = PackedLinear if is_linear(layer) else _with_unpacked(kind, name)
     del layer._parameters[name]
     layer.register_buffer(f"{name}_packed", packed, persistent=False)
     layer.__dict__["packings"] = {**layer.__dict__.get("packings", {}), name: packing}
-    layer.__class__ = _with_unpacked(kind, name)
-    return layer
+    layer.__class__ = packed_kind
 
 
 def is_linear(layer: nn.Module) -> bool:
@@ -134,23 +114,6 @@ def _with_unpacked(kind: type, name: str) -> type:
 
 def _named(kind: type, bases: tuple[type, ...], fields: dict[str, Any]) -> type:
     return type(kind.__name__, bases, {**fields, "__module__": kind.__module__})
-
-
-def hold_all(
-    uses: Iterable[tuple[nn.Module, str, Tensor, WeightPacking]], *modules: nn.Module
-) -> dict[nn.Module, nn.Module]:
-    """Run `hold_packed` on each use of a weight; return the layers that others replace in `modules`."""
-    replaced: dict[nn.Module, nn.Module] = {}
-    for layer, name, packed, packing in uses:
-        here = replaced.get(layer, layer)
-        holder = hold_packed(here, name, packed, packing)
-        if holder is not here:
-            replaced[layer] = holder
-    for parent in [layer for module in modules for layer in module.modules()]:
-        for name, child in parent._modules.items():
-            if child is not None and child in replaced:
-                parent._modules[name] = replaced[child]
-    return replaced
 
 
 def packed_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor, WeightPacking]]:

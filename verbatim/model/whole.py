@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from operator import itemgetter
@@ -215,7 +216,7 @@ class WholeModel:
         numbers = sum(p.numel() for p in inner.parameters() if p.ndim < 3)
         numbers += sum(layer.parts.mixture.numbers for layer in layers if layer.parts.mixture)
         packed = [m for m in inner.modules() if isinstance(m, PackedLinear)]
-        numbers += sum(m.in_features * m.out_features for m in packed)
+        numbers += sum(math.prod(m.packing.shape) for m in packed)
         self._most_rows = max(1, _MOST_WORK // max(1, numbers))
         self._struct, self._entry_struct = _Model(), _EntryStruct()
         self._prepare()

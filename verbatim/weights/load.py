@@ -15,7 +15,7 @@ from verbatim import kernels
 from verbatim.errors import ModelError
 from verbatim.heap import give_back_freed
 from verbatim.model.loader import Checkpoint, LoadedModel
-from verbatim.model.packed import hold_all
+from verbatim.model.packed import hold_packed
 from verbatim.model.packing import PackingReport, matrices_of, owners
 from verbatim.model.quantization import Quantization
 from verbatim.model.quantize import interleave, pack_and_measure
@@ -251,17 +251,14 @@ def _assign(
         for _, layer, name, parameter in owners(module)
         if parameter in weights
     ]
-    packed = [(layer, name, tensor, packing) for layer, name, _, tensor, packing in uses if packing]
-    replaced = hold_all(packed, module)
     for layer, name, parameter, tensor, packing in uses:
         if packing is not None:
-            continue
-        if cuts.get((id(layer), name)) is None:
+            hold_packed(layer, name, tensor, packing)
+        elif cuts.get((id(layer), name)) is None:
             parameter.data = tensor
         else:
-            new = nn.Parameter(tensor, requires_grad=False)
-            replaced.get(layer, layer)._parameters[name] = new
-    if packed and next(module.parameters(), None) is None:
+            layer._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+    if uses and next(module.parameters(), None) is None:
         # A model takes its dtype from its parameters; without gains in norms, none may be left.
-        nothing = nn.Parameter(torch.empty(0, dtype=packed[-1][3].dtype), requires_grad=False)
+        nothing = nn.Parameter(torch.empty(0, dtype=uses[-1][2].dtype), requires_grad=False)
         module.register_parameter("_dtype_holder", nothing)

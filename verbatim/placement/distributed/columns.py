@@ -90,7 +90,7 @@ def take_share(
         module, dict(lazy_weights), loaded.quantization, read=read_whole, cuts=cuts
     )
     for name, bounds in columns.items():
-        inner: Any = module.get_submodule(name)  # quantized, it is another module
+        inner: Any = module.get_submodule(name)
         for attribute in ("out_features", "nf"):  # what its own forward goes by
             if hasattr(inner, attribute):
                 setattr(inner, attribute, bounds[ranks.rank + 1] - bounds[ranks.rank])

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from verbatim.model.experts import runs_flat
-from verbatim.model.packed import hold_all, is_linear, placeholder
+from verbatim.model.packed import hold_packed, is_linear, placeholder
 from verbatim.model.packing import PackingReport, owners
 from verbatim.model.quantization import Quantization
 from verbatim.model.quantize import pack_and_measure
@@ -52,12 +52,8 @@ def choose(units: Units, module: nn.Module, packings: Mapping[nn.Parameter, Weig
         seen.update(top.modules())
 
 
-def pack(
-    units: Units, module: nn.Module, quantization: Quantization | None, scratch: Scratch
-) -> PackingReport:
+def pack(units: Units, quantization: Quantization | None, scratch: Scratch) -> PackingReport:
     """Quantize the chosen weights, one parameter at a time, into their tiers; return what was quantized.
-
-    Linear layers of `module` become quantized ones.
 
     Raises:
         ModelError: one holds NaN, an infinity or a number too large; the message names it.
@@ -80,7 +76,12 @@ def pack(
     for layer in units.experts:
         for slot in layer.slots:
             slot.holders = []  # their slots in the cache are held instead
-    _hold(units, module)
+    for slot in units.slots:
+        if slot.packing is not None:
+            empty = placeholder(torch.empty(1, dtype=torch.uint8).expand(slot.packing.nbytes))
+            for holder, name in slot.holders:
+                hold_packed(holder, name, empty, slot.packing)
+            slot.holders = [(holder, f"{name}_packed") for holder, name in slot.holders]
     packings = {slot.name: slot.packing for slot in units.slots if slot.packing is not None}
     others = [slot for slot in units.slots if slot.name not in packings]
     return PackingReport(
@@ -100,18 +101,3 @@ def _rows_of(slot: Slot) -> Slot:
     rounding = replace(slot.packing, interleaved=False)
     is_elsewhere = bool(slot.holders)
     return replace(slot, packing=None, holders=[], rows_only=is_elsewhere, rounding=rounding)
-
-
-def _hold(units: Units, module: nn.Module) -> None:
-    """Replace the layers that hold quantized weights by quantized ones."""
-    uses: list[tuple[nn.Module, str, Tensor, WeightPacking]] = []
-    for slot in units.slots:
-        if slot.packing is not None:
-            empty = placeholder(torch.empty(1, dtype=torch.uint8).expand(slot.packing.nbytes))
-            uses += [(layer, name, empty, slot.packing) for layer, name in slot.holders]
-    replaced = hold_all(uses, module, *(unit.module for unit in units.order))
-    for slot in units.slots:
-        if slot.packing is not None:
-            slot.holders = [(replaced.get(m, m), f"{name}_packed") for m, name in slot.holders]
-    for unit in units.order:
-        unit.module = replaced.get(unit.module, unit.module)

@@ -350,7 +350,7 @@ class _Pool:
                 packed.append((key, replace(packing, shape=(self.count, *packing.shape[1:]))))
         module = copy.deepcopy(layer.module, memo)
         for key, packing in packed:
-            module = hold_packed(module, key, self._memory[key], packing)
+            hold_packed(module, key, self._memory[key], packing)
         return module
 
 

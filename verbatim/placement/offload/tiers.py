@@ -76,7 +76,7 @@ class Tiers:
             if any(slot.packing or slot.rounding for slot in units.slots):
                 packed = scratch.another()
                 undo.callback(packed.close)
-                loaded.packed = pack(units, loaded.module, options.quantization, packed)
+                loaded.packed = pack(units, options.quantization, packed)
                 heap.tidy()
             if device is not None:
                 module = loaded.module  # pieces of a head are not in it
