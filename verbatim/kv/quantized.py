@@ -1,14 +1,6 @@
 """Quantized K and V, in 8 or 4 bits: packing of rows.
 
-A row is one token's vector of one KV head. It is cut into groups of neighbouring elements (the last
-one may be short), and an element of a group is stored as an integer:
-
-    code = round((x - low) / scale)        x is read back as low + scale * code
-
-with `low` the group's smallest element and `scale` its range over 2^bits - 1, both bf16 and rounded
-outwards, so that no element is more than half a step off. A group never spans rows: the row of a
-token depends on that token alone. `scale * code` is exact in float32 (8 bits times 8), so
-an element is read back with one rounding, bit-identically by every backend.
+A row (`kernels/packed_rows.py`) is one token's vector of one KV head, so it depends on that token alone.
 
 At equal bytes, asymmetric scales err less: groups of 64 with both ends than groups of 32 with a
 symmetric scale at 8 bits, and groups of 32 than groups of 16 at 4 bits, most of all with outlier
@@ -21,9 +13,8 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import NotSupported
-from verbatim.kernels.options import HEAD_BYTES, Packing
-
-HIGH_BITS = -0x10000  # the bits of a float32 that a bf16 keeps
+from verbatim.kernels.options import Packing
+from verbatim.kernels.packed_rows import join, quantize, split, unpair
 
 # The groups are those of verbatim/kernels/attention_groups.h.
 PACKINGS = {p.name: p for p in (Packing("int8", 8, 64), Packing("int4", 4, 32))}
@@ -57,54 +48,12 @@ def pack(x: Tensor, packing: Packing) -> Tensor:
     """
     if not x.shape[-1]:
         return x.to(torch.uint8)
-    levels = 2**packing.bits - 1
-    codes, heads = [], []
-    for group in x.float().split(packing.group, -1):
-        low, high = group.amin(-1, keepdim=True), group.amax(-1, keepdim=True)
-        low = round_down(low + 0.0)  # -0 becomes 0
-        # A tensor: torch on a GPU divides by a number as it multiplies by its inverse.
-        step = (high - low) / torch.full_like(low, levels) + 0.0
-        scale = round_up(step)
-        steps = torch.where(scale > 0, (group - low) / scale, 0.0)
-        finite = step.isfinite()
-        code = torch.where(finite, steps.round().clamp(0, levels), 0.0).to(torch.uint8)
-        if packing.bits == 4:
-            half = (code.shape[-1] + 1) // 2
-            last = torch.nn.functional.pad(code[..., half:], (0, code.shape[-1] % 2))
-            code = code[..., :half] | last << 4
-        codes.append(code)
-        heads.append(torch.where(finite, torch.cat([scale, low], -1), torch.nan))
-    # Copy the upper bits, as torch's conversion yields different NaNs.
-    head_bytes = (torch.cat(heads, -1).view(torch.int32) >> 16).to(torch.int16).view(torch.uint8)
-    return torch.cat([*codes, head_bytes], -1)
+    bits, group = packing.bits, packing.group
+    return join(*quantize(x.float(), bits, group), bits, group)
 
 
 def unpack(rows: Tensor, width: int, packing: Packing) -> Tensor:
     """Dequantize rows `[..., row_bytes(width)]` uint8 to `[..., width]` float32."""
-    sizes = [min(packing.group, width - e) for e in range(0, width, packing.group)]
-    codes, head_bytes = rows.split([packing.code_bytes(width), HEAD_BYTES * len(sizes)], -1)
-    heads = head_bytes.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()
-    groups = []
-    for size, code, head in zip(
-        sizes,
-        codes.split([packing.code_bytes(size) for size in sizes], -1),
-        heads.split(2, -1),
-        strict=True,
-    ):
-        if packing.bits == 4:
-            code = torch.cat([code & 15, code >> 4], -1)[..., :size]
-        scale, low = head.split(1, -1)
-        groups.append(low + scale * code)
-    return torch.cat(groups, -1)
-
-
-def round_up(x: Tensor, bits: int = 16) -> Tensor:
-    """Round away from zero so that the lowest `bits` bits are zero: 16 give a bf16, in float32."""
-    mask = (1 << bits) - 1
-    return (x.view(torch.int32) + mask & ~mask).view(torch.float32)
-
-
-def round_down(x: Tensor) -> Tensor:
-    """Round down to a bf16, in float32."""
-    truncated = (x.view(torch.int32) & HIGH_BITS).view(torch.float32)
-    return torch.where(x < 0, round_up(x), truncated)
+    code, heads = split(rows, width, packing.bits, packing.group)
+    scale, low = (x.repeat_interleave(packing.group, -1)[..., :width] for x in unpair(heads))
+    return low + scale * code

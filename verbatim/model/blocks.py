@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verbatim.model.weight_packing import BLOCK, BLOCKS, E2M1, Encoding, fold, nearest, unfold
+from verbatim.kernels.packed_rows import fold, unfold
+from verbatim.model.weight_packing import BLOCK, BLOCKS, E2M1, Encoding, nearest
 
 # The least factor of NVFP4 but 0: numbers are 0 or at least 2^-126, as kernels take smaller ones for 0.
 SMALLEST_FACTOR = 2.0**-116

@@ -9,16 +9,14 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError
-from verbatim.kv.quantized import HIGH_BITS, round_down, round_up
+from verbatim.kernels.packed_rows import in_groups, pair, quantize, round_up, unpair
 from verbatim.model.blocks import pack_blocks, unpack_blocks
 from verbatim.model.weight_packing import (
     BLOCKS,
     TABLES,
     Encoding,
     WeightPacking,
-    join,
     nearest,
-    split,
 )
 
 LARGEST = 2.0**126  # largest weight, so that a group's range is finite
@@ -33,29 +31,19 @@ def unfit(name: str) -> ModelError:
     )
 
 
-def _in_groups(x: Tensor, packing: WeightPacking) -> Tensor:
-    """Return rows as `[n, groups, size]`; a short group ends in copies of the row's last element."""
-    missing = -packing.depth % packing.quantization.group_size
-    rows = torch.cat([x, x[:, -1:].expand(-1, missing)], 1) if missing else x
-    groups: Tensor = rows.unflatten(1, (-1, packing.quantization.group_size))
-    return groups
-
-
 def _encode(x: Tensor, packing: WeightPacking, name: str) -> tuple[Tensor, Tensor]:
     """Quantize rows of float32 to codes and heads."""
     bits, encoding = packing.quantization.bits, packing.encoding
     levels = 2**bits - 1
-    x = _in_groups(x, packing)
+    rows, x = x, in_groups(x, packing.quantization.group_size)
     low, high = x.aminmax(dim=-1, keepdim=True)
     peak = torch.maximum(high, -low)
     if not bool((peak <= LARGEST).all()):  # a NaN is not, either
         raise unfit(name)
-    zero: Tensor | float = 0.0
     if encoding is Encoding.AFFINE:
-        zero = low = round_down(low + 0.0)  # -0 becomes 0
-        scale = round_up((high - low) / levels + 0.0)
-        code = ((x - low) / scale).round()
-    elif encoding is Encoding.ZERO_POINT:
+        return quantize(rows, bits, packing.quantization.group_size)
+    zero: Tensor | float = 0.0
+    if encoding is Encoding.ZERO_POINT:
         low, high = low.clamp(max=0), high.clamp(min=0)
         scale = round_up((high - low) / levels, 8)
         zero = torch.where(scale > 0, -low / scale, 0).round()
@@ -92,12 +80,12 @@ def heads_of(scale: Tensor, zero: Tensor | float, encoding: Encoding) -> Tensor:
 
     Args:
         scale: float32. What an encoding has no room for is rounded off.
-        zero: of `ZERO_POINT`: 0 to 255; of `AFFINE` and `CENTERED`: float32.
+        zero: of `ZERO_POINT`: 0 to 255; of `CENTERED`: float32.
     """
     if encoding is Encoding.HALF:
         return scale.half().view(torch.int16)
-    if encoding in (Encoding.AFFINE, Encoding.CENTERED):
-        return scale.view(torch.int32) >> 16 & 0xFFFF | torch.as_tensor(zero).view(torch.int32)
+    if encoding is Encoding.CENTERED:
+        return pair(scale, torch.as_tensor(zero))
     if encoding is Encoding.ZERO_POINT:
         upper = (scale.view(torch.int32) + 0x80) & ~0xFF
         return torch.bitwise_or(upper, torch.as_tensor(zero).to(torch.int32))
@@ -107,10 +95,10 @@ def heads_of(scale: Tensor, zero: Tensor | float, encoding: Encoding) -> Tensor:
 def _decode(code: Tensor, heads: Tensor, packing: WeightPacking) -> Tensor:
     """Dequantize codes and heads to rows of float32."""
     bits, encoding = packing.quantization.bits, packing.encoding
-    code, heads = _in_groups(code, packing), heads[..., None]
+    code, heads = in_groups(code, packing.quantization.group_size), heads[..., None]
     number = code.float()
     if encoding in (Encoding.AFFINE, Encoding.CENTERED):
-        scale, zero = (part.view(torch.float32) for part in (heads << 16, heads & HIGH_BITS))
+        scale, zero = unpair(heads)
         value: Tensor = scale * (number - 8 * (encoding is Encoding.CENTERED)) + zero
         return value.flatten(1)[:, : packing.depth]
     if encoding is Encoding.ZERO_POINT:
@@ -147,7 +135,7 @@ def pack_rows(weight: Tensor, packing: WeightPacking, name: str, out: Tensor) ->
                 raise unfit(name)
             part.copy_(blocks)
         else:
-            part.copy_(join(*_encode(some.float(), packing, name), packing))
+            part.copy_(packing.join(*_encode(some.float(), packing, name)))
 
 
 def unpack_rows(packed: Tensor, packing: WeightPacking, out: Tensor) -> None:
@@ -159,4 +147,4 @@ def unpack_rows(packed: Tensor, packing: WeightPacking, out: Tensor) -> None:
         if packing.encoding in BLOCKS:
             part.copy_(unpack_blocks(some, packing.encoding))
         else:
-            part.copy_(_decode(*split(some, packing), packing))
+            part.copy_(_decode(*packing.split(some), packing))

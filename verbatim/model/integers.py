@@ -17,13 +17,11 @@ with 8 bits four neighbours per word; with 4 bits eight, the later four in the u
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from verbatim.model.quantize import plain_rows
-from verbatim.model.weight_packing import WeightPacking, split
+from verbatim.model.weight_packing import WeightPacking
 
 _SMALLEST = 2.0**-100
 
@@ -49,7 +47,7 @@ def integer_linear(
     group = packing.quantization.group_size
     rows = x.reshape(-1, packing.depth)
     codes, scales, sums = activation_codes(rows, group)
-    weights, heads = split(plain_rows(data, packing), replace(packing, interleaved=False))
+    weights, heads = packing.split(plain_rows(data, packing))
     weights = weights.to(x.device, torch.float32)
     heads = heads[..., None].view(torch.bfloat16).to(x.device).float()
     out = torch.zeros(len(rows), packing.width, device=x.device)

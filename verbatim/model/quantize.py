@@ -1,14 +1,7 @@
 """Weight quantization in 8 or 4 bits: packing and unpacking of matrices.
 
-A matrix is cut into groups of neighbours along its contraction dimension (the last group of a row may be
-short), and an element of a group is stored as an integer:
-
-    code = round((w - low) / scale)        w is read back as low + scale * code
-
-with `low` the group's smallest element and `scale` its range over 2^bits - 1, both bf16 and rounded outwards,
-so that no element is more than half a step off. `scale * code` is exact in float32 (8 bits times 8), so an
-element is read back with one rounding to float32, and one more to bf16 if the model is in bf16: the same
-bits by every backend and number of threads.
+A matrix is cut into groups along its contraction dimension (`kernels/packed_rows.py`); what is read back is
+rounded once more to bf16 if the model is in bf16.
 
 At equal bytes, bf16 heads and smaller groups err less than float32 heads and larger groups, and `low` is
 worth its two bytes at 8 bits as well as at 4 (benchmarks/quantize.py --formats).
@@ -28,6 +21,7 @@ from torch.nn.functional import pad
 
 from verbatim import kernels
 from verbatim.kernels.functions import SUFFIX, addresses, kernel
+from verbatim.kernels.packed_rows import fold, stretches, unfold
 from verbatim.model import groups
 from verbatim.model.groups import unfit
 from verbatim.model.weight_packing import (
@@ -38,8 +32,6 @@ from verbatim.model.weight_packing import (
     TABLES,
     Encoding,
     WeightPacking,
-    join,
-    split,
 )
 
 if TYPE_CHECKING:
@@ -158,8 +150,7 @@ def plain_rows(packed: Tensor, packing: WeightPacking, rows: Tensor | None = Non
         words = blocks.transpose(-1, -2).flatten(1, 2)[:, : packing.width].reshape(-1, width)
     else:
         words = blocks[0, rows // columns, :, rows % columns]
-    plain = replace(packing, interleaved=False)
-    return join(*split(words.contiguous().view(torch.uint8), packing), plain)
+    return packing.join(*_from_words(words, packing))
 
 
 def interleave(packed: Tensor, packing: WeightPacking) -> tuple[Tensor, WeightPacking]:
@@ -179,11 +170,39 @@ def interleave(packed: Tensor, packing: WeightPacking) -> tuple[Tensor, WeightPa
         if function is not None:
             function(*addresses(target, rows), one.width, one.depth, kind.bits, kind.group_size)
             continue
-        words = join(*split(rows, one), laid).view(torch.int32)
+        words = _to_words(*one.split(rows), one)
         words = pad(words, (0, 0, 0, -len(words) % INTERLEAVED))
         blocks = words.view(-1, INTERLEAVED, words.shape[1]).transpose(1, 2).contiguous()
         target.copy_(blocks.view(torch.uint8).flatten())
     return out, laid
+
+
+def _to_words(code: Tensor, heads: Tensor, packing: WeightPacking) -> Tensor:
+    """Return the words of rows, int32 `[n, packing.vector_words]`: of each group its head, then its codes."""
+    parts, at, first, kind = [], 0, 0, packing.quantization
+    for count, size in stretches(packing.depth, kind.group_size):
+        data = code[:, at : at + count * size].unflatten(1, (count, size))
+        data = fold(data, 4) if kind.bits == 4 else pad(data, (0, -size % 4))
+        words = [heads[:, first : first + count, None], data.contiguous().view(torch.int32)]
+        parts.append(torch.cat(words, -1).flatten(1))
+        at, first = at + count * size, first + count
+    return torch.cat(parts, 1)
+
+
+def _from_words(words: Tensor, packing: WeightPacking) -> tuple[Tensor, Tensor]:
+    """Return the codes and heads of words that `_to_words` made."""
+    codes, heads, at, kind = [], [], 0, packing.quantization
+    for count, size in stretches(packing.depth, kind.group_size):
+        width = 1 + -(-size * kind.bits // 32)
+        head, data = (
+            words[:, at : at + count * width].unflatten(1, (count, width)).split([1, width - 1], -1)
+        )
+        heads.append(head.flatten(1))
+        data = data.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        data = unfold(data, 4) if kind.bits == 4 else data
+        codes.append(data[..., :size].flatten(1))
+        at += count * width
+    return torch.cat(codes, 1), torch.cat(heads, 1)
 
 
 def unpack_rows(packed: Tensor, packing: WeightPacking, rows: Tensor) -> Tensor:

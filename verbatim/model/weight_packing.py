@@ -8,8 +8,8 @@ from enum import IntEnum
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from verbatim.kernels.packed_rows import join, split, stretches
 from verbatim.model.quantization import Quantization
 
 
@@ -80,9 +80,8 @@ E2M1 = TABLES[Encoding.MXFP4]
 class WeightPacking:
     """The byte layout of one quantized parameter.
 
-    `[..., N, K]` (as in nn.Linear) is stored row by row: the codes of a row, then the head of each of its
-    groups. `[..., K, N]` (as in GPT-2) is stored as its transpose is. With 4 bits, byte i of a group has its
-    elements i (low half) and i + ceil(size / 2). A row of blocks (`BLOCKS`) has one after another.
+    `[..., N, K]` (as in nn.Linear) is stored row by row (`kernels/packed_rows.py`), and `[..., K, N]` (as in
+    GPT-2) as its transpose is. A row of blocks (`BLOCKS`) has one after another.
 
     Attributes:
         shape, dtype: of the parameter.
@@ -135,6 +134,15 @@ class WeightPacking:
         """Bytes of a group's scale, and what goes with it."""
         return 2 if self.encoding in _TWO_BYTES else 4
 
+    def join(self, code: Tensor, heads: Tensor) -> Tensor:
+        """Return the bytes of rows, not interleaved: of codes, uint8 `[n, K]`, and heads `[n, groups]`."""
+        return join(code, heads, self.quantization.bits, self.quantization.group_size)
+
+    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the codes and heads of rows that `join` made."""
+        kind, head = self.quantization, torch.int16 if self.head_bytes == 2 else torch.int32
+        return split(rows, self.depth, kind.bits, kind.group_size, head)
+
     @property
     def depth(self) -> int:
         """K."""
@@ -179,70 +187,3 @@ def nearest(x: Tensor, table: Tensor) -> Tensor:
     order = table.argsort()
     middles = (table[order][1:] + table[order][:-1]) / 2
     return order[torch.bucketize(x.contiguous(), middles)]
-
-
-def stretches(depth: int, group: int) -> list[tuple[int, int]]:
-    """Return (groups, size of each): the whole groups, then the short one."""
-    found = [(depth // group, group), (1, depth % group)]
-    return [(count, size) for count, size in found if count and size]
-
-
-def fold(code: Tensor, span: int) -> Tensor:
-    """Put codes of 4 bits two in a byte: of each `2 * span`, the first half lies below the second."""
-    if missing := -code.shape[-1] % (2 * span):
-        code = pad(code, (0, missing))
-    low, high = code.unflatten(-1, (-1, 2, span)).unbind(-2)
-    folded: Tensor = (low | high << 4).flatten(-2)
-    return folded
-
-
-def unfold(data: Tensor, span: int) -> Tensor:
-    """Return the codes of bytes `[..., n]` that `fold` made, `[..., 2 * n]`."""
-    data = data.unflatten(-1, (-1, span))
-    out = torch.empty(*data.shape[:-1], 2, span, dtype=torch.uint8, device=data.device)
-    torch.bitwise_and(data, 15, out=out[..., 0, :])
-    torch.bitwise_right_shift(data, 4, out=out[..., 1, :])
-    return out.flatten(-3)
-
-
-def join(code: Tensor, heads: Tensor, packing: WeightPacking) -> Tensor:
-    """Return rows of bytes, as `packing` lays them out.
-
-    Args:
-        code: uint8 `[n, K]`.
-        heads: int32 or int16 `[n, groups]`.
-    """
-    parts, at, first = [], 0, 0
-    heads = heads.contiguous()[..., None].view(torch.uint8)
-    for count, size in stretches(packing.depth, packing.quantization.group_size):
-        data = code[:, at : at + count * size].unflatten(1, (count, size))
-        if packing.quantization.bits == 4:
-            data = fold(data, 4 if packing.interleaved else (size + 1) // 2)
-        if packing.interleaved:
-            data = pad(data, (0, -data.shape[-1] % 4))
-            data = torch.cat([heads[:, first : first + count], data], -1)
-        parts.append(data.flatten(1))
-        at, first = at + count * size, first + count
-    return torch.cat(parts if packing.interleaved else [*parts, heads.flatten(1)], 1)
-
-
-def split(rows: Tensor, packing: WeightPacking) -> tuple[Tensor, Tensor]:
-    """Return the codes and heads of the rows that `join` made."""
-    codes, heads, at, bits = [], [], 0, packing.quantization.bits
-    for count, size in stretches(packing.depth, packing.quantization.group_size):
-        nbytes = (size * bits + 7) // 8
-        width = 4 + nbytes + -nbytes % 4 if packing.interleaved else nbytes
-        data = rows[:, at : at + count * width].unflatten(1, (count, width))
-        if packing.interleaved:
-            heads.append(data[..., :4])
-            data = data[..., 4:]
-        if bits == 4:
-            data = unfold(data, 4 if packing.interleaved else (size + 1) // 2)
-        codes.append(data[..., :size].flatten(1))
-        at += count * width
-    if not packing.interleaved:
-        heads = [rows[:, at:].unflatten(1, (-1, packing.head_bytes))]
-    # A copy, as the bytes lie at any address.
-    whole = torch.cat(heads, 1).clone(memory_format=torch.contiguous_format)
-    kind = torch.int32 if packing.head_bytes == 4 else torch.int16
-    return torch.cat(codes, 1), whole.view(kind).squeeze(-1)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError
+from verbatim.kernels.packed_rows import unfold
 from verbatim.model.stored import read_stored
-from verbatim.model.weight_packing import TABLES, Encoding, unfold
+from verbatim.model.weight_packing import TABLES, Encoding
 from verbatim.weights.formats.checkpoint import SCALES, QuantizedCheckpoint
 from verbatim.weights.formats.fp8 import scaled
 from verbatim.weights.lazy import LazyWeight

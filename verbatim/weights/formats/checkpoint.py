@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError, NotSupported
+from verbatim.kernels.packed_rows import unfold
 from verbatim.model.groups import PIECE, heads_of
 from verbatim.model.quantization import GROUP_SIZES, Quantization
 from verbatim.model.quantize import pack
-from verbatim.model.weight_packing import Encoding, WeightPacking, join, unfold
+from verbatim.model.weight_packing import Encoding, WeightPacking
 from verbatim.weights.formats.stored import grouped
 from verbatim.weights.lazy import LazyWeight, Stored
 
@@ -175,7 +176,7 @@ def laid_out(code: Tensor, heads: Tensor, packing: WeightPacking) -> Tensor:
     out = torch.empty(packing.vectors, packing.vector_bytes, dtype=torch.uint8)
     step = max(1, PIECE // packing.depth)
     for rows, some, head in zip(*(x.split(step) for x in (out, code, heads)), strict=True):
-        rows.copy_(join(some, head, packing))
+        rows.copy_(packing.join(some, head))
     return out.flatten()
 
 

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from verbatim.errors import ModelError
+from verbatim.kernels.packed_rows import unfold
 from verbatim.model.blocks import SMALLEST_FACTOR, nvfp4_blocks, unpack_blocks
 from verbatim.model.groups import PIECE
 from verbatim.model.quantization import Quantization
-from verbatim.model.weight_packing import BLOCK, Encoding, WeightPacking, unfold
+from verbatim.model.weight_packing import BLOCK, Encoding, WeightPacking
 from verbatim.weights.formats.checkpoint import SCALES, QuantizedCheckpoint
 from verbatim.weights.formats.stored import grouped
 from verbatim.weights.lazy import Computed, LazyWeight

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError, NotSupported
+from verbatim.kernels.packed_rows import unfold
 from verbatim.model.quantization import Quantization
 from verbatim.model.stored import Stored, stamp_of
-from verbatim.model.weight_packing import Encoding, WeightPacking, unfold
+from verbatim.model.weight_packing import Encoding, WeightPacking
 from verbatim.weights.formats.checkpoint import laid_out
 from verbatim.weights.formats.stored import grouped
 from verbatim.weights.lazy import Computed, LazyWeight, Traced, traced
