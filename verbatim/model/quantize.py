@@ -47,36 +47,30 @@ def pack(weight: Tensor, packing: WeightPacking, name: str = "a weight") -> Tens
     Raises:
         ModelError: a NaN, an infinity, or a number too large.
     """
-    out = torch.empty(packing.nbytes, dtype=torch.uint8)
-    # On the CPU: torch on a GPU divides by a number as it multiplies by its inverse.
-    for rows, part, one in _matrices(weight.cpu(), out, packing):
-        _pack(rows, one, name, part)
-    return out.to(weight.device)
+    packed, _ = pack_and_measure(weight, packing, name)
+    return packed.to(weight.device)
 
 
 def pack_and_measure(
     weight: Tensor, packing: WeightPacking, name: str = "a weight"
 ) -> tuple[Tensor, tuple[float, float]]:
-    """Run `pack`, for an interleaved matrix, too, and `squared_error`, in one pass if the kernel can."""
+    """Run `pack` on the CPU, and `squared_error`, in one pass if the kernel can."""
     plain = replace(packing, interleaved=False)
     out = torch.empty(plain.nbytes, dtype=torch.uint8)
-    squares = _total(
-        _pack(rows, one, name, part) or squared_error(rows, part, one)
-        for rows, part, one in _matrices(weight.cpu(), out, plain)
-    )
+    # On the CPU: torch on a GPU divides by a number as it multiplies by its inverse.
+    matrices = _matrices(weight.cpu(), out, plain)
+    squares = _total(_pack(rows, one, name, part) for rows, part, one in matrices)
     return interleave(out, plain)[0] if packing.interleaved else out, squares
 
 
-def _pack(
-    rows: Tensor, packing: WeightPacking, name: str, out: Tensor
-) -> tuple[float, float] | None:
-    """Quantize a matrix `[N, K]`; return the sums of `squared_error` if the kernel did it."""
+def _pack(rows: Tensor, packing: WeightPacking, name: str, out: Tensor) -> tuple[float, float]:
+    """Quantize a matrix `[N, K]`; return its `squared_error`."""
     by_torch = packing.encoding is not Encoding.AFFINE  # those of checkpoints
     function = None if by_torch else kernel("vb_pack_rows")
     with torch.no_grad():
         if function is None or rows.dtype not in SUFFIX:
             groups.pack_rows(rows, packing, name, out)
-            return None
+            return squared_error(rows, out, packing)
         squares, rows, kind = (ctypes.c_double * 2)(), rows.contiguous(), packing.quantization
         sizes = packing.vectors, packing.depth, kind.bits, kind.group_size
         if not function(*addresses(out, rows), *sizes, rows.dtype is torch.bfloat16, squares):

@@ -86,8 +86,7 @@ class WeightPacking:
     Attributes:
         shape, dtype: of the parameter.
         columns: K is the second to last dimension of `shape`; else the last.
-        interleaved: the layout for integer products (`integers.py`), matrix by matrix. `pack` does not
-            support it.
+        interleaved: the layout for integer products (`integers.py`), matrix by matrix.
         encoding: of codes and heads.
     """
 

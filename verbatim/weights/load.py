@@ -144,16 +144,22 @@ def load_weights(
             )
     for _, layer, name, parameter in owners(module):
         if parameter in weights:
-            weights[parameter].cuts.setdefault(cuts.get((id(layer), name)))
+            weights[parameter].uses.append((layer, name, cuts.get((id(layer), name))))
     _read_all(weights.values(), read, cache)
     give_back_freed()
-    _assign(module, weights, cuts)
+    for weight in weights.values():
+        weight.assign()
     packed = {w.name: w for w in weights.values() if w.packing is not None}
     if not packed:
         return None
+    if next(module.parameters(), None) is None:
+        # A model takes its dtype from its parameters; without gains in norms, none may be left.
+        dtype = [w.parameter.dtype for w in packed.values()][-1]
+        nothing = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
+        module.register_parameter("_dtype_holder", nothing)
     return PackingReport(
         quantization,
-        {name: w.kept[next(iter(w.cuts))][1] for name, w in packed.items()},
+        {name: next(iter(w.kept.values()))[1] for name, w in packed.items()},
         [w.name for p, w in weights.items() if w.packing is None and p.ndim > 1],
         {name: w.squares for name, w in packed.items() if not w.is_stored},
     )
@@ -161,14 +167,15 @@ def load_weights(
 
 @dataclass(slots=True, eq=False)
 class _Weight:
-    """A weight, and the parts of it that are kept."""
+    """A weight, the parts of it that are kept, and the layers that use them."""
 
     name: str
     parameter: nn.Parameter
     lazy: LazyWeight | None  # None once it is read
     packing: WeightPacking | None  # of the whole weight
     is_stored: bool = False  # `lazy` returns packed bytes
-    cuts: dict[Cut | None, None] = field(default_factory=dict)  # None: the whole weight
+    # A layer, the name of its parameter, and the part of the weight; None: the whole.
+    uses: list[tuple[nn.Module, str, Cut | None]] = field(default_factory=list)
     kept: dict[Cut | None, tuple[Tensor, Any]] = field(default_factory=dict)  # parts and packings
     squares: tuple[float, float] = (0.0, 0.0)
 
@@ -186,7 +193,8 @@ class _Weight:
         with torch.inference_mode(False):
             whole = materialize(lazy, read)
             del lazy  # a weight in memory is freed here
-            for cut in self.cuts:
+            cuts = dict.fromkeys(cut for *_, cut in self.uses)
+            for cut in cuts:
                 part = whole if cut is None else whole.narrow(cut[0], cut[1], cut[2] - cut[1])
                 if self.packing is not None and self.is_stored:
                     shape = (part.shape[0], *self.packing.shape[1:])
@@ -196,7 +204,7 @@ class _Weight:
                     packing = replace(self.packing, shape=tuple(part.shape))
                     packed, self.squares = pack_and_measure(part.contiguous(), packing, self.name)
                     self.kept[cut] = packed, packing
-                elif cut is None or (None in self.cuts and kernels.library() is not None):
+                elif cut is None or (None in cuts and kernels.library() is not None):
                     # A head that is tied to an embedding is a view of the embedding's rows.
                     self.kept[cut] = (part.contiguous() if cut is None else part), None
                 else:
@@ -211,6 +219,17 @@ class _Weight:
         if self.packing is not None and self.packing.multiplies_codes:
             with torch.inference_mode(False):
                 self.kept = {cut: interleave(*pair) for cut, pair in self.kept.items()}
+
+    def assign(self) -> None:
+        """Give it to the layers; tied ones share one tensor."""
+        for layer, name, cut in self.uses:
+            tensor, packing = self.kept[cut]
+            if packing is not None:
+                hold_packed(layer, name, tensor, packing)
+            elif cut is None:
+                self.parameter.data = tensor
+            else:
+                layer._parameters[name] = nn.Parameter(tensor, requires_grad=False)
 
 
 def _read_all(
@@ -240,25 +259,3 @@ def _stored_as(weight: _Weight) -> tuple[torch.dtype, tuple[int, ...]]:
     if weight.packing is not None:
         return torch.uint8, (weight.packing.nbytes,)
     return weight.parameter.dtype, tuple(weight.parameter.shape)
-
-
-def _assign(
-    module: nn.Module, weights: Mapping[nn.Parameter, _Weight], cuts: Mapping[Place, Cut]
-) -> None:
-    """Assign the weights to the layers; tied ones share one tensor."""
-    uses = [
-        (layer, name, parameter, *weights[parameter].kept[cuts.get((id(layer), name))])
-        for _, layer, name, parameter in owners(module)
-        if parameter in weights
-    ]
-    for layer, name, parameter, tensor, packing in uses:
-        if packing is not None:
-            hold_packed(layer, name, tensor, packing)
-        elif cuts.get((id(layer), name)) is None:
-            parameter.data = tensor
-        else:
-            layer._parameters[name] = nn.Parameter(tensor, requires_grad=False)
-    if uses and next(module.parameters(), None) is None:
-        # A model takes its dtype from its parameters; without gains in norms, none may be left.
-        nothing = nn.Parameter(torch.empty(0, dtype=uses[-1][2].dtype), requires_grad=False)
-        module.register_parameter("_dtype_holder", nothing)
