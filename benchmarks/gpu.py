@@ -31,7 +31,7 @@ from verbatim import LLM, SamplingParams
 from verbatim.model.packed import hold_packed, weights_of
 from verbatim.model.packing import choose_packings, owners
 from verbatim.model.quantization import resolve_quantization
-from verbatim.model.quantize import interleave, pack
+from verbatim.model.quantize import pack
 
 QWEN3_8B = dict(
     hidden_size=4096,
@@ -125,10 +125,8 @@ def quantize(model: Any, name: str) -> None:
     """Quantize a model in place, on the GPU."""
     kind = resolve_quantization(name)
     assert kind is not None
-    packings, held = choose_packings(model, kind), dict[Any, Any]()
-    for weight, packing in packings.items():
-        data = pack(weight, packing)
-        held[weight] = interleave(data, packing) if packing.multiplies_codes else (data, packing)
+    packings = choose_packings(model, kind)
+    held = {weight: (pack(weight, packing), packing) for weight, packing in packings.items()}
     uses = [(layer, n, *held[p]) for _, layer, n, p in owners(model) if p in held]
     for use in uses:
         hold_packed(*use)

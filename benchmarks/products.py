@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from verbatim import kernels
 from verbatim.model.products import Packed, linear
 from verbatim.model.quantization import resolve_quantization
-from verbatim.model.quantize import interleave, pack
+from verbatim.model.quantize import pack
 from verbatim.model.weight_packing import WeightPacking
 
 SHAPES = {  # name: (N, K)
@@ -116,10 +116,7 @@ def operands(
         else:
             nibbles = torch.ops.aten._convert_weight_to_int4pack_for_cpu((codes & 15).int(), 1)
             theirs = (nibbles, torch.ones(depth // 64, num_out, 2, dtype=dtype))
-        ours = pack(weight, packing)
-        if kind.activation_bits:
-            ours, packing = interleave(ours, packing)
-        one = Operand(ours, theirs)
+        one = Operand(pack(weight, packing), theirs)
         int4 = torch.ops.aten._weight_int4pack_mm_for_cpu
         calls = {
             "torch": lambda x, w: (

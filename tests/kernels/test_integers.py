@@ -42,7 +42,7 @@ def rows_of_all_kinds(count: int, depth: int, dtype: torch.dtype) -> Tensor:
 
 def laid_out(weight: Tensor, kind: Quantization) -> tuple[Tensor, WeightPacking]:
     packing = WeightPacking(tuple(weight.shape), weight.dtype, kind)
-    return interleave(pack(weight, packing), packing)
+    return pack(weight, packing), packing
 
 
 def bit_equal(a: Tensor, b: Tensor) -> bool:
@@ -61,22 +61,20 @@ def test_laying_a_matrix_out_changes_no_number(kind: Quantization) -> None:
     for shape in SHAPES:
         weight = random(*shape)
         packing = WeightPacking(shape, weight.dtype, kind)
-        packed = pack(weight, packing)
-        data, laid = by("none", interleave)(packed, packing)
-        assert data.shape == (laid.nbytes,)
-        assert all(torch.equal(by(b, interleave)(packed, packing)[0], data) for b in BACKENDS)
-        assert torch.equal(plain_rows(data, laid).flatten(), packed)
-        assert torch.equal(unpack(data, laid), unpack(packed, packing))
+        packed = pack(weight, packing.plain)
+        data = by("none", interleave)(packed, packing)
+        assert data.shape == (packing.nbytes,) and torch.equal(pack(weight, packing), data)
+        assert all(torch.equal(by(b, interleave)(packed, packing), data) for b in BACKENDS)
+        assert torch.equal(plain_rows(data, packing).flatten(), packed)
+        assert torch.equal(unpack(data, packing), unpack(packed, packing.plain))
         some = torch.tensor([0, shape[0] - 1, 0, shape[0] // 2])
-        assert torch.equal(unpack_rows(data, laid, some), unpack(packed, packing)[some])
+        assert torch.equal(unpack_rows(data, packing, some), unpack(packed, packing.plain)[some])
 
 
 def test_it_takes_the_bytes_of_rows_where_all_comes_out_even() -> None:
     for kind in KINDS:
         packing = WeightPacking((64, 256), torch.bfloat16, kind)
-        assert interleave(pack(random(64, 256).bfloat16(), packing), packing)[1].nbytes == (
-            packing.nbytes
-        )
+        assert packing.nbytes == packing.plain.nbytes
 
 
 # ---- What it is ----
@@ -91,7 +89,7 @@ def test_the_definition_in_whole_numbers() -> None:
     kind = KINDS[3]
     weight, x = random(3, 70), random(2, 70, seed=1)
     data, laid = laid_out(weight, kind)
-    packed = pack(weight, WeightPacking((3, 70), weight.dtype, kind))
+    packed = pack(weight, laid.plain)
     made = integer_linear(x, data, laid, None, True)
     for n in range(3):
         row = packed.view(3, -1)[n]

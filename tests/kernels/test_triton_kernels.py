@@ -25,7 +25,7 @@ from verbatim.kv.quantized import PACKINGS
 from verbatim.model import norms, products
 from verbatim.model.differential import bit_equal
 from verbatim.model.quantization import Quantization
-from verbatim.model.quantize import interleave, pack, unpack, unpack_rows
+from verbatim.model.quantize import pack, unpack, unpack_rows
 from verbatim.model.weight_packing import BLOCKS, Encoding, WeightPacking
 from verbatim.params import SamplingParams
 from verbatim.sampling import gpu
@@ -198,8 +198,10 @@ def test_quantized_matrices_have_the_bits_of_the_decoded_ones(
 def test_integer_products_have_the_bits_of_the_cpu(
     dtype: str, group: int, depth: int, bits: int
 ) -> None:
-    packing = WeightPacking((37, depth), DTYPES[dtype], Quantization(bits, group))
-    data, packing = interleave(pack(noise(37, depth, dtype=packing.dtype).cpu(), packing), packing)
+    packing = WeightPacking(
+        (37, depth), DTYPES[dtype], Quantization(bits, group, activation_bits=8)
+    )
+    data = pack(noise(37, depth, dtype=packing.dtype).cpu(), packing)
     x, bias = noise(70, depth, dtype=packing.dtype), noise(37, dtype=packing.dtype)
     x[1] *= 1e-38
     x[2, 3], x[3, 70], x[4] = torch.nan, torch.inf, 0

@@ -39,7 +39,7 @@ from verbatim.model.experts import (
 )
 from verbatim.model.packed import hold_packed
 from verbatim.model.quantization import Quantization
-from verbatim.model.quantize import interleave, pack
+from verbatim.model.quantize import pack
 from verbatim.model.router import (
     AS_IS,
     SIGMOID,
@@ -129,8 +129,6 @@ def quantized(module: Any, kind: Quantization | None) -> Any:
         shape, columns = tuple(parameter.shape), module.is_transposed
         packing = WeightPacking(shape, parameter.dtype, kind, columns)
         packed = pack(parameter, packing)
-        if kind.activation_bits:
-            packed, packing = interleave(packed, packing)
         hold_packed(module, name, packed, packing)
     return module
 

@@ -118,7 +118,7 @@ def decode(tokens: int, dtype: torch.dtype, encoding: Encoding, bits: int) -> No
 
 
 def multiply_codes(tokens: int, dtype: torch.dtype, bits: int) -> None:
-    packing = WeightPacking((512, 256), dtype, Quantization(bits), interleaved=True)
+    packing = WeightPacking((512, 256), dtype, Quantization(bits, activation_bits=8))
     layout = layout_of(packing, torch.device("cpu"))
     data = torch.empty(packing.nbytes, dtype=torch.uint8)
     integers.linear(torch.empty(tokens, 256, dtype=dtype), data, layout)

@@ -52,7 +52,7 @@ def choose_packings(
     def add(parameter: Any, kind: Quantization, columns: bool) -> None:
         kind = kind if parameter in multiplied else kind.of_weights
         packing = WeightPacking(tuple(parameter.shape), parameter.dtype, kind, columns)
-        if packing.nbytes < parameter.numel() * parameter.element_size():
+        if packing.plain.nbytes < parameter.numel() * parameter.element_size():
             found[parameter] = packing
 
     tables = dict.fromkeys(_tables(inner_model(module)))  # `in` a list would compare numbers
@@ -68,7 +68,7 @@ def choose_packings(
             f"quantization={quantization.name!r}: the model has no linear layers or stacked experts that "
             "would be smaller for it"
         )
-    if quantization.activation_bits and not any(p.multiplies_codes for p in found.values()):
+    if quantization.activation_bits and not any(p.interleaved for p in found.values()):
         raise NotSupported(
             f"quantization={quantization.name!r}: nothing that the model multiplies is an nn.Linear, which "
             f"activations in 8 bits need; {quantization.of_weights.name} leaves them as they are"
@@ -187,7 +187,7 @@ class PackingReport:
         bits = None if self.quantization is None else self.quantization.activation_bits
         if bits is None:
             return {}
-        names = [name for name, packing in self.packed.items() if packing.multiplies_codes]
+        names = [name for name, packing in self.packed.items() if packing.interleaved]
         return {"activation_bits": bits, "activations_packed": _patterns(names)}
 
 

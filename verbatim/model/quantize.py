@@ -55,12 +55,11 @@ def pack_and_measure(
     weight: Tensor, packing: WeightPacking, name: str = "a weight"
 ) -> tuple[Tensor, tuple[float, float]]:
     """Run `pack` on the CPU, and `squared_error`, in one pass if the kernel can."""
-    plain = replace(packing, interleaved=False)
-    out = torch.empty(plain.nbytes, dtype=torch.uint8)
+    out = torch.empty(packing.plain.nbytes, dtype=torch.uint8)
     # On the CPU: torch on a GPU divides by a number as it multiplies by its inverse.
-    matrices = _matrices(weight.cpu(), out, plain)
+    matrices = _matrices(weight.cpu(), out, packing.plain)
     squares = _total(_pack(rows, one, name, part) for rows, part, one in matrices)
-    return interleave(out, plain)[0] if packing.interleaved else out, squares
+    return interleave(out, packing) if packing.interleaved else out, squares
 
 
 def _pack(rows: Tensor, packing: WeightPacking, name: str, out: Tensor) -> tuple[float, float]:
@@ -105,7 +104,7 @@ def unpack(packed: Tensor, packing: WeightPacking, *, out: Tensor | None = None)
     assert packed.dtype == torch.uint8
     packed = packed.contiguous()
     if packing.interleaved:
-        packed, packing = plain_rows(packed, packing).flatten(), replace(packing, interleaved=False)
+        packed, packing = plain_rows(packed, packing).flatten(), packing.plain
     if out is None:
         out = torch.empty(packing.shape, dtype=packing.dtype, device=packed.device)
     assert out.is_contiguous() and out.dtype == packing.dtype
@@ -147,20 +146,17 @@ def plain_rows(packed: Tensor, packing: WeightPacking, rows: Tensor | None = Non
     return packing.join(*_from_words(words, packing))
 
 
-def interleave(packed: Tensor, packing: WeightPacking) -> tuple[Tensor, WeightPacking]:
+def interleave(packed: Tensor, packing: WeightPacking) -> Tensor:
     """Convert quantized matrices to the layout for integer products.
 
     Args:
-        packed: the output of `pack` for `[N, K]`, `[K, N]`, or a stack of either.
-
-    Returns:
-        The bytes and their layout.
+        packed: the output of `pack` for `packing.plain`, of `[N, K]`, `[K, N]`, or a stack of either.
     """
-    laid, one, kind = replace(packing, interleaved=True), packing.one, packing.quantization
-    out = torch.empty(laid.nbytes, dtype=torch.uint8, device=packed.device)
+    one, kind = packing.one, packing.quantization
+    out = torch.empty(packing.nbytes, dtype=torch.uint8, device=packed.device)
     function = kernel("vb_interleave") if packed.is_cpu else None
-    matrices = plain_rows(packed, packing).split(one.width)
-    for rows, target in zip(matrices, out.view(-1, laid.one.nbytes), strict=True):
+    matrices = plain_rows(packed, packing.plain).split(one.width)
+    for rows, target in zip(matrices, out.view(-1, one.nbytes), strict=True):
         if function is not None:
             function(*addresses(target, rows), one.width, one.depth, kind.bits, kind.group_size)
             continue
@@ -168,7 +164,7 @@ def interleave(packed: Tensor, packing: WeightPacking) -> tuple[Tensor, WeightPa
         words = pad(words, (0, 0, 0, -len(words) % INTERLEAVED))
         blocks = words.view(-1, INTERLEAVED, words.shape[1]).transpose(1, 2).contiguous()
         target.copy_(blocks.view(torch.uint8).flatten())
-    return out, laid
+    return out
 
 
 def _to_words(code: Tensor, heads: Tensor, packing: WeightPacking) -> Tensor:
@@ -206,7 +202,7 @@ def unpack_rows(packed: Tensor, packing: WeightPacking, rows: Tensor) -> Tensor:
         from verbatim.kernels.triton import packed as triton_packed
 
         return triton_packed.unpack(packed, layout_of(packing, packed.device), rows)
-    plain = replace(packing, interleaved=False, shape=(len(rows), packing.depth))
+    plain = replace(packing.plain, shape=(len(rows), packing.depth))
     return unpack(plain_rows(packed, packing, rows).flatten(), plain)
 
 

@@ -86,7 +86,6 @@ class WeightPacking:
     Attributes:
         shape, dtype: of the parameter.
         columns: K is the second to last dimension of `shape`; else the last.
-        interleaved: the layout for integer products (`integers.py`), matrix by matrix.
         encoding: of codes and heads.
     """
 
@@ -94,7 +93,6 @@ class WeightPacking:
     dtype: torch.dtype
     quantization: Quantization
     columns: bool = False
-    interleaved: bool = False
     encoding: Encoding = Encoding.AFFINE
 
     def __post_init__(self) -> None:
@@ -107,9 +105,14 @@ class WeightPacking:
         return replace(self, shape=self.shape[-2:])
 
     @property
-    def multiplies_codes(self) -> bool:
-        """True if activations are quantized, too."""
+    def interleaved(self) -> bool:
+        """True if activations are quantized, too: the layout for integer products (`integers.py`)."""
         return self.quantization.activation_bits is not None
+
+    @property
+    def plain(self) -> WeightPacking:
+        """The same without quantized activations, and so not interleaved."""
+        return replace(self, quantization=self.quantization.of_weights)
 
     @property
     def name(self) -> str:

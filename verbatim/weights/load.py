@@ -202,7 +202,9 @@ class _Weight:
                     self.kept[cut] = (part if cut is None else part.clone()).flatten(), packing
                 elif self.packing is not None:
                     packing = replace(self.packing, shape=tuple(part.shape))
-                    packed, self.squares = pack_and_measure(part.contiguous(), packing, self.name)
+                    packed, self.squares = pack_and_measure(
+                        part.contiguous(), packing.plain, self.name
+                    )
                     self.kept[cut] = packed, packing
                 elif cut is None or (None in cuts and kernels.library() is not None):
                     # A head that is tied to an embedding is a view of the embedding's rows.
@@ -216,9 +218,12 @@ class _Weight:
 
     def interleave(self) -> None:
         """Lay out the weights that multiply quantized activations."""
-        if self.packing is not None and self.packing.multiplies_codes:
+        if self.packing is not None and self.packing.interleaved:
             with torch.inference_mode(False):
-                self.kept = {cut: interleave(*pair) for cut, pair in self.kept.items()}
+                self.kept = {
+                    cut: (interleave(data, packing), packing)
+                    for cut, (data, packing) in self.kept.items()
+                }
 
     def assign(self) -> None:
         """Give it to the layers; tied ones share one tensor."""
@@ -257,5 +262,5 @@ def _read_all(
 
 def _stored_as(weight: _Weight) -> tuple[torch.dtype, tuple[int, ...]]:
     if weight.packing is not None:
-        return torch.uint8, (weight.packing.nbytes,)
+        return torch.uint8, (weight.packing.plain.nbytes,)
     return weight.parameter.dtype, tuple(weight.parameter.shape)

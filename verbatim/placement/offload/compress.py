@@ -37,9 +37,9 @@ def choose(units: Units, module: nn.Module, packings: Mapping[nn.Parameter, Weig
             continue
         if slot.rows_only:
             if stored_as(slot.lazy, packing) is None:  # else, decoded, the numbers are the same
-                slot.rounding = packing
+                slot.rounding = packing.plain
             continue
-        slot.packing = replace(packing, interleaved=packing.multiplies_codes)
+        slot.packing = packing
         packed[slot.parameter] = slot
     seen: set[nn.Module] = set()
     for top in (*(unit.module for unit in units.order), module):
@@ -98,6 +98,5 @@ def _rows_of(slot: Slot) -> Slot:
     if slot.packing is None or slot.tier != "disk":
         return slot
     slot.holders = [use for use in slot.holders if not isinstance(use[0], nn.Embedding)]
-    rounding = replace(slot.packing, interleaved=False)
-    is_elsewhere = bool(slot.holders)
+    is_elsewhere, rounding = bool(slot.holders), slot.packing.plain
     return replace(slot, packing=None, holders=[], rows_only=is_elsewhere, rounding=rounding)

@@ -123,7 +123,7 @@ def packings_of(
         if stored is None or stored[0].columns is not holdable.get(parameter):
             continue
         fewer = wanted and wanted.quantization.bits < stored[0].quantization.bits
-        if not fewer and not (wanted and wanted.multiplies_codes):
+        if not fewer and not (wanted and wanted.interleaved):
             found[parameter] = stored[0]
     return found
 
