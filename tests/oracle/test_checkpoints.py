@@ -422,26 +422,59 @@ def test_a_quantized_checkpoint_without_safetensors_is_refused_as_such(fp8_folde
         LLM(folder)
 
 
+def config(**changes: Any) -> Callable[[Path], Any]:
+    return lambda folder: edit_config(folder, lambda c: c["quantization_config"].update(changes))
+
+
+def tensors(**changes: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], Any]:
+    """Change tensors of a matrix, or add them."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for key, new in changes.items():
+            tensors[f"{_MATRIX}.{key}"] = new(tensors.get(f"{_MATRIX}.{key}", torch.tensor(0)))
+
+    return lambda folder: edit_tensors(folder, change)
+
+
+def hqq_of_a_matrix(**changes: int) -> Callable[[Path], Any]:
+    params = dict(nbits=4, group_size=64, axis=1) | changes
+    return config(quant_config={"self_attn.q_proj": {"weight_quant_params": params}})
+
+
+_MATRIX = "model.layers.0.self_attn.q_proj"
+_ONLY_4_BITS = r"q_proj\.W_q is .*: HQQ must have nbits=4"
+
+
 @pytest.mark.parametrize(
-    ("name", "changes", "words"),
+    ("name", "edit", "words"),
     [
-        ("gptq", {"bits": 3}, "bits='3'"),
-        ("gptq", {"quant_method": "quanto"}, "quant_method='quanto'"),
-        ("gptq", {"quant_method": ["gptq"]}, "quant_method="),
-        ("awq", {"version": "gemv"}, "version='gemv'"),
-        ("compressed-int4", {"format": "mxfp6-pack-quantized"}, "mxfp6-pack-quantized"),
-        ("auto-round", {"packing_format": "auto_round:mlx"}, "packing_format='auto_round:mlx'"),
-        ("auto-round", {"extra_config": {"lm_head": {"bits": 8}}}, "extra_config: lm_head has"),
-        ("fp8", {"weight_block_size": None}, "no size for the blocks"),
+        ("gptq", config(bits=3), "bits='3'"),
+        ("gptq", config(quant_method="quanto"), "quant_method='quanto'"),
+        ("gptq", config(quant_method=["gptq"]), "quant_method="),
+        ("awq", config(version="gemv"), "version='gemv'"),
+        ("compressed-int4", config(format="mxfp6-pack-quantized"), "mxfp6-pack-quantized"),
+        ("auto-round", config(packing_format="auto_round:mlx"), "packing_format='auto_round:mlx'"),
+        ("auto-round", config(extra_config={"lm_head": {"bits": 8}}), "extra_config: lm_head has"),
+        ("fp8", config(weight_block_size=None), "no size for the blocks"),
         # Two scales for 192 rows could also be of 96 rows each.
-        ("compressed-fp8-blocks", {"config_groups": {"all": {}}}, "no size for the blocks"),
+        ("compressed-fp8-blocks", config(config_groups={"all": {}}), "no size for the blocks"),
+        ("hqq", tensors(W_q=lambda x: x.int()), _ONLY_4_BITS),  # of 3 bits
+        ("hqq", tensors(W_q=lambda x: torch.cat([x, x])), _ONLY_4_BITS),  # of 8 bits
+        ("hqq", tensors(nbits=lambda _: torch.tensor(8)), "q_proj: nbits=8 of HQQ"),
+        ("hqq", tensors(axis=lambda _: torch.tensor(0)), "q_proj: axis=0 of HQQ"),
+        ("hqq", hqq_of_a_matrix(nbits=8), r"config\.json: nbits=8 of HQQ"),
+        ("hqq", hqq_of_a_matrix(axis=0), r"config\.json: axis=0 of HQQ"),
+        (
+            *("modelopt-fp8", tensors(pre_quant_scale=lambda _: torch.ones(128))),
+            r"quant_algo='FP8' of modelopt.* without pre_quant_scale",
+        ),
     ],
 )
 def test_a_variant_that_is_not_read_is_refused_by_name(
-    name: str, changes: dict[str, Any], words: str, tmp_path: Path
+    name: str, edit: Callable[[Path], Any], words: str, tmp_path: Path
 ) -> None:
     written(name, tmp_path)
-    edit_config(tmp_path, lambda config: config["quantization_config"].update(changes))
+    edit(tmp_path)
     with pytest.raises(NotSupported, match=words):
         LLM(tmp_path)
 
@@ -454,51 +487,12 @@ def test_hqq_is_rounded_by_a_16th_of_a_step_at_most(tmp_path: Path) -> None:
     assert bool(((materialize(lazy, read_stored) - values).abs() <= step / 16).all())
 
 
-@pytest.mark.parametrize("bits", [3, 8])
-def test_hqq_of_other_bits_is_refused_by_name(bits: int, tmp_path: Path) -> None:
-    written("hqq", tmp_path)
-    name = "model.layers.0.self_attn.q_proj.W_q"
-    other = {3: lambda x: x.int(), 8: lambda x: torch.cat([x, x])}[bits]
-    edit_tensors(tmp_path, lambda tensors: tensors.update({name: other(tensors[name])}))
-    with pytest.raises(NotSupported, match=r"q_proj\.W_q is .*: HQQ must have nbits=4"):
-        LLM(tmp_path)
-
-
-@pytest.mark.parametrize(("key", "value"), [("nbits", 8), ("axis", 0)])
-def test_a_setting_of_hqq_is_refused_by_name(key: str, value: int, tmp_path: Path) -> None:
-    written("hqq", tmp_path)
-    name = "model.layers.0.self_attn.q_proj"
-    edit_tensors(tmp_path, lambda tensors: tensors.update({f"{name}.{key}": torch.tensor(value)}))
-    with pytest.raises(NotSupported, match=rf"q_proj: {key}={value} of HQQ"):
-        LLM(tmp_path)
-
-    def change(config: dict[str, Any]) -> None:
-        params = config["quantization_config"]["quant_config"]["weight_quant_params"]
-        config["quantization_config"]["quant_config"] = {
-            "self_attn.q_proj": {"weight_quant_params": params | {key: value}}
-        }
-
-    edit_config(tmp_path, change)
-    with pytest.raises(NotSupported, match=rf"config\.json: {key}={value} of HQQ"):
-        LLM(tmp_path)
-
-
 @pytest.mark.parametrize("value", [3, "gptq", [1]])
 def test_a_quantization_config_that_is_no_object_is_refused(value: Any, tmp_path: Path) -> None:
     make_toy("llama").save_pretrained(tmp_path)
     edit_config(tmp_path, lambda config: config.update(quantization_config=value))
     with pytest.raises(
         ModelError, match=r"config\.json: quantization_config=.*: must be an object"
-    ):
-        LLM(tmp_path)
-
-
-def test_numbers_that_modelopt_multiplies_activations_with_are_refused(tmp_path: Path) -> None:
-    written("modelopt-fp8", tmp_path)
-    name = "model.layers.0.mlp.up_proj.pre_quant_scale"
-    edit_tensors(tmp_path, lambda tensors: tensors.update({name: torch.ones(128)}))
-    with pytest.raises(
-        NotSupported, match=r"quant_algo='FP8' of modelopt.* without pre_quant_scale"
     ):
         LLM(tmp_path)
 
