@@ -212,7 +212,7 @@ def test_training_fields_and_sections_are_let_be(tmp_path: Path) -> None:
     )
     config = KempnerConfig.read(toml, {"model": {"dim": 64}})
     assert config == KempnerConfig(ModelConfig(n_heads=16, dim=64), "tok", "ck")
-    assert config.model.n_kv_heads == 16  # that of this file, not 32
+    assert config.model.kv_heads == 16  # that of this file, not 32
 
 
 def test_a_file_without_sections_is_all_model(tmp_path: Path) -> None:

@@ -75,17 +75,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = _typed(field.name, str(field.type), getattr(self, field.name))
-            object.__setattr__(self, field.name, value)
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise UnsupportedModel(
-                    f"[model] {name}={shown(getattr(self, name))}: must be one of {list(allowed)}"
-                )
-        if self.n_kv_heads is None:
-            object.__setattr__(self, "n_kv_heads", self.n_heads)
-        for field in dataclasses.fields(self):
             value, has_none = getattr(self, field.name), field.default == 0
+            value = _typed(field.name, str(field.type), value)
+            object.__setattr__(self, field.name, value)
             is_unused = field.name.startswith("moe_") and not (self.num_experts or has_none)
             if isinstance(value, bool | str | None) or is_unused:
                 continue
@@ -93,6 +85,11 @@ class ModelConfig:
                 least = "0 or more" if has_none else "above 0"
                 raise ModelError(
                     f"[model] {field.name}={shown(value)}: must be {least} and below 2**40"
+                )
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise UnsupportedModel(
+                    f"[model] {name}={shown(getattr(self, name))}: must be one of {list(allowed)}"
                 )
         if self.dim % self.n_heads or self.head_dim % 2:
             raise ModelError(
