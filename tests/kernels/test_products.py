@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from verbatim.errors import NotSupported
 from verbatim.model import products
 from verbatim.model.products import (
     Packed,
-    RowTiles,
     holds,
+    in_tiles,
     linear,
     matmul,
     probe_report,
@@ -171,14 +172,15 @@ def test_tiles_hide_what_depends_on_the_number_of_rows() -> None:
 
     x = rand(256, 8)
     assert differing_rows(moody, x, [1, 2, 4, 8]) == [2, 4, 8]
-    for tiles in (RowTiles((16,)), RowTiles((1,)), RowTiles((32, 8), one_thread=True)):
-        assert differing_rows(lambda rows, t=tiles: t.apply(moody, rows), x, [*range(1, 100)]) == []
-        assert holds(tiles, moody, x)
-    assert differing_rows(lambda rows: RowTiles((7, 2)).apply(moody, rows), x, [7]) == [7]
-    assert not holds(RowTiles((7, 2)), moody, x)
+    for heights in ((16,), (1,), (32, 8)):
+        tiled = partial(in_tiles, heights, moody)
+        assert differing_rows(tiled, x, [*range(1, 100)]) == []
+        assert holds(heights, moody, x)
+    assert differing_rows(partial(in_tiles, (7, 2), moody), x, [7]) == [7]
+    assert not holds((7, 2), moody, x)
 
 
-def test_the_probe_sees_places_and_threads() -> None:
+def test_the_probe_sees_places_and_products_run_on_one_thread() -> None:
     x = rand(256, 8)
 
     def by_place(rows: Tensor) -> Tensor:
@@ -188,19 +190,18 @@ def test_the_probe_sees_places_and_threads() -> None:
         return rows * torch.get_num_threads()
 
     with threads(2):
-        assert not holds(RowTiles((16,)), by_place, x)
-        assert holds(RowTiles((1,)), by_place, x)
-        assert not holds(RowTiles((16,)), by_threads, x)
-        assert holds(RowTiles((16,), one_thread=True), by_threads, x)
+        assert not holds((16,), by_place, x)
+        assert holds((1,), by_place, x)
+        assert torch.equal(in_tiles((16,), by_threads, x), x)
+        assert torch.get_num_threads() == 2
 
 
 def test_the_probe_reports_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_found", {})
     by("none", linear)(rand(3, 100), rand(33, 100))
-    ((shape, dtype, padding),) = probe_report()
+    ((shape, dtype, heights),) = probe_report()
     assert (shape, dtype) == ((33, 100), torch.float32)
-    assert isinstance(padding, RowTiles)
-    assert torch.get_num_threads() >= 1
+    assert heights in products._CANDIDATES
 
 
 def test_without_kernels_products_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:

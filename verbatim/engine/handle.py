@@ -862,9 +862,8 @@ def _no_work() -> bool:
 def _probe_findings() -> list[str]:
     """Return how matrix products are kept batch-invariant: by the kernels, or by tiles of rows."""
     return [
-        f"{rows}x{columns} {dtype_name(dtype)}: tiles of {' and '.join(map(str, tiles.heights))} rows"
-        + (", one thread" if tiles.one_thread else "")
-        for (rows, columns), dtype, tiles in probe_report()
+        f"{rows}x{columns} {dtype_name(dtype)}: tiles of {' and '.join(map(str, heights))} rows, one thread"
+        for (rows, columns), dtype, heights in probe_report()
     ] or ["not needed: the kernels' products are row-invariant by construction"]
 
 

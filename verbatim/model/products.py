@@ -183,45 +183,36 @@ def threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@dataclass(frozen=True, slots=True)
-class RowTiles:
-    """The numbers of rows in which torch multiplies, so that a row's bits do not depend on how many there
-    are.
+Heights = tuple[int, ...]  # of tiles of rows, falling
+
+
+@threads(1)
+def in_tiles(heights: Heights, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Compute `product` of x [M, K], tile by tile, on one thread: [M, N].
 
     Rows go in as many tiles of `heights[0]` as they fill, then in tiles of the next height, and what is
     left of the last height is filled with zeros. So only products of these heights are ever made, and
     a probe of each of them covers every number of rows.
     """
-
-    heights: tuple[int, ...]
-    one_thread: bool = False
-
-    def apply(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Compute `product` of x [M, K], tile by tile: [M, N]."""
-        num_rows = x.shape[0]
-        missing = -num_rows % self.heights[-1]
-        if missing:
-            x = torch.cat([x, x.new_zeros(missing, x.shape[1])])
-        out, start = [], 0
-        with threads(1 if self.one_thread else None):
-            for height in self.heights:
-                while x.shape[0] - start >= height:
-                    # Cloned, so that every tile also starts at the same alignment.
-                    out.append(product(x[start : start + height].clone()))
-                    start += height
-        return torch.cat(out)[:num_rows]
+    num_rows = x.shape[0]
+    missing = -num_rows % heights[-1]
+    if missing:
+        x = torch.cat([x, x.new_zeros(missing, x.shape[1])])
+    out, start = [], 0
+    for height in heights:
+        while x.shape[0] - start >= height:
+            # Cloned, so that every tile also starts at the same alignment.
+            out.append(product(x[start : start + height].clone()))
+            start += height
+    return torch.cat(out)[:num_rows]
 
 
 # Cheapest first. The last one can't fail: one shape, one thread. More threads are not tried: on a CPU without
 # bf16 instructions, products in bf16 passed the trial and had other bits in use.
-_CANDIDATES = (
-    RowTiles((256, 16), one_thread=True),
-    RowTiles((16,), one_thread=True),
-    RowTiles((1,), one_thread=True),
-)
+_CANDIDATES: tuple[Heights, ...] = ((256, 16), (16,), (1,))
 
-_Key = tuple[tuple[int, int], torch.dtype, torch.device, bool, bool, int]
-_found: dict[_Key, RowTiles] = {}
+_Key = tuple[tuple[int, int], torch.dtype, torch.device, bool, bool]
+_found: dict[_Key, Heights] = {}
 
 
 def _other_linear(x: Tensor, weight: Tensor | Packed, bias: Tensor | None, float32: bool) -> Tensor:
@@ -267,27 +258,18 @@ def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = x.reshape(x.shape[:-1].numel(), depth).contiguous()
     if not rows.numel() or not num_out or rows.dtype is not weight.dtype:
         return F.linear(x, weight, bias)  # nothing to multiply, or torch's own complaint
-    key = (
-        (num_out, depth),
-        x.dtype,
-        x.device,
-        weight.stride(0) == 1,
-        bias is not None,
-        torch.get_num_threads(),
-    )
+    key = (num_out, depth), x.dtype, x.device, weight.stride(0) == 1, bias is not None
     # A mode that watches torch functions must see neither the probe nor the product.
     with torch._C.DisableTorchFunction():
-        tiles = _found.get(key)
-        if tiles is None:
-            tiles = _found[key] = _probe(weight, bias)
-        out = tiles.apply(lambda tile: F.linear(tile, weight, bias), rows)
+        heights = _found.get(key)
+        if heights is None:
+            heights = _found[key] = _probe(weight, bias)
+        out = in_tiles(heights, lambda tile: F.linear(tile, weight, bias), rows)
     return out.view(*x.shape[:-1], num_out)
 
 
-def _probe(weight: Tensor, bias: Tensor | None) -> RowTiles:
-    """Return the first candidate with which a row's bits depend on neither its position nor the number of
-    threads.
-    """
+def _probe(weight: Tensor, bias: Tensor | None) -> Heights:
+    """Return the first candidate with which a row's bits do not depend on its position."""
     noise = torch.Generator().manual_seed(0)
     x = torch.randn(256, weight.shape[1], generator=noise).to(weight.device, weight.dtype)
     # Zeros, and numbers that are all one, would hide every difference; NaN would make one of all.
@@ -302,29 +284,26 @@ def _probe(weight: Tensor, bias: Tensor | None) -> RowTiles:
         return F.linear(rows, weight, bias)
 
     with torch.no_grad():
-        return next(tiles for tiles in _CANDIDATES if holds(tiles, product, x))
+        return next(heights for heights in _CANDIDATES if holds(heights, product, x))
 
 
-def holds(tiles: RowTiles, product: Callable[[Tensor], Tensor], x: Tensor) -> bool:
-    """Return whether every position in every tile gives a row the bits of the first position, on one thread.
+def holds(heights: Heights, product: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+    """Return whether every position in every tile gives a row the bits of the first position.
 
-    x is [256, K]. All shapes that `tiles` will ever multiply are tried, at each of their places.
+    x is [256, K]. All shapes that tiles of `heights` will ever multiply are tried, at each of their places.
     """
-    last = tiles.heights[-1]
-    expected = RowTiles((last,), one_thread=True).apply(product, x)
+    last = heights[-1]
+    expected = in_tiles((last,), product, x)
 
     def shifted(by: int) -> list[Tensor]:
-        return [tiles.apply(product, x[:last].roll(by, 0)).roll(-by, 0)]
-
-    def at_all_heights(_: int) -> list[Tensor]:
-        return [tiles.apply(product, x), RowTiles((last,), tiles.one_thread).apply(product, x)]
+        return [in_tiles(heights, product, x[:last].roll(by, 0)).roll(-by, 0)]
 
     return not (
         differential_check(shifted, lambda _: [expected[:last]], range(1, last))
-        or differential_check(at_all_heights, lambda _: [expected] * 2, [0])
+        or differential_check(lambda _: [in_tiles(heights, product, x)], lambda _: [expected], [0])
     )
 
 
-def probe_report() -> list[tuple[tuple[int, int], torch.dtype, RowTiles]]:
-    """Return the results of the probe so far: weight shape [N, K], dtype, tiles."""
-    return [(key[0], key[1], tiles) for key, tiles in _found.items()]
+def probe_report() -> list[tuple[tuple[int, int], torch.dtype, Heights]]:
+    """Return the results of the probe so far: weight shape [N, K], dtype, heights of tiles."""
+    return [(key[0], key[1], heights) for key, heights in _found.items()]
