@@ -9,7 +9,7 @@ others, so a forward may be repeated, and forks, cached prefixes and sessions sh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -38,6 +38,12 @@ class StateShape:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def update_first_rows(self, update: Update, num_rows: int, device: torch.device) -> Tensor:
+        """Run an operation on rows that are each the first one of a sequence; no state is kept."""
+        starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+        at = StateRows(starts, torch.zeros_like(starts[1:]), starts[:0], starts[:0])
+        return update(torch.zeros(1, *self.shape, dtype=self.dtype, device=device), at)
+
 
 class StateRows(NamedTuple):
     """The slots that the operations of one forward read and write; `Batch` describes the fields."""
@@ -55,6 +61,10 @@ class StateRows(NamedTuple):
             sources = torch.zeros_like(batch.context_lens)
             rows = targets = sources.new_empty(0)
         return cls(batch.query_starts, sources, rows, targets)
+
+
+# A recurrent operation: reads and writes the slots `[slots, *shape]` of its state, and returns its outputs.
+Update = Callable[[Tensor, StateRows], Tensor]
 
 
 class StateStore(BlockStore):

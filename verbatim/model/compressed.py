@@ -50,7 +50,7 @@ def _records(layer: Any, hidden: Tensor, position_ids: Tensor) -> Tensor:
     decay = torch.where(forgets, torch.inf, 0.0)
     update = partial(weighted_mean, key, value, key.new_zeros(key.shape[1]), decay)
     shape = StateShape((3, key.shape[1]), torch.float32)
-    mean = update_state(shape, update, lambda: value * torch.cos(key))
+    mean = update_state(shape, update)
     if overlaps:
         mean = torch.where(odd, mean[:, :dim], mean[:, dim:])
     rows = layer.kv_norm(mean.to(hidden.dtype)).view(*hidden.shape[:2], 1, dim)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from verbatim import kernels
 from verbatim.errors import UnsupportedModel
 from verbatim.kernels.options import AnyOptions, AttentionOptions
-from verbatim.kv.states import StateRows, StateShape
+from verbatim.kv.states import StateShape, Update
 
 IMPLEMENTATION = "verbatim"  # name in transformers' registries of attention and experts
 
@@ -36,10 +36,6 @@ _HARMLESS = frozenset(
         "use_cache",
     }
 )
-
-
-# A recurrent operation: reads and writes the slots `[slots, *shape]` of its state, and returns its outputs.
-Update = Callable[[Tensor, StateRows], Tensor]
 
 
 class ForwardContext(Protocol):
@@ -61,14 +57,8 @@ class ForwardContext(Protocol):
         """
         ...
 
-    def update_state(
-        self, shape: StateShape, update: Update, rowwise: Callable[[], Tensor]
-    ) -> Tensor:
-        """Run the next recurrent operation on its state; return its outputs.
-
-        Args:
-            rowwise: what to return where a model is only inspected, from each row alone.
-        """
+    def update_state(self, shape: StateShape, update: Update) -> Tensor:
+        """Run the next recurrent operation on its state; return its outputs."""
         ...
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from verbatim.batch import ZERO_STATE, Batch
 from verbatim.kernels.options import AnyOptions, AttentionOptions, IndexOptions
-from verbatim.kv.states import StateRows, StateShape, open_states
+from verbatim.kv.states import StateRows, StateShape, Update, open_states
 from verbatim.kv.store import KVStore, LayerShape
-from verbatim.model.context import Update, activate
+from verbatim.model.context import activate
 from verbatim.model.differential import noise
 from verbatim.model.direct import direct_rows
 from verbatim.model.invariant import InvariantMode
@@ -74,9 +74,7 @@ class FlatContext:
         self.positions = batch.positions[None]
         self._num_states = 0  # recurrent operations run
 
-    def update_state(
-        self, shape: StateShape, update: Update, rowwise: Callable[[], Tensor]
-    ) -> Tensor:
+    def update_state(self, shape: StateShape, update: Update) -> Tensor:
         states = self._store.states
         assert states is not None
         return update(states.tensors[self.next_states(1)], StateRows.of(self.batch))

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from verbatim.kernels.options import AnyOptions, AttentionOptions
-from verbatim.kv.states import StateShape
+from verbatim.kv.states import StateShape, Update
 from verbatim.kv.store import LayerShape
-from verbatim.model.context import Update, activate, active_context
+from verbatim.model.context import activate, active_context
 from verbatim.model.differential import differential_check, noise
 from verbatim.model.flat import FlatContext, contents_of, noise_store
 from verbatim.model.layer import FusedLayer, Returns, argument_names, as_returned
@@ -53,11 +53,9 @@ class AroundLayers(FlatContext):
     Those of all layers would take much memory; the trial of a layer has its own.
     """
 
-    def update_state(
-        self, shape: StateShape, update: Update, rowwise: Callable[[], Tensor]
-    ) -> Tensor:
+    def update_state(self, shape: StateShape, update: Update) -> Tensor:
         self.next_states(1)
-        return rowwise()
+        return shape.update_first_rows(update, len(self.rows), self.rows.device)
 
 
 class TrialContext(FlatContext):
@@ -77,12 +75,10 @@ class TrialContext(FlatContext):
             raise NotFusable("it attends more than once")
         return super().attend(module, q, k, v, options)
 
-    def update_state(
-        self, shape: StateShape, update: Update, rowwise: Callable[[], Tensor]
-    ) -> Tensor:
+    def update_state(self, shape: StateShape, update: Update) -> Tensor:
         if self._store.states is None:
             raise NotFusable("it attends and keeps a state, too")
-        return super().update_state(shape, update, rowwise)
+        return super().update_state(shape, update)
 
 
 # Returns the layer of the CPU kernels, or the new forward of a layer on a GPU.

@@ -179,7 +179,7 @@ def _rwkv_attention(layer: Any, hidden: Tensor, *_: Any, **__: Any) -> tuple[Ten
     first, decay = layer.time_first.float(), exp(layer.time_decay.float())
     shape = StateShape((3, key.shape[1]), torch.float32)
     update = partial(weighted_mean, key, value, first, decay)
-    out = update_state(shape, update, lambda: value * torch.cos(key))
+    out = update_state(shape, update)
     return layer.output(receptance * out.to(hidden.dtype).view(receptance.shape)), None
 
 
@@ -207,7 +207,7 @@ def _mlstm(
     gate, forget = (x.transpose(1, 2).flatten(0, 1).float() for x in (igate, fgate))
     forget = logsigmoid(forget)
     shape = StateShape((v.shape[1],), torch.float32)
-    before = update_state(shape, partial(scan, _largest, (gate, forget)), lambda: 0 * gate)
+    before = update_state(shape, partial(scan, _largest, (gate, forget)))
     largest = torch.maximum(before + forget, gate)
     decay, k = exp(before + forget - largest), k * exp(gate - largest)[..., None]
     q, v = q * query.shape[-1] ** -0.5, torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)

@@ -13,18 +13,18 @@ from torch import Tensor
 from verbatim import kernels
 from verbatim.kernels.options import NormKind
 from verbatim.kv.recurrence import causal_conv, linear_recurrence, tree_sum
-from verbatim.kv.states import StateShape
+from verbatim.kv.states import StateShape, Update
 from verbatim.model import elementwise
-from verbatim.model.context import Update, active_context
+from verbatim.model.context import active_context
 from verbatim.model.invariant import exp, forward_for, silu, softplus
 
 
 @kernels.without_overrides
-def update_state(shape: StateShape, update: Update, rowwise: Callable[[], Tensor]) -> Tensor:
+def update_state(shape: StateShape, update: Update) -> Tensor:
     """Run a recurrent operation in the forward context of this thread."""
     context = active_context()
     assert context is not None
-    return context.update_state(shape, update, rowwise)
+    return context.update_state(shape, update)
 
 
 def causal_conv1d(
@@ -38,8 +38,7 @@ def causal_conv1d(
     rows = hidden_states.transpose(1, 2)  # [B, T, C]
     flat = rows.flatten(0, 1).contiguous()
     shape = StateShape((weight.shape[1] - 1, weight.shape[0]), flat.dtype, "convolution")
-    update = partial(causal_conv, flat, weight.detach(), bias)
-    out = update_state(shape, update, lambda: flat.float() * weight[:, -1].float()).to(weight.dtype)
+    out = update_state(shape, partial(causal_conv, flat, weight.detach(), bias)).to(weight.dtype)
     if activation in ("silu", "swish"):
         out = silu(out)
     elif activation is not None:
@@ -73,19 +72,9 @@ def recurrence(
     beta: Tensor | None = None,
     rate: Tensor | None = None,
 ) -> Tensor:
-    """Run the next `linear_recurrence` on its state.
-
-    In inspection it returns something else that depends on all of a row's operands.
-    """
-
-    def of_each_row() -> Tensor:
-        seen = torch.cos(tree_sum(q, -1) + tree_sum(k, -1))
-        out = v * seen.repeat_interleave(v.shape[1] // k.shape[1], dim=1)[..., None]
-        return out if beta is None else out * beta[..., None]
-
+    """Run the next `linear_recurrence` on its state."""
     shape = StateShape((v.shape[1], k.shape[2], v.shape[2]), torch.float32)
-    update = partial(linear_recurrence, q, k, v, decay, beta, rate=rate)
-    return update_state(shape, update, of_each_row)
+    return update_state(shape, partial(linear_recurrence, q, k, v, decay, beta, rate=rate))
 
 
 def _delta_rule(

@@ -8,21 +8,21 @@ run on flat batches. A class that is not in the list of verified ones must pass 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from verbatim import kernels
 from verbatim.batch import Choices
 from verbatim.errors import TierFailed, UnsupportedModel
 from verbatim.kernels.options import AnyOptions, AttentionOptions, IndexOptions
-from verbatim.kv.states import StateShape
+from verbatim.kv.states import StateShape, Update
 from verbatim.kv.store import LayerShape
 from verbatim.model import masks
 from verbatim.model.adapters import patch_functions
-from verbatim.model.context import IMPLEMENTATION, Update, activate
+from verbatim.model.context import IMPLEMENTATION, activate
 from verbatim.model.hidden import head_of, recorded, why_no_hidden
 from verbatim.model.invariant import Recorder
 from verbatim.model.patching import Forwards, patched, replaced_forwards
@@ -98,6 +98,7 @@ class InspectionContext:
         self.choices = 0  # of routers of a known form
         self.indexed: list[int] = []  # keys that each indexer chooses
         self.dtype: torch.dtype | None = None
+        self.device = torch.device("cpu")
         self.needs_positions = False
         self.counts_positions = False  # itself, so it has asked for those of the rows
 
@@ -131,11 +132,11 @@ class InspectionContext:
         turn = q.float().sum(-1) + k.float().sum(-1).repeat_interleave(group, dim=1)
         return v.repeat_interleave(group, dim=1) * torch.cos(turn)[..., None].to(v.dtype)
 
-    def update_state(
-        self, shape: StateShape, update: Update, rowwise: Callable[[], Tensor]
-    ) -> Tensor:
+    def update_state(self, shape: StateShape, update: Update) -> Tensor:
         self.states.append(shape)
-        return rowwise()
+        # Weights may be on the meta device, and dispatch modes see what torch computes alone.
+        with kernels.using("none"):
+            return shape.update_first_rows(update, len(_IDS) * len(_IDS[0]), self.device)
 
     def route(self, experts: Any, index: Tensor) -> None:
         count: int = getattr(experts, "total_experts", None) or experts.num_experts
@@ -272,6 +273,7 @@ def inspect_forward(
     device = next(module.parameters()).device
     if device.type == "meta":
         device = torch.device("cpu")
+    context.device = device
     attention = IMPLEMENTATION if isinstance(inner, OwnModel) else masks.LOOK
     inputs: dict[str, Any] = {"input_ids": torch.tensor(_IDS, device=device)}
     if positions:
