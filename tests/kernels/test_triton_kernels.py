@@ -178,7 +178,8 @@ def test_quantized_matrices_have_the_bits_of_the_decoded_ones(
 ) -> None:
     for depth, group in [(512, 32)] if encoding in BLOCKS else [(75, 32), (288, 96), (128, 64)]:
         weight = noise(37, depth, dtype=DTYPES[dtype]).cpu()
-        kind = SimpleNamespace(bits=bits, group_size=group)
+        kind = SimpleNamespace(bits=bits, group_size=group, activation_bits=None)
+        kind.of_weights = kind
         packing = WeightPacking((37, depth), weight.dtype, kind, encoding=encoding)  # type: ignore[arg-type]
         data = pack(weight, packing)
         whole = by("none", unpack)(data, packing).to(DEVICE)
