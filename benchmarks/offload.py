@@ -9,10 +9,11 @@ every layer; random weights choose all experts about equally often, from which a
 
 Each engine runs in a process of its own, which, after its imports, joins a control group with the memory
 limit (as root, with cgroup v1 or v2; otherwise only the peak is told). Both decode the same prompts; the
-time of a step is that of the steps behind the first token. In the same processes, between two generations,
-the limit is measured: what reading the same file gives when nothing else runs, and what the matrix products
-of a step take on weights in memory. A step can't be faster than the longer of the two. Bytes read are the
-operating system's.
+time of a step is that of the steps behind the first token. A step can't be faster than the longer of its
+reading and its computing. Reading takes what the same file gives when nothing else runs, measured in the same
+processes between two generations. Computing is what the same steps compute: products, attention, norms and
+the draw. Beside it is told what the products alone take on weights in memory, measured like reading. Bytes
+read are the operating system's.
 
 `--quick` is a small run to see that all is well. Figures of a shared machine: compare ratios.
 """
@@ -200,17 +201,18 @@ def child_verbatim(args: argparse.Namespace) -> dict[str, Any]:
     )
     found: dict[str, Any] = {"how": group.how, "opened_s": time.perf_counter() - start}
     runner: Any = llm.engine.runner
-    # When a forward begins, what was read before, its rows if each is of another sequence.
-    marks: list[tuple[float, int, int]] = []
+    # When a forward begins, what was read and computed before, its rows if each is of another sequence.
+    marks: list[tuple[float, int, float, int]] = []
     plain = runner.forward
 
     def forward(batch: Batch) -> Any:
         rows = batch.num_tokens if batch.num_tokens == batch.num_sequences else 0
-        marks.append((time.perf_counter(), bytes_from_disk(), rows))
+        computed_s = runner.timings().compute_s + runner._measured.sample_s
+        marks.append((time.perf_counter(), bytes_from_disk(), computed_s, rows))
         return plain(batch)
 
     runner.forward = forward
-    steps: list[tuple[int, float, int]] = []  # rows, seconds, bytes
+    steps: list[tuple[int, float, int, float]] = []  # rows, seconds, bytes, seconds of computing
     measured, peak = [], group.peak
     # Drawn and not the likeliest: random weights repeat that, and with it the experts.
     params = SamplingParams(seed=1, max_tokens=1 + args.new, ignore_eos=True)
@@ -222,13 +224,20 @@ def child_verbatim(args: argparse.Namespace) -> dict[str, Any]:
         llm.generate(prompts(args), params)
         peak = max(peak, group.peak)
         pairs = itertools.pairwise(marks)
-        steps += [(a[2], b[0] - a[0], b[1] - a[1]) for a, b in pairs if a[2] and b[2]]
+        steps += [
+            (rows, b[0] - a[0], b[1] - a[1], b[2] - a[2])
+            for (*a, rows), (*b, later) in pairs
+            if rows and later
+        ]
     rows = max(step[0] for step in steps)  # as many as have room for K and V
+    full = [step[1:] for step in steps if step[0] == rows]
+    step_s, read_per_step, computing_s = (median(column) for column in zip(*full, strict=True))
     table, info = llm.stats()["offload"], llm.info()
     found |= {
         "rows": rows,
-        "step_s": median(s for n, s, _ in steps if n == rows),
-        "read_per_step": median(nbytes for n, _, nbytes in steps if n == rows),
+        "step_s": step_s,
+        "read_per_step": read_per_step,
+        "computing_s": computing_s,
         "bandwidth": median(rate for rate, _ in measured),
         "products_s": median(seconds for _, seconds in measured),
         "weights_per_step": table["decode_weights_bytes"]["actual"],
@@ -238,7 +247,6 @@ def child_verbatim(args: argparse.Namespace) -> dict[str, Any]:
         "plan": info["plan_summary"],
         "predicted_s": table["decode_step_s"]["predicted"],
         "actual_s": table["decode_step_s"]["actual"],
-        "compute_s": table["decode_compute_s"]["actual"],
     }
     llm.close()
     gc.collect()
@@ -356,17 +364,15 @@ def run_verbatim(args: argparse.Namespace, cap: int, *, whole: bool = False) -> 
         raise SystemExit(1)
     step, rate = found["step_s"], found["rows"] / found["step_s"]
     io_s, products_s = found["weights_per_step"] / found["bandwidth"], found["products_s"]
-    limit = max(io_s, products_s)
-    outside = step - found["actual_s"]  # of the forward, all is computing
-    computing_s = found["compute_s"] + outside
+    limit = max(io_s, found["computing_s"])
     print(
         f"{found['plan']}\n"
         f"verbatim: step of {found['rows']} rows {step:.3f} s ({rate:.1f} tokens/s), opened in "
         f"{found['opened_s']:.1f} s; {found['how']}; {found['experts']}\n"
         f"  limit {limit:.3f} s: reading {found['weights_per_step'] / 1e9:.2f} GB of weights at "
-        f"{found['bandwidth'] / 1e9:.2f} GB/s takes {io_s:.3f} s, products {products_s:.3f} s; reached "
-        f"{100 * limit / step:.0f} %. Computing and drawing take {computing_s:.3f} s in all, "
-        f"so the step is {step / max(io_s, computing_s):.2f} times the longer of the two\n"
+        f"{found['bandwidth'] / 1e9:.2f} GB/s takes {io_s:.3f} s, computing {found['computing_s']:.3f} s; "
+        f"reached {100 * limit / step:.0f} %, and {100 * max(io_s, products_s) / step:.0f} % of the longer "
+        f"of reading and products alone, {products_s:.3f} s\n"
         f"  predicted {found['predicted_s']:.3f} s a forward, actual {found['actual_s']:.3f} s; "
         f"{found['kv_share_on_disk']:.0f} % of K and V on the disk\n"
         f"  read from disk per step {found['read_per_step'] / 1e9:.2f} GB, peak over the baseline "
