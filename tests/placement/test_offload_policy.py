@@ -15,6 +15,7 @@ from support.programs import resident_bytes
 from support.requests_mixed import facts, mixed_requests
 from support.toys import RECURRENT_FAMILIES, RECURRENT_TOYS, TOYS, make_toy
 from verbatim import LLM, InvalidRequest, Offload
+from verbatim.device import Device
 from verbatim.errors import OutOfBlocks, TierFailed
 from verbatim.heap import Heap
 from verbatim.kv.store import bytes_per_token
@@ -244,6 +245,21 @@ def test_what_the_user_chose_is_kept():
 def test_a_block_has_no_more_sequences_than_may_run(said, checks):
     plan, _ = planned(model(), given=options(max_sequences=36), gpu="3GB", **said)
     assert checks(plan)
+
+
+def test_what_is_made_of_weights_is_counted_where_it_is_made():
+    """On a GPU, weights are converted in RAM, when they are read, and dequantized in the GPU's memory."""
+    gpu = replace(options(), device=Device(torch.device("cpu"), batch_invariant=True, apart=True))
+    sizes = model(layers=2, hidden=64, inner=128, vocab=500)
+    said = dict(gpu="20MB", cpu="400MB", weights=(0, 0, 100), workload=(32, 8))
+
+    def made(**changes) -> Plan:
+        slots = tuple(replace(slot, made_bytes=50_000_000, **changes) for slot in sizes.slots[1:])
+        return planned(replace(sizes, slots=(sizes.slots[0], *slots)), given=gpu, **said)[0]
+
+    assert made().memory["converted weights"] >= 50_000_000
+    with pytest.raises(InvalidRequest, match=r"are needed on the GPU .*unpacked weights"):
+        made(is_quantized=True)
 
 
 def test_percents_without_budgets_are_obeyed():

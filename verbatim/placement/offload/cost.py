@@ -137,7 +137,8 @@ class Forecast:
                 one += pairs * shape.attention * m.product(ROWS[-1]) / ROWS[-1]
             else:
                 one += pairs * shape.layer_kv_bytes / memory_rate
-        return parts * one + shape.made(unit, tiers) * 2 / memory_rate
+        made = shape.unpacked(unit) + shape.converted(unit, tiers)
+        return parts * one + made * 2 / memory_rate
 
     def step(self, load: Load) -> Step:
         """Predict one forward.

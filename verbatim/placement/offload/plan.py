@@ -104,7 +104,7 @@ def ring_bytes(sizes: list[int], *, roomy: bool) -> int:
 
 # Kinds of memory that are in RAM beside a GPU; all others are on it, but for weights, K and V and activations
 # in the cpu tier.
-IN_RAM = ("ring", "experts", "expert buffers", "K and V buffers")
+IN_RAM = ("ring", "converted weights", "experts", "expert buffers", "K and V buffers")
 
 
 def waiting_bytes(shape: ModelShape, rows: int) -> int:
@@ -169,7 +169,8 @@ def memory_of(
         "GPU ring": ring_bytes(copied, roomy=bool(device_roomy)),
         "experts": held,
         "expert buffers": buffers if held else 0,
-        "unpacked weights": max((shape.made(unit, tiers) for unit in shape.units), default=0),
+        "unpacked weights": max(map(shape.unpacked, shape.units), default=0),
+        "converted weights": max((shape.converted(unit, tiers) for unit in shape.units), default=0),
         "computation": working_bytes(shape, min(plan.micro_tokens, plan.max_batch_tokens)),
         "logits": logits_bytes(shape, plan.block_size + plan.prompt_rows),
         "K and V buffers": int(staged) // (NUM_STAGED if on_gpu else 1) if kv_away else 0,

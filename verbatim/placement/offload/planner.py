@@ -122,7 +122,7 @@ class Planner:
             for unit in shape.units
             if unit.gathers
             for i in unit.slots
-            if shape.slots[i].made_always
+            if shape.slots[i].is_quantized
         }
 
     @property

@@ -29,10 +29,11 @@ class SlotShape:
     Attributes:
         nbytes: as it is held in memory, in the tiers "gpu" and "cpu".
         disk_bytes: read whenever it is streamed, in whole pages.
-        made_bytes: fresh memory that it takes while it is installed, beside what was read.
+        made_bytes: fresh memory that it takes beside its own: for a quantized weight, where a module
+            dequantizes it whole; for another, where it is not in its file as it is used.
         elements: of a matrix, that each row is multiplied with; 0 of norms and biases.
         of_experts: it holds the matrices of all experts.
-        made_always: it is held compressed, so that `made_bytes` are taken in every tier.
+        is_quantized: it is held quantized.
     """
 
     nbytes: int
@@ -40,7 +41,7 @@ class SlotShape:
     made_bytes: int = 0
     elements: int = 0
     of_experts: bool = False
-    made_always: bool = False
+    is_quantized: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +123,15 @@ class ModelShape:
             return 0
         return sum(up(self.slots[i].nbytes) for i in unit.slots if tiers[i] != "gpu")
 
-    def made(self, unit: UnitShape, tiers: tuple[str, ...]) -> int:
-        """Return the memory that `unit` allocates while it is used."""
-        if unit.gathers:
-            return 0
-        found = [self.slots[i] for i in unit.slots]
-        away = [tiers[i] == "disk" for i in unit.slots]
-        return sum(s.made_bytes for s, a in zip(found, away, strict=True) if a or s.made_always)
+    def unpacked(self, unit: UnitShape) -> int:
+        """Return the bytes that `unit` dequantizes while it computes, in the memory that it computes in."""
+        own = [] if unit.gathers else [self.slots[i] for i in unit.slots]
+        return sum(slot.made_bytes for slot in own if slot.is_quantized)
+
+    def converted(self, unit: UnitShape, tiers: tuple[str, ...]) -> int:
+        """Return the bytes of RAM in which weights of `unit` are made of what is read."""
+        read = [] if unit.gathers else [self.slots[i] for i in unit.slots if tiers[i] == "disk"]
+        return sum(slot.made_bytes for slot in read if not slot.is_quantized)
 
     @property
     def cached(self) -> tuple[int, ...]:
@@ -278,7 +281,7 @@ def _slot(slot: Slot, experts: int) -> SlotShape:
     elements = slot.parameter.numel() if len(shape) > 1 else 0
     if slot.packing is not None:
         held, made = slot.tier_bytes, slot.nbytes if slot.is_unpacked else 0
-        return SlotShape(held, up(held), made, elements, of_experts, made_always=True)
+        return SlotShape(held, up(held), made, elements, of_experts, is_quantized=True)
     return SlotShape(slot.nbytes, disk, _made_bytes(slot.lazy, slot.nbytes), elements, of_experts)
 
 
