@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -28,10 +26,10 @@ class Chunk:
     draft_ids: list[int] = field(default_factory=list)
     draft_masks: list[torch.Tensor | None] = field(default_factory=list)
     first_logits_row: int = 0
-    # Of its logits rows, those of the prompt first; a row has one for each sample that draws from it.
+    # The draws of its logits rows, the prompt's first; one for each sample that draws from a row.
     results: list[Draw] = field(default_factory=list)
     num_accepted: int = 0  # accepted draft tokens
-    is_complete: bool = False  # it draws nothing, as the sequence's grammar is complete
+    is_complete: bool = False  # nothing is drawn, as the sequence's grammar is complete
     error: BaseException | None = None  # fails the request after the accepted tokens
 
 
@@ -43,9 +41,8 @@ class Schedule:
     prompt_rows: int
     chunks: list[Chunk] = field(default_factory=list)
     scheduled: set[Sequence] = field(default_factory=set)
-    block_copies: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # (from, to), before the forward
+    # (from, to), before the forward
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, chunk: Chunk) -> None:
         """Add a chunk, which takes its rows from the capacity."""
@@ -56,7 +53,10 @@ class Schedule:
         self.prompt_rows -= chunk.num_prompt_rows
 
     def batch(self) -> Batch:
-        """Return the batch with the drafts of the chunks; set each chunk's `first_logits_row`."""
+        """Return the batch with the drafts of the chunks, and what their requests replay and record.
+
+        Sets each chunk's `first_logits_row`.
+        """
         spans: list[Span] = []
         logit_rows: list[int] = []
         sources: list[int] = []
@@ -80,31 +80,18 @@ class Schedule:
                 logit_rows += range(first_prompt_row, first_prompt_row + chunk.num_prompt_rows)
             if chunk.draws:
                 logit_rows += range(end_row - 1 - len(draft), end_row)
-        return batch_of(
-            spans,
+        requests = [chunk.sequence.request for chunk in self.chunks]
+        return Batch.of(
+            [(ids, start, sequence.blocks) for sequence, start, ids in spans],
             logit_rows,
             states=(sources, rows, targets),
+            adapters=[request.adapter for request in requests],
             block_copies=self.block_copies,
-            wants_hidden=any(s.request.params.hidden_states for s, _, _ in spans),
+            forced_experts=_forced(spans, "replay_routing"),
+            forced_keys=_forced(spans, "replay_indices"),
+            records_keys=any(request.params.record_indices for request in requests),
+            wants_hidden=any(request.params.hidden_states for request in requests),
         )
-
-
-def batch_of(spans: list[Span], logit_rows: SequenceOf[int] = (), **fields: Any) -> Batch:
-    """Return a batch of these rows, with the adapters, the replays and the records of their requests.
-
-    Args:
-        fields: as for `Batch.of`.
-    """
-    requests = [sequence.request for sequence, _, _ in spans]
-    return Batch.of(
-        [(ids, start, sequence.blocks) for sequence, start, ids in spans],
-        logit_rows,
-        adapters=[request.adapter for request in requests],
-        forced_experts=_forced(spans, "replay_routing"),
-        forced_keys=_forced(spans, "replay_indices"),
-        records_keys=any(request.params.record_indices for request in requests),
-        **fields,
-    )
 
 
 def _forced(spans: list[Span], field: str) -> torch.Tensor | None:
