@@ -183,7 +183,7 @@ def _open_prefix_folder(handle: EngineHandle, options: EngineOptions, files: str
 
 def _enable_recovery(runner: Clustered, scheduler: Scheduler) -> None:
     """Let the cluster evict all sequences when a stage is lost, which are recomputed then."""
-    # The stages end when the runner is forgotten, which the scheduler may refer to.
+    # A weak reference: the scheduler may refer to the runner, whose stages end when it is collected.
     ours = weakref.proxy(scheduler)
 
     def evict() -> int:

@@ -40,8 +40,8 @@ class Forward:
 class Runner(Protocol):
     """A model in its placement, as the engine uses it.
 
-    Methods with a body are those of a model that has no other users. `forward`, `sample` and `logits` may
-    raise CacheLost.
+    Methods with a body have the defaults of a model that no caller can edit. `forward`, `sample` and `logits`
+    may raise CacheLost.
     """
 
     vocab_size: int
@@ -50,7 +50,7 @@ class Runner(Protocol):
     num_states: int  # slots of recurrent states, including the zero state; 0 without such layers
     num_forwards: int  # since it was opened
     hidden_reason: str | None  # why `Batch.wants_hidden` is not supported; None if it is
-    draft_info: dict[str, int]  # `info` of the layers that draft for the model, `DraftLayers`
+    draft_info: dict[str, int]  # `DraftLayers.info` of the model's own draft layers
 
     @property
     def choices(self) -> Mapping[str, Choices]:

@@ -54,8 +54,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def suggests_names(function: T) -> T:
     """Raise a TypeError with a suggestion for an unknown argument; for a class, one of its `__init__`."""
     if isinstance(function, type):
-        vars_of: Any = function
-        vars_of.__init__ = suggests_names(vars_of.__init__)
+        owner: Any = function
+        owner.__init__ = suggests_names(owner.__init__)
         return cast(T, function)
     known = inspect.signature(function).parameters.keys()
 

@@ -44,12 +44,12 @@ def read_json(path: Path) -> dict[str, Any]:
         ModelError: it can't be read, or is not an object.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        parsed = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
         raise ModelError(f"{path} can't be read: {reason(error)}") from None
-    if not isinstance(found, dict):
-        raise ModelError(f"{path} can't be read: it holds a {type(found).__name__}, not an object")
-    return found
+    if not isinstance(parsed, dict):
+        raise ModelError(f"{path} can't be read: it holds a {type(parsed).__name__}, not an object")
+    return parsed
 
 
 def refuse_lfs_pointer(path: Path) -> None:

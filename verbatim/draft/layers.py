@@ -22,11 +22,11 @@ class ActiveDraft:
 
     Attributes:
         length: desired number of tokens; below 1: none.
-        start: first position to compute; of MTP layers, `Sequence.num_draft_computed` has it.
-        blocks: of the K and V of the layers.
-        states: for recurrent layers: number of tokens to the slot of the state after them.
-        ids: drafted so far.
-        grammar: its state after `ids`.
+        start: first position to compute; MTP layers use `Sequence.num_draft_computed` instead.
+        blocks: block table of the layers' K and V.
+        states: for recurrent layers, maps a number of tokens to the slot of the state after them.
+        ids: tokens drafted so far.
+        grammar: state of the grammar after `ids`.
     """
 
     sequence: Sequence

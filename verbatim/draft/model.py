@@ -59,8 +59,8 @@ class DraftCache:
 
     Attributes:
         blocks, num_computed, num_indexed, states: as in `Sequence`, for the sequence's own ids.
-        num_tokens: of the sequence when it was last drafted for.
-        draft_ids: that draft. K and V of all of them but the last are behind those of the sequence.
+        num_tokens: length of the sequence at its last draft.
+        draft_ids: that draft. K and V of all its tokens but the last follow those of the sequence.
     """
 
     blocks: list[int] = field(default_factory=list)

@@ -275,18 +275,18 @@ class Admission:
     def _check_replay(self, params: SamplingParams, most_tokens: int) -> None:
         """Raise InvalidRequest if a replayed record does not fit the model or the request."""
         for name in CHOICES:
-            record, made = getattr(params, f"replay_{name}"), self.runner.choices[name]
+            record, choices = getattr(params, f"replay_{name}"), self.runner.choices[name]
             if record is None:
                 continue
-            made.check_replay(f"replay_{name}")
-            if tuple(record.shape[1:]) != (made.layers, made.k) or len(record) > most_tokens:
+            choices.check_replay(f"replay_{name}")
+            if tuple(record.shape[1:]) != (choices.layers, choices.k) or len(record) > most_tokens:
                 raise InvalidRequest(
                     f"replay_{name} has shape {list(record.shape)}; this model and request take up to "
-                    f"[{most_tokens}, {made.layers}, {made.k}]"
+                    f"[{most_tokens}, {choices.layers}, {choices.k}]"
                 )
-            if made.count and record.numel() and int(record.max()) >= made.count:
+            if choices.count and record.numel() and int(record.max()) >= choices.count:
                 raise InvalidRequest(
-                    f"replay_{name} names expert {int(record.max())}; there are {made.count}"
+                    f"replay_{name} names expert {int(record.max())}; there are {choices.count}"
                 )
 
     def _allowed_mask(self, params: SamplingParams, banned: Set[int]) -> Tensor | None:

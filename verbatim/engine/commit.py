@@ -129,7 +129,7 @@ def _token(request: Request, draw: Draw, hidden: Tensor | None, row: int) -> Tok
 def finish(request: Request, reason: FinishReason) -> list[Sequence]:
     """Finish the unfinished sequences of a request with `reason`; return those to deliver.
 
-    A finished one that waits for its record is delivered without it, and with `reason`.
+    A finished sequence whose record is still being computed is delivered without it, with `reason`.
     """
     if request.search is not None:
         sequences = beams.finish_search(request)

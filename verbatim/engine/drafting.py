@@ -42,7 +42,7 @@ class Drafting:
         self._owns = owns
         # Proposing runs forwards of a module that belongs to the caller.
         self.runs_live_module: bool = owns and proposer.live
-        # Sequences whose drafts were put off: nothing is learned from these about the next ones.
+        # Sequences whose drafts were postponed: these do not count in their acceptance.
         self._waiting: Container[Sequence] = getattr(proposer, "waiting", ()) if owns else ()
         self.totals = DraftStats()  # since the engine was opened
         self.last_error: str | None = None

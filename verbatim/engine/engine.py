@@ -21,8 +21,8 @@ from verbatim.kv.prefix_folder import PrefixFolder
 from verbatim.protocols import CacheLost, Forward, Runner
 from verbatim.shield import Shield
 
-# Longest wait before deadlines and messages are checked, if all sequences wait for masks.
-_MASK_WAIT_S = 5e-3
+# Longest wait of a step if all sequences wait for masks; deadlines and messages are checked after it.
+_IDLE_WAIT_S = 5e-3
 
 
 class Engine:
@@ -53,7 +53,7 @@ class Engine:
         self.max_waiting = max_waiting
         self.live = live
         self.num_tokens = 0  # generated since the engine was opened
-        self.weight_version = 0  # raised by each update of the weights
+        self.weight_version = 0  # set by each update of the weights
         # Called when a request has a result or an error, after its last delta.
         self.on_end: Callable[[Request], object] = lambda request: None
         self.next_deadline = math.inf  # no active request has an earlier one
@@ -187,7 +187,7 @@ class Engine:
     def _wait_for_mask(self) -> bool:
         """Wait a moment for a grammar mask, if nothing else is left to do; return whether one is computed."""
         masks = self.scheduler.masks
-        wait(masks, timeout=_MASK_WAIT_S, return_when=FIRST_COMPLETED)
+        wait(masks, timeout=_IDLE_WAIT_S, return_when=FIRST_COMPLETED)
         return bool(masks)
 
     def _compute(self, work: Schedule, drafting: Drafting | None) -> Forward:
@@ -222,7 +222,7 @@ class Engine:
         """Deliver a delta; free the blocks of a finished sequence, or save them in its session.
 
         Args:
-            now: also if what it has recorded is lost. Else it is computed again first.
+            now: even if its recorded choices are lost; else they are computed again first.
         """
         request = sequence.request
         if sequence.finished and not (self._record(sequence) or now):
@@ -251,7 +251,7 @@ class Engine:
             self.on_end(request)
 
     def _record(self, sequence: Sequence) -> bool:
-        """Read the choices of a finished sequence; return False if they are lost."""
+        """Read the recorded choices of a finished sequence; return False if they are lost."""
         for name in sequence.request.params.records:
             record = self.runner.record(name, sequence.blocks, sequence.num_computed)
             setattr(sequence, name, record)

@@ -92,7 +92,7 @@ class EngineHandle:
     own it have their turns in order. A thread that waits for its requests runs the steps itself, so
     debuggers, profilers, thread-local settings and Ctrl-C work where the call was made. Of several such
     threads, the first runs the steps for all. For coroutines, a background thread of the handle runs them.
-    It starts on demand, and holds the handle weakly while it has none.
+    It starts on demand, and holds the handle only weakly while no coroutine waits.
 
     Finalizers and signal handlers must not wait: they put messages into an inbox, which a thread empties
     when it becomes the owner and when it stops.
@@ -138,8 +138,9 @@ class EngineHandle:
         # Unfinished requests; an owner adds them to the engine, unless it drains.
         self._calls: dict[Request, Call] = {}
         self._num_driven = 0  # unfinished requests that the background thread runs
-        self._woken: dict[Waiter, None] = {}  # at the end of this turn of the owner
-        end = weakref.WeakMethod(self._end)  # a circle would keep a dropped handle for a while
+        self._woken: dict[Waiter, None] = {}  # to be woken when the owner's turn ends
+        # Weak: a reference cycle would keep a dropped handle for a while.
+        end = weakref.WeakMethod(self._end)
         engine.on_end = lambda request: (method := end()) and method(request)
         self._reset()
         global _opened_in
@@ -312,7 +313,7 @@ class EngineHandle:
             return
         waiter = ThreadWaiter()
         with Shield().up() as shield, self._in_line(self._waiting, waiter), shield.down():
-            # A `resume` since the step has woken no one.
+            # Short: a `resume` between the step and this wait has woken no one.
             waiter.wait(min(wait_s, _POLL_S if self._mode.has_steps else _CHECK_S))
 
     def abort(self, request: Request) -> None:
@@ -664,20 +665,20 @@ class EngineHandle:
                         waiter.wait(wait_s)
 
     @contextmanager
-    def _in_line(self, queue: deque[ThreadWaiter], waiter: ThreadWaiter) -> Iterator[None]:
-        """Wait in a queue during the block, within a shield.
+    def _in_line(self, line: deque[ThreadWaiter], waiter: ThreadWaiter) -> Iterator[None]:
+        """Keep a waiter in a line of waiters during the block, within a shield.
 
-        In front, for the background thread; and if this thread waits there already: a signal handler has
-        interrupted it.
+        It stands in front if it is the background thread's, or if this thread is in the line already, which
+        means that a signal handler has interrupted it.
         """
-        if waiter.first or any(other.thread == waiter.thread for other in queue.copy()):
-            queue.appendleft(waiter)
+        if waiter.first or any(other.thread == waiter.thread for other in line.copy()):
+            line.appendleft(waiter)
         else:
-            queue.append(waiter)
+            line.append(waiter)
         try:
             yield
         finally:
-            queue.remove(waiter)
+            line.remove(waiter)
             self._hand_on()
 
     def _refuse_inside(self) -> None:
@@ -745,7 +746,7 @@ class EngineHandle:
             self._engine.expire(time.monotonic())
             return False
         try:
-            made = self._engine.step()
+            has_run = self._engine.step()
         except BaseException as error:
             # Ctrl-C in a step run by a caller goes to that caller; all requests are unchanged.
             if threading.current_thread() is not self._thread and not isinstance(error, Exception):
@@ -754,7 +755,7 @@ class EngineHandle:
             return True
         if self._mode is Mode.DRAINING and not self._engine.has_work:
             self._set_mode(Mode.PAUSED)
-        return made
+        return has_run
 
     def _step_failed(self, error: BaseException) -> None:
         """End all requests with the error of a step, whose state is unknown."""

@@ -11,18 +11,18 @@ from verbatim.engine.work import Chunk
 MAX_ADAPTIVE = 8  # maximum adaptive draft length
 
 _INITIAL_ACCEPTANCE = 0.7
-_PRIOR_DRAFTS = 3  # that count like the acceptance of all sequences, in that of a new one
-_LEAST_WEIGHT = 0.035  # of the latest draft in the acceptance of its sequence
+_PRIOR_DRAFTS = 3  # weight of the average over all sequences for a new one, in drafts
+_MIN_WEIGHT = 0.035  # of the latest draft in the moving average of its sequence
 _DECAY = 0.97  # of the weight of a measured duration per measurement
 # Minimum expected speedup of drafts, for one sequence and for many. Measurements are noisy, and among many
 # sequences some run ahead, which leaves a half-empty batch to the last ones.
 _MIN_SPEEDUP, _MIN_SPEEDUP_OF_MANY = 1.05, 1.25
-_TRIAL_SHARE = 0.005  # of the time, for trials: steps in which all sequences get a draft
-# Steps at least between two of them, and after an accepted token.
+_TRIAL_SHARE = 0.005  # share of the time for trials: steps in which all sequences get a draft
+# Minimum steps between two trials, and after a trial with an accepted token.
 _TRIAL_PAUSE, _TRIAL_AGAIN = 64, 8
-_LONGEST_PAUSE = 256  # as the costs change with the number of sequences
-_PLAIN_EVERY = 64  # steps at most until one without drafts is measured again
-_SAMPLED = 4  # where drafts do not pay, one step of so many is measured
+_LONGEST_PAUSE = 256  # maximum steps between two trials, as the costs change with the load
+_PLAIN_EVERY = 64  # maximum steps between two steps without drafts, which are measured
+_SAMPLED = 4  # while drafts do not pay, one step in this many is measured
 
 
 class Line:
@@ -72,7 +72,7 @@ class DraftHistory:
     def note(self, length: int, accepted: int) -> None:
         """Count a draft of at most `length` tokens, of which `accepted` were proposed and accepted."""
         self._num_drafts += 1
-        weight = max(1 / self._num_drafts, _LEAST_WEIGHT)
+        weight = max(1 / self._num_drafts, _MIN_WEIGHT)
         for j in range(MAX_ADAPTIVE):
             seen = j < length and j <= accepted
             # Positions that were not reached follow the one before.
@@ -94,7 +94,7 @@ class DraftLengths:
     def __init__(self, fixed: int | None = None) -> None:
         self.fixed = fixed
         self._all = DraftHistory([_INITIAL_ACCEPTANCE] * MAX_ADAPTIVE)
-        self._records: weakref.WeakKeyDictionary[Sequence, DraftHistory] = (
+        self._histories: weakref.WeakKeyDictionary[Sequence, DraftHistory] = (
             weakref.WeakKeyDictionary()
         )
         self._step_s = Line()  # by rows
@@ -118,7 +118,7 @@ class DraftLengths:
         offers: list[tuple[float, int, Sequence]] = []  # acceptance probability, position, sequence
         for sequence, limit in limits.items():
             chance = 1.0
-            for j, acceptance in enumerate(self._record(sequence).acceptance[: max(0, limit)]):
+            for j, acceptance in enumerate(self._history(sequence).acceptance[: max(0, limit)]):
                 chance *= acceptance
                 offers.append((chance, j, sequence))
         # With about equal chances, drafts grow evenly: a batch ends with its slowest sequence.
@@ -174,14 +174,14 @@ class DraftLengths:
 
     def note_draft(self, sequence: Sequence, length: int, accepted: int) -> None:
         """Record that `accepted` tokens of a draft of at most `length` were accepted."""
-        self._record(sequence).note(length, accepted)
+        self._history(sequence).note(length, accepted)
         self._all.note(length, accepted)
         if accepted:
             self._next_trial = min(self._next_trial, self._trial_again)
 
-    def _record(self, sequence: Sequence) -> DraftHistory:
-        record = self._records.get(sequence)
-        if record is None:
-            record = DraftHistory([*self._all.acceptance])
-            self._records[sequence] = record
-        return record
+    def _history(self, sequence: Sequence) -> DraftHistory:
+        history = self._histories.get(sequence)
+        if history is None:
+            history = DraftHistory([*self._all.acceptance])
+            self._histories[sequence] = history
+        return history

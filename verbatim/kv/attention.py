@@ -238,9 +238,8 @@ def _reference_rows(
         if slopes is not None:
             scores = scores + slopes * (keys - positions)
         scores = torch.where(visible, scores, -torch.inf)
-        active = visible.any(
-            -1, keepdim=True
-        )  # a row without visible keys in the tile is unchanged
+        # A row without visible keys in the tile is unchanged.
+        active = visible.any(-1, keepdim=True)
         highest = torch.maximum(largest, scores.amax(-1, keepdim=True))
         factor = torch.exp(largest - highest)
         weights = torch.exp(scores - highest)

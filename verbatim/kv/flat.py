@@ -106,7 +106,7 @@ class HiddenStore(BlockStore):
 def read_rows(
     stores: Sequence[BlockStore | None], blocks: list[int], used: int | None = None
 ) -> Tensor:
-    """Copy some blocks of all these stores that there are: `[n, bytes]` uint8 on the CPU.
+    """Copy some blocks of these stores, without those that are None: `[n, bytes]` uint8 on the CPU.
 
     Args:
         used: positions of the last block that are copied; the others are zero. None: all.
@@ -137,8 +137,8 @@ def write_rows(stores: Sequence[BlockStore | None], blocks: list[int], rows: Ten
         for like in store.read_blocks([]):
             end = begin + like.shape[1:].numel() * like.element_size()
             # A copy: a view in another dtype has to begin at a multiple of its size.
-            own = rows[:, begin:end].clone(memory_format=torch.contiguous_format).flatten()
-            contents.append(own.view(like.dtype).view(len(blocks), *like.shape[1:]))
+            flat = rows[:, begin:end].clone(memory_format=torch.contiguous_format).flatten()
+            contents.append(flat.view(like.dtype).view(len(blocks), *like.shape[1:]))
             begin = end
         store.write_blocks(blocks, contents)
     assert begin == rows.shape[1], (begin, rows.shape)

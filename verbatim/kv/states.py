@@ -114,9 +114,8 @@ class StateSlots:
 
     def __init__(self, num_slots: int) -> None:
         self.enabled = num_slots > 0
-        self.pool = BlockPool(
-            num_slots if self.enabled else 2
-        )  # nothing is taken if it is not enabled
+        # Without states nothing is taken from the pool.
+        self.pool = BlockPool(num_slots if self.enabled else 2)
 
     def num_free(self, wanted: int) -> int:
         """Return how many of `wanted` slots can be taken; all of them if the model has no states."""

@@ -48,11 +48,11 @@ class Resident(Runner):
         loaded: the model as it was opened.
 
     Attributes:
-        records: what layers chose, by `params.CHOICES`, in the blocks of the store.
-        stores: all that is freed in sleep: K and V, also of draft layers. Records are small beside it.
+        records: the recorded choices of layers, by `params.CHOICES`, in the blocks of the store.
+        stores: what `sleep` frees: K and V, also of draft layers. Records are small and stay.
     """
 
-    _recorded = False  # steps, before it fell asleep
+    _recorded = False  # steps were recorded when it was put to sleep
     checkpoint: Checkpoint | None = None  # lets the weights be dropped; None for a live module
     packed: PackingReport | None = None  # of a model whose weights are quantized
     original: Mapping[str, Tensor] | None = None  # the state dict before quantization and cuts
@@ -111,10 +111,10 @@ class Resident(Runner):
             store.copy_blocks(batch.block_copies)
         with threads(self._num_threads), self._device.current():
             body = self.draft_layers.hidden
-            made = self.decoder.run(batch, self.store, self.records, body)
-        if made.hidden is not None:  # asked for to be read; logits stay where they are drawn from
-            made.hidden = made.hidden.cpu()
-        return made
+            output = self.decoder.run(batch, self.store, self.records, body)
+        if output.hidden is not None:  # read on the host; logits stay where they are drawn from
+            output.hidden = output.hidden.cpu()
+        return output
 
     def draft(
         self, k: int, batch: Batch, plan: SamplePlan | None, lengths: list[int]

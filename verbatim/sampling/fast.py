@@ -97,9 +97,9 @@ def _fill(spec: _Row, row: SampleRow, raw: Tensor, edited: list[Tensor]) -> None
 
 
 def specs_of_chain(rows: list[SampleRow], vocab_size: int) -> ctypes.Array[_Row] | None:
-    """Return rows as the kernels read them, which also draw the tokens behind theirs.
+    """Return rows as the kernels read them that draw several tokens in sequence (`WholeModel.chain`).
 
-    None if penalties, biases, bans or a structure change one, or it is not supported.
+    None if a row is not supported, or penalties, biases, bans or a structure change it.
     """
     specs, raw = (_Row * len(rows))(), torch.empty(vocab_size, device="meta")
     for spec, row in zip(specs, rows, strict=True):

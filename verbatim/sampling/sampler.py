@@ -27,7 +27,7 @@ from verbatim.sampling.logprobs import Mass, likeliest
 from verbatim.sampling.noise import gumbel_row
 from verbatim.sampling.processors import edit, is_greedy, temperature, warp
 
-# From rows of a plan, and their rows of logits, to the draws; None for one that is left to others.
+# Maps rows of a plan and their rows of logits to draws; None for a row that another sampler must draw.
 Sample = Callable[[list[SampleRow], list[int]], Iterable[Draw | None]]
 MAX_POSITION = 2**32 - 1
 
@@ -65,14 +65,14 @@ def sample_rows(logits: Tensor, plan: SamplePlan) -> Draws:
 
     if logits.is_floating_point() and kernels.triton_serves(logits.device):
         fill(gpu.supports, partial(gpu.sample_rows, logits), places)
-    on_cpu, there = logits, places
+    host_logits, host_places = logits, places
     if not logits.is_cpu and None in draws:
         used = sorted({place for place, draw in zip(places, draws, strict=True) if draw is None})
-        on_cpu = logits[torch.tensor(used, device=logits.device)].cpu()
-        there = [bisect_left(used, place) for place in places]
+        host_logits = logits[torch.tensor(used, device=logits.device)].cpu()
+        host_places = [bisect_left(used, place) for place in places]
     if kernels.library() is not None:
-        fill(fast.supports, partial(fast.sample_rows, on_cpu), there)
-    fill(lambda row: True, partial(_reference, on_cpu), there)
+        fill(fast.supports, partial(fast.sample_rows, host_logits), host_places)
+    fill(lambda row: True, partial(_reference, host_logits), host_places)
     complete = [draw for draw in draws if draw is not None]
     for i, (row, draw) in enumerate(zip(rows, complete, strict=True)):
         if row.params.support and row.target is None and draw.id >= 0:
