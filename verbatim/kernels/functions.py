@@ -37,6 +37,7 @@ _ARGUMENTS = {
     "vb_linear_recurrence": "PPPPPPPPPPPLLLLLLIP",
     "vb_model": "PPPPPPPPLPPP",
     "vb_multiply": "PPLLPILI",
+    "vb_multiply_batch": "PPLPLL",
     "vb_norm": "PPPL",
     "vb_pack_kv": "PPPPPLLLLLPII",
     "vb_pack_rows": "PPLLIIIP",

@@ -525,3 +525,20 @@ INSTANCES(bf16)
 
 EXPORT_MANY(vb_multiply_f32, float)
 EXPORT_MANY(vb_multiply_bf16, bf16)
+
+// `count` products at once: `rows` rows of x and of out for each, one after another, and a matrix like `first`
+// that lies `apart` bytes behind the one before.
+#define EXPORT_BATCH(name, T)                                                                      \
+    extern "C" void name(T *out, const T *x, int64_t rows, const Matrix *first, int64_t count,     \
+                         int64_t apart, int threads) {                                             \
+        std::vector<Matrix> matrices(count, *first);                                               \
+        std::vector<RowGroup> groups;                                                              \
+        for (int64_t n = 0; n < count; n++) {                                                      \
+            matrices[n].data = (const char *)first->data + n * apart;                              \
+            groups.push_back({n * rows, (n + 1) * rows, &matrices[n]});                            \
+        }                                                                                          \
+        vb::multiply_groups(x, first->depth, groups.data(), count, 1, out, first->cols, threads);  \
+    }
+
+EXPORT_BATCH(vb_multiply_batch_f32, float)
+EXPORT_BATCH(vb_multiply_batch_bf16, bf16)

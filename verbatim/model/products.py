@@ -152,7 +152,7 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
             "[..., K] and [K, N], nor [B, M, K] and [B, K, N]"
         )
     out = x.new_empty(x.shape[0], x.shape[1], weight.shape[2])
-    function = kernel("vb_multiply", x.dtype) if x.is_cpu else None
+    function = kernel("vb_multiply_batch", x.dtype) if x.is_cpu else None
     if function is None or not _reads(weight, None, x.dtype) or not (out.numel() and x.numel()):
         for result, rows, matrix in zip(out, x, weight, strict=True):
             result.copy_(linear(rows, matrix.t()))
@@ -161,11 +161,9 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
     if pointers_of(weight[0], None)[0].data != weight.data_ptr():  # read from a copy
         weight = weight.contiguous()
     matrix, _held = pointers_of(weight[0], None)
-    (_, count, depth), cols = x.shape, weight.shape[1]
-    for rows, result in zip(x, out, strict=True):
-        at = result.data_ptr(), rows.data_ptr(), count, depth
-        function(*at, ctypes.addressof(matrix), 1, cols, False)
-        matrix.data += weight.stride(0) * weight.element_size()
+    apart = weight.stride(0) * weight.element_size()
+    first = ctypes.addressof(matrix)
+    function(out.data_ptr(), x.data_ptr(), x.shape[1], first, len(x), apart)
     return out
 
 
