@@ -183,10 +183,10 @@ def test_weights_are_read_once_a_step_for_any_number_of_batches(folder, weights)
     for batches, rows in ((1, ROWS[:1]), (4, ROWS[:4])):
         with OptLM(folder, policy=policy(1, batches, weights, overlap=False)) as model:
             runner = model.llm.engine.runner
-            forwards, bytes_read = runner.num_forwards, runner.weights.ring.bytes_read
+            forwards, before = runner.num_forwards, runner.trace.nbytes("wait weights")
             model.generate(rows, 6)
             assert runner.num_forwards - forwards == 6
-            read[batches] = (runner.weights.ring.bytes_read - bytes_read) / 6
+            read[batches] = (runner.trace.nbytes("wait weights") - before) / 6
     assert read[1] == read[4] > 0
 
 

@@ -147,11 +147,11 @@ def test_units_are_read_ahead_in_the_order_in_which_they_are_used(
     """What was read ahead is never thrown away, so reads don't exceed one more forward and a ring."""
     with offloaded(folders("llama")) as llm:
         runner: Any = llm.engine.runner
-        ring = runner.weights.ring
-        before, forwards = ring.bytes_read, runner.num_forwards
+        before, forwards = runner.trace.nbytes("wait weights"), runner.num_forwards
         llm.generate([[5, 6, 7]], GREEDY)
         made = runner.num_forwards - forwards
-        assert ring.bytes_read - before <= (made + 1) * streamed_bytes(runner)
+        read = runner.trace.nbytes("wait weights") - before
+        assert read <= (made + 1) * streamed_bytes(runner)
 
 
 # ---- what is opened
@@ -813,7 +813,7 @@ def test_a_ring_of_any_size_hands_out_what_is_in_the_file(
         assert all(take(index) for index in order)
         ring.follow([uses[index] for index in (3, 1, 3, 2)], repeat=True)
         assert all(take(index) for index in [3, 1, 3, 2, 3, 1, 3, 2, 2, 7, 3])
-        assert ring.bytes_read >= len(order) * PAGE
+        assert ring._trace.nbytes("wait weights") >= len(order) * PAGE
 
 
 def test_an_interrupted_wait_does_not_mix_old_reads_with_new_ones(

@@ -59,7 +59,7 @@ def _check_memory(runner: Any) -> None:
     host, device = weights.ring._memory, weights.device_ring._memory
     assert host is not None and device is not None
     assert not device.nbytes or host.data_ptr() != device.data_ptr()
-    assert weights.device_ring.nbytes == plan.device_ring_bytes
+    assert weights.device_ring.nbytes == plan.memory.get("GPU ring", 0)
     for slot in weights.units.slots:
         in_place = slot.parameter.untyped_storage().nbytes() >= slot.nbytes
         assert in_place == (slot.tier == "gpu"), (slot.name, slot.tier)

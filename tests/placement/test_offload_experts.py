@@ -111,7 +111,7 @@ def test_tokens_are_those_of_the_model_in_memory(
 ) -> None:
     with offloaded(moe(name), quantization=quantization, **settings) as llm:
         assert mixed_facts(llm, 9) == resident_facts(moe(name), 9, quantization=quantization)
-        assert cache_of(llm).bytes_read > 0
+        assert cache_of(llm).trace.nbytes("read experts") > 0
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -160,14 +160,14 @@ def test_only_chosen_experts_are_read_and_only_once(moe: Callable[[str], Path]) 
     chosen = {e for e, count in enumerate(counts) if count}
     held = {e for e, slot in enumerate(share.slots.tolist()) if slot >= 0}
     assert held == chosen
-    read = cache.bytes_read
+    read = cache.trace.nbytes("read experts")
     assert 3 * each <= read <= 3 * (each + 3 * 2 * 4096)
     for key, tensor in whole.items():
         layer.stacks[key].parameter.data = tensor
     layer.module.__dict__.pop("expert_share")
     assert torch.equal(out, run_experts(layer.module, rows, counts))
     assert torch.equal(share.run(layer.module, rows, counts), out)
-    assert cache.bytes_read == read
+    assert cache.trace.nbytes("read experts") == read
     cache.close()
 
 
@@ -300,11 +300,11 @@ def test_reading_ahead_takes_nothing_from_the_layer_that_runs(moe: Callable[[str
         layers, cache = cache_for(moe("qwen3_moe"), 4, ahead)
         for step in range(5):
             if step == 2:
-                before = cache.bytes_read
+                before = cache.trace.nbytes("read experts")
             for layer in layers:
                 run_every_expert(layer)
         futures.wait(layers[0].module.expert_share.pool.jobs)
-        read[ahead] = cache.bytes_read - before
+        read[ahead] = cache.trace.nbytes("read experts") - before
         cache.close()
     assert read[True] <= 1.05 * read[False]
 

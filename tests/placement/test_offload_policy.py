@@ -90,7 +90,7 @@ def planned(shape, machine=NOMINAL, limit=40_960, given=None, **said) -> tuple[P
 def test_what_fits_into_memory_stays_there():
     plan, prediction = planned(model(), gpu="16GB")
     assert plan.weights == (100, 0, 0) and plan.kv == (100, 0, 0)
-    assert prediction.decode.weight_bytes == 0 and plan.ring_bytes == 0
+    assert prediction.decode.weight_bytes == 0 and "ring" not in plan.memory
     assert prediction.limit == "computing"
     assert plan.reasons[0] == "All weights that a step reads as a whole stay in memory."
     # K and V take what is left, for longer sequences and for prefixes that are kept.
@@ -102,7 +102,7 @@ def test_a_head_larger_than_six_layers_is_kept_rather_than_streamed():
     plan, _ = planned(shape, gpu="2GB", workload=(32, 32))
     head = shape.units[-1].slots[0]
     assert plan.tiers[head] == "gpu"
-    assert plan.ring_bytes < shape.slots[head].nbytes  # which it would be at least, streamed
+    assert plan.memory["ring"] < shape.slots[head].nbytes  # which it would be at least, streamed
     assert 0 < plan.weights[2] < 100
 
 
@@ -208,9 +208,9 @@ def test_a_plan_keeps_to_the_budgets_or_is_refused(sizes, gpu, cpu, workload, kv
     resident = sum(s.nbytes for s, at in zip(shape.slots, plan.tiers, strict=True) if at != "disk")
     streamed = [shape.streamed(unit, plan.tiers) for unit in shape.units]
     in_memory = int(plan.kv_bytes * (plan.kv[0] + plan.kv[1]) / 100)
-    logits = plan.block_size * shape.vocab * 4
-    assert resident + plan.ring_bytes + in_memory + logits <= plan.memory_bytes <= budget
-    assert plan.ring_bytes >= max(streamed)
+    logits, ring = plan.block_size * shape.vocab * 4, plan.memory.get("ring", 0)
+    assert resident + ring + in_memory + logits <= plan.memory_bytes <= budget
+    assert ring >= max(streamed)
     assert plan.kv_bytes >= 2 * 16 * shape.kv_bytes_per_token
     assert all(plan.tiers[i] != "disk" for i in shape.held)
     assert kv is None or plan.kv == kv
@@ -345,7 +345,7 @@ SMALL = ModelShape(
 def small_plan(**changes) -> Plan:
     settled = dict(
         weights=(0, 0, 100), kv=(100, 0, 0), activations=(100, 0, 0), tiers=("disk", "disk"),
-        ring_bytes=100_000, kv_bytes=200 * 16 * 9, batch_size=4, micro_batches=2, micro_tokens=10,
+        memory={"ring": 100_000}, kv_bytes=200 * 16 * 9, batch_size=4, micro_batches=2, micro_tokens=10,
         max_batch_tokens=10, workload=(512, 128),
     )  # fmt: skip
     return Plan(**{**settled, **changes})
@@ -366,13 +366,13 @@ def test_a_step_by_hand(products_alone):
 def test_reading_hides_behind_computing_where_the_ring_holds_two_units(read_rate):
     machine, load = replace(ROUND, read_rate=read_rate), Load(8, 8, 50, 8)
     for ring, beside in ((4096 + 8192, True), (8192, False)):
-        step = Forecast(SMALL, machine, small_plan(ring_bytes=ring)).step(load)
+        step = Forecast(SMALL, machine, small_plan(memory={"ring": ring})).step(load)
         longer, shorter = max(step.io_s, step.compute_s), min(step.io_s, step.compute_s)
         assert step.seconds == pytest.approx(longer if beside else longer + shorter)
 
 
 def test_k_and_v_on_the_disk_by_hand():
-    plan = small_plan(kv=(50, 0, 50), tiers=("gpu", "gpu"), ring_bytes=0, overlap=False)
+    plan = small_plan(kv=(50, 0, 50), tiers=("gpu", "gpu"), overlap=False)
     step = Forecast(SMALL, ROUND, plan).step(Load(8, 8, 50, 8))
     read, written = 8 * 50 * 100, 8 * 16 * 100  # whole blocks of 16 are written
     assert step.weight_bytes == 0

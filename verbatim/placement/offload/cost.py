@@ -174,8 +174,9 @@ class Forecast:
             bus_s = (sum(copied) + kv_bytes) / bus_rate
         seconds = io_s + sum(compute) + waited / rate + bus_s
         if plan.overlap:
-            read_s = self._pipelined_s(weights, compute, plan.ring_bytes, rate)
-            copy_s = self._pipelined_s(copied, compute, plan.device_ring_bytes, bus_rate)
+            read_s = self._pipelined_s(weights, compute, plan.memory.get("ring", 0), rate)
+            device_ring = plan.memory.get("GPU ring", 0)
+            copy_s = self._pipelined_s(copied, compute, device_ring, bus_rate)
             seconds = max(io_s, bus_s, max(read_s, copy_s) + waited / rate)
         return Step(
             seconds=seconds,

@@ -75,7 +75,7 @@ class ExpertCache:
         self.later_parts = 0
         self.shield = Shield()  # Ctrl-C could leave a slot with another expert than is noted
         self.shares: Floats = np.zeros((len(layers), max(layer.count for layer in layers)))
-        self._trace = trace
+        self.trace = trace
         self._files = files
         self._readers = Readers(READERS, "verbatim-experts")
         most = max(layer.buffer_bytes for layer in layers)
@@ -105,11 +105,6 @@ class ExpertCache:
     def nbytes(self) -> int:
         """Memory that holds experts."""
         return sum(pool.nbytes for pool in {layer.pool for layer in self.layers})
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes read from files, in whole pages."""
-        return self._trace.nbytes("read experts")
 
     @property
     def num_experts(self) -> int:
@@ -163,13 +158,13 @@ class ExpertCache:
         finally:
             self._buffers.append(buffer)
         name = f"{cached.layer.name}, expert {expert}"
-        self._trace.add("read", "experts", name, begin, nbytes)
+        self.trace.add("read", "experts", name, begin, nbytes)
 
     def wait(self, layer: CachedLayer, job: Future[None]) -> None:
         """Wait until an expert was read, or could not be."""
         begin = perf_counter()
         job.exception()
-        self._trace.add("wait", "experts", layer.layer.name, begin)
+        self.trace.add("wait", "experts", layer.layer.name, begin)
 
     def close(self) -> None:
         """End the threads and free everything; a second call does nothing."""

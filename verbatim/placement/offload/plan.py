@@ -23,8 +23,6 @@ class Plan:
 
     Attributes:
         weights, kv, activations: percents in (gpu, cpu, disk).
-        ring_bytes: memory of the staging buffer for weights, in RAM.
-        device_ring_bytes: of that on a GPU, to which weights are copied.
         kv_bytes: bytes of K and V in all tiers together.
         batch_size: sequences of a micro-batch.
         micro_batches: micro-batches that share each read of a layer.
@@ -36,21 +34,19 @@ class Plan:
         prompt_rows: maximal rows of logits for prompt log-probs and drafts in a forward.
         overlap: read and write while computing.
         budget: bytes of memory, a GPU's and RAM together; None: unlimited.
-        memory: maximal bytes in memory, by kind.
+        memory: maximal bytes in memory, by kind. "ring" and "GPU ring" are the staging buffers for weights.
         reasons: sentences that explain the choice.
     """
 
     weights: Percents
     kv: Percents
     activations: Percents
-    ring_bytes: int
     kv_bytes: int
     batch_size: int
     micro_batches: int
     micro_tokens: int
     max_batch_tokens: int
     workload: tuple[int, int]
-    device_ring_bytes: int = 0
     tiers: tuple[str, ...] = ()
     kv_block: int = 16
     prompt_rows: int = 16

@@ -251,7 +251,6 @@ class Planner:
                     weights=given.weights or ON_DISK,
                     kv=given.kv or ON_DISK,
                     activations=given.activations or ON_DISK,
-                    ring_bytes=0,
                     kv_bytes=kv_bytes,
                     kv_block=options.block_size,
                     batch_size=batch_size,
@@ -388,8 +387,6 @@ class Planner:
             kv=given.kv or _shares(layers, kv_tiers),
             activations=activations,
             tiers=tuple(tiers),
-            ring_bytes=memory["ring"],
-            device_ring_bytes=memory["GPU ring"],
             memory={kind: nbytes for kind, nbytes in memory.items() if nbytes},
         )
         return plan, room

@@ -145,11 +145,6 @@ class Ring:
         """Bytes of its memory."""
         return 0 if self._memory is None else self._memory.nbytes
 
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of what was taken."""
-        return self._trace.nbytes(f"wait {self._what}")
-
     def reserve(self, nbytes: int, *, spare: int = 0) -> Tensor:
         """Return at least `nbytes`, uint8, aligned to a page; nothing may be in use.
 

@@ -139,9 +139,9 @@ class Weights:
             self.experts = ExpertCache(
                 self.units.experts, nbytes, self.plan.overlap, self.trace, self.files
             )
-        self.ring.reserve(self.plan.ring_bytes)
+        self.ring.reserve(self.plan.memory.get("ring", 0))
         if self.device_ring is not None:
-            self.device_ring.reserve(self.plan.device_ring_bytes)
+            self.device_ring.reserve(self.plan.memory.get("GPU ring", 0))
         self._follow(self._order or [unit for unit in self.units.order if self._moves(unit)])
 
     def _moves(self, unit: Unit) -> bool:
