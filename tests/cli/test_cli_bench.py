@@ -174,9 +174,8 @@ def test_rows_that_end_before_all_are_taken_in_are_refused() -> None:
     with LLM(path(), prefix_cache=False, max_length=64, max_batch_tokens=16) as llm:
         store = llm.engine.runner.store
         del store.copy_blocks  # which poisons: prompts that nobody computes have numbers
-        for layer in store.layers:
-            for tensor in layer:
-                tensor.zero_()
+        for tensor in store.tensors:
+            tensor.zero_()
         assert len(Ours(llm).decode(prompts(3, 30), 4)) == 4
         with pytest.raises(InvalidRequest, match="3 rows of 54 tokens: some reach 64"):
             Ours(llm).decode(prompts(3, 54), 4)

@@ -73,12 +73,10 @@ def test_logits_are_those_of_a_model_built_with_so_many_layers(name: str) -> Non
         expected = alone.forward(batch, poisoned_store(alone, 2, 16))
         store, first = poisoned_store(decoder, 2, 16), EarlyExitLayers(decoder, count)
         assert first.run(0, batch, store).equal(expected)
-        for layer, (k, v) in enumerate(store.layers):
-            if layer < len(alone.spec.layers):  # the K and V of the whole model
-                assert k[1, :, :12].equal(whole.layers[layer][0][1, :, :12])
-                assert v[1, :, :12].equal(whole.layers[layer][1][1, :, :12])
-            else:
-                assert k.isnan().all() and v.isnan().all()
+        end = 2 * len(alone.spec.layers)
+        for ours, theirs in zip(store.tensors[:end], whole.tensors, strict=False):
+            assert ours[1, :, :12].equal(theirs[1, :, :12])
+        assert all(tensor.isnan().all() for tensor in store.tensors[end:])
     assert attributes(model) == before and model.config.to_dict() == config
 
 
@@ -102,8 +100,8 @@ def test_every_architecture_stores_the_same_with_fewer_layers_or_says_why_not(ca
     short, long = first._short.spec, decoder.spec
     count = len(short.layers)
     assert 0 < count + len(short.states) < len(long.layers) + len(long.states)
-    for (k, v), (whole_k, whole_v) in zip(store.layers[:count], whole.layers, strict=False):
-        assert k[1, :, :12].equal(whole_k[1, :, :12]) and v[1, :, :12].equal(whole_v[1, :, :12])
+    for ours, theirs in zip(store.tensors[: 2 * count], whole.tensors, strict=False):
+        assert ours[1, :, :12].equal(theirs[1, :, :12])
 
 
 def test_a_quarter_of_the_layers_is_taken_unless_told_otherwise() -> None:

@@ -162,7 +162,7 @@ def test_blocks_are_copied_counted_poisoned_and_released(packing: Packing) -> No
 def test_bytes_are_exact(kv_dtype: str, per_token: int) -> None:
     with LLM(make_toy("qwen3"), kv_dtype=kv_dtype, kv_memory=100_000, max_sequences=999) as llm:
         info = llm.info()
-        held = sum(k.nbytes + v.nbytes for k, v in llm.engine.runner.store.layers)
+        held = llm.engine.runner.store.nbytes
     assert info["kv_dtype"] == kv_dtype
     assert info["kv_bytes_per_token"] == per_token
     assert info["num_blocks"] == 100_000 // (16 * per_token)

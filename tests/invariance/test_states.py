@@ -81,7 +81,7 @@ def test_the_pool_for_32000_tokens_has_the_bytes_that_info_says(
     memory = length * max(1, info["kv_bytes_per_token"]) + slots * info["state_bytes"]
     with LLM(model, kv_memory=memory, max_length=256, max_sequences=200, block_size=32) as llm:
         store, routing = llm.engine.runner.store, llm.info()["routing_bytes"]
-        kv = sum(tensor.nbytes for pair in store.layers for tensor in pair)
+        kv = store.nbytes
         states = sum(tensor.nbytes for tensor in store.states.tensors) if store.states else 0
         assert kv == store.num_blocks * 32 * info["kv_bytes_per_token"]
         assert states == slots * info["state_bytes"]

@@ -394,7 +394,7 @@ def one_sequence(
 ) -> Any:
     """Attention of all rows of one sequence, in pieces that end at `cuts`."""
     numbers = torch.Generator().manual_seed(1)
-    shape = store.layers[0][0].shape
+    shape = store.tensors[0].shape
     q = torch.randn(length, 4, 8, generator=numbers)
     k, v = (torch.randn(length, shape[1], 8, generator=numbers) for _ in range(2))
     k[5] = k[3]  # a tie

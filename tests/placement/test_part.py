@@ -80,7 +80,7 @@ class Computed(NamedTuple):
     logits: Tensor
     hidden: Tensor | None
     chosen: list[Tensor]  # by the routers and the indexers that it has
-    kv: list[tuple[Tensor, Tensor]]
+    kv: list[Tensor]
     states: list[Tensor]
 
 
@@ -140,7 +140,7 @@ def _computed(out: Forward, stores: list[KVStore], records: list[Records]) -> Co
         for name in CHOICES
         if (parts := [r[name].ids.clone() for r in records if name in r])
     ]
-    kv = [(k.clone(), v.clone()) for store in stores for k, v in store.layers]
+    kv = [x.clone() for store in stores for x in store.tensors]
     states = [x.clone() for store in stores if store.states for x in store.states.tensors]
     return Computed(out.logits, out.hidden, chosen, kv, states)
 
@@ -160,9 +160,7 @@ def assert_same_everywhere(expected: Computed, found: Computed) -> None:
     assert len(expected.chosen) == len(found.chosen)
     assert all(map(same, expected.chosen, found.chosen))
     assert len(expected.kv) == len(found.kv)
-    for ours, theirs in zip(expected.kv, found.kv, strict=True):
-        assert same(ours[0], theirs[0])
-        assert same(ours[1], theirs[1])
+    assert all(map(same, expected.kv, found.kv))
     assert all(map(same, expected.states, found.states))
     assert len(expected.states) == len(found.states)
 

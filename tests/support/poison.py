@@ -91,7 +91,7 @@ def poison_draft_model(llm: LLM) -> None:
         for draft in drafts:
             for i, block in enumerate(draft.blocks[draft.start // size :]):
                 rows = slice(draft.start % size if i == 0 else 0, size)
-                for tensor in (tensor for layer in store.layers for tensor in layer):
+                for tensor in store.tensors:
                     tensor[block, :, rows] = math.nan if tensor.is_floating_point() else 255
         return drafts
 

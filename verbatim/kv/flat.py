@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,19 +13,19 @@ class BlockStore:
 
     Their memory is reserved at once, and committed by the OS when first written.
 
-    Args:
-        make: allocates the tensors.
-
     Attributes:
         token_axis: the dimension of positions in the tensors of `read_blocks`; None: they have none.
     """
 
     token_axis: int | None = None
 
-    def __init__(self, make: Callable[[], list[Tensor]]) -> None:
-        self._make = make
+    def __init__(self) -> None:
         self._tensors: list[Tensor] = []
         self.allocate()
+
+    def _allocated(self) -> list[Tensor]:
+        """Return new tensors."""
+        raise NotImplementedError
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -40,7 +40,7 @@ class BlockStore:
         """Allocate the memory, unless it is allocated."""
         if not self._tensors:
             with torch.inference_mode(False):  # else they could only be written in inference mode
-                self._tensors += self._make()
+                self._tensors += self._allocated()
 
     @property
     def nbytes(self) -> int:
@@ -83,8 +83,12 @@ class HiddenStore(BlockStore):
         device: torch.device,
     ) -> None:
         self.block_size = block_size
-        shape = num_blocks, block_size, hidden_size
-        super().__init__(lambda: [torch.empty(shape, dtype=dtype, device=device)])
+        self._shape = num_blocks, block_size, hidden_size
+        self._dtype, self._device = dtype, device
+        super().__init__()
+
+    def _allocated(self) -> list[Tensor]:
+        return [torch.empty(self._shape, dtype=self._dtype, device=self._device)]
 
     @property
     def rows(self) -> Tensor:

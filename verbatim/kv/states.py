@@ -77,7 +77,7 @@ class StateStore(BlockStore):
         self.shapes = shapes
         self.num_slots = num_slots
         self._device = device
-        super().__init__(self._allocated)
+        super().__init__()
 
     def _allocated(self) -> list[Tensor]:
         """Return new tensors, of which only the zero state is initialized."""

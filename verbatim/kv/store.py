@@ -52,17 +52,16 @@ class KVStore(BlockStore):
 
     Attributes:
         shapes: of each layer.
-        layers: (K, V) of each layer; empty after `release`.
         dtype_name: "float32", "bfloat16", "int8" or "int4".
         device: device of the tensors.
+        addresses: of `tensors`, as an array for the kernels.
         batch_invariant: as for `paged_attention`.
-        states: states of recurrent layers; None without such layers.
+        states: states of recurrent layers, allocated and released by the runner; None without such layers.
     """
 
     token_axis = 2
     batch_invariant = True
     states: StateStore | None = None
-    device = torch.device("cpu")
 
     def __init__(
         self,
@@ -79,12 +78,14 @@ class KVStore(BlockStore):
         self.dtype_name = packing.name if packing else str(dtype).removeprefix("torch.")
         self.device = device
         self.shapes = layers
-        self.layers: list[tuple[Tensor, Tensor]] = self._allocated()
-        self._addresses: Any = None  # computed on first use
+        super().__init__()
 
-    def _allocated(self) -> list[tuple[Tensor, Tensor]]:
-        """Return new memory for K and V of each layer."""
-        return [self._blocks(shape, self.num_blocks) for shape in self.shapes]
+    def _allocated(self) -> list[Tensor]:
+        """Return new memory for K and V of each layer in turn, `[block, KV head, token, width]`."""
+        tensors = [x for shape in self.shapes for x in self._blocks(shape, self.num_blocks)]
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        self.addresses: Any = (ctypes.c_void_p * len(pointers))(*pointers)
+        return tensors
 
     def _blocks(self, shape: LayerShape, count: int) -> tuple[Tensor, Tensor]:
         """Return new memory for K and V of `count` blocks of a layer."""
@@ -92,30 +93,21 @@ class KVStore(BlockStore):
         row_sizes = (
             row_nbytes(self.dtype, d) // stored.itemsize for d in (shape.key_dim, shape.value_dim)
         )
-        with torch.inference_mode(False):  # else they could only be written in inference mode
-            k, v = (
-                torch.empty(
-                    count, shape.kv_heads, self.block_size, size, dtype=stored, device=self.device
-                )
-                for size in row_sizes
+        k, v = (
+            torch.empty(
+                count, shape.kv_heads, self.block_size, size, dtype=stored, device=self.device
             )
+            for size in row_sizes
+        )
         return k, v
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """K and V of each layer in turn, `[block, KV head, token, width]`."""
-        return [tensor for pair in self.layers for tensor in pair]
-
-    def addresses(self) -> Any:
-        """Return the addresses of `tensors`, as an array for the kernels."""
-        if self._addresses is None:
-            pointers = [tensor.data_ptr() for tensor in self.tensors]
-            self._addresses = (ctypes.c_void_p * len(pointers))(*pointers)
-        return self._addresses
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return K and V of a layer, `[block, KV head, token, width]`."""
+        return self._tensors[2 * layer], self._tensors[2 * layer + 1]
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Write the rows `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]` at `slots` `[T]` (`Batch.slots`)."""
-        write_kv(k, v, *self.layers[layer], slots, self.packing)
+        write_kv(k, v, *self.layer(layer), slots, self.packing)
 
     def write_rotated(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, slots: Tensor
@@ -123,14 +115,14 @@ class KVStore(BlockStore):
         """Apply rotary embeddings `[T, R]` to `q` and `k`, `write` `k` and `v`, and return `q`; on a GPU."""
         from verbatim.kernels.triton import rope
 
-        return rope.rope_and_write(q, k, v, cos, sin, *self.layers[layer], slots, self.packing)
+        return rope.rope_and_write(q, k, v, cos, sin, *self.layer(layer), slots, self.packing)
 
     def attend(self, layer: int, q: Tensor, batch: AttentionBatch, options: AnyOptions) -> Tensor:
         """Compute `paged_attention` over one layer: `q` `[T, H, Dk]` to `[T, H, Dv]`.
 
         With `IndexOptions`, choose keys instead, as `choose_keys` does.
         """
-        k, v = self.layers[layer]
+        k, v = self.layer(layer)
         if isinstance(options, IndexOptions):
             width = q.shape[2]
             return choose_keys(q, lambda some: self.rows(k, width, some)[0], batch, options)
@@ -155,20 +147,6 @@ class KVStore(BlockStore):
     def stores_for(self, batches: list[Batch]) -> Iterator[list[KVStore]]:
         """Yield the store to use for each micro-batch of one forward."""
         yield [self] * len(batches)
-
-    def release(self) -> None:
-        """Free the memory, including that of the states."""
-        if self.states is not None:
-            self.states.release()
-        self.layers.clear()
-        self._addresses = None
-
-    def allocate(self) -> None:
-        """Allocate memory again after `release`, uninitialized."""
-        if self.states is not None:
-            self.states.allocate()
-        if not self.layers:
-            self.layers.extend(self._allocated())
 
 
 def bytes_per_token(layers: list[LayerShape], dtype: KVDtype) -> int:

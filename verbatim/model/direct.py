@@ -40,7 +40,7 @@ class DirectRows:
         tables = (batch.query_starts, batch.context_lens, batch.block_tables, *states)
         assert all(t.dtype == torch.int32 and t.is_contiguous() for t in tables)
         num_sequences, max_blocks = batch.block_tables.shape
-        self.count, self.dtype = len(slots), store.layers[0][0].dtype
+        self.count, self.dtype = len(slots), store.tensors[0].dtype
         self._store, self._kept = store, (slots, tables)
         self._struct = _Rows(
             slots.data_ptr(),
@@ -61,7 +61,7 @@ class DirectRows:
 
     def stores(self, layer: int) -> tuple[int, int]:
         """Return the addresses of K and V of one layer that attends."""
-        k, v = self._store.layers[layer]
+        k, v = self._store.layer(layer)
         return k.data_ptr(), v.data_ptr()
 
     def states(self, first: int, count: int) -> tuple[int | None, ...]:
@@ -77,7 +77,7 @@ class DirectRows:
             num_states: of each layer; one without keeps K and V.
         """
         if not any(num_states):
-            return self._store.addresses()
+            return self._store.addresses
         layer = first = 0
         found: list[int | None] = []
         for count in num_states:
@@ -89,6 +89,6 @@ class DirectRows:
 
 def direct_rows(store: KVStore, batch: Batch, slots: Tensor) -> DirectRows | None:
     """Return the rows if kernels can access the store; None for another kind of store or device."""
-    if type(store) is not KVStore or not store.layers or not store.layers[0][0].is_cpu:
+    if type(store) is not KVStore or not store.tensors or not store.tensors[0].is_cpu:
         return None
     return DirectRows(store, batch, slots)

@@ -162,8 +162,7 @@ def noise_store(
 
 def contents_of(store: KVStore) -> list[Tensor]:
     """Return all K, V and states of a store."""
-    kept = [tensor for pair in store.layers for tensor in pair]
-    return kept if store.states is None else [*kept, *store.states.tensors]
+    return [*store.tensors, *([] if store.states is None else store.states.tensors)]
 
 
 def span_batch(spans: Mapping[int, tuple[int, int]], ids: Tensor) -> Batch:

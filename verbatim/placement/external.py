@@ -153,7 +153,7 @@ class RowsDecoder(ExternalDecoder):
         self.device = device_of(module)
 
     def rows(self, pieces: list[Piece], store: KVStore) -> list[Tensor]:
-        ids = store.layers[0][0].view(-1)
+        ids = store.tensors[0].view(-1)
         for piece in pieces:
             ids[piece.slots[piece.start :]] = piece.ids
         return self.run_rows([piece._replace(ids=ids[piece.slots]) for piece in pieces])

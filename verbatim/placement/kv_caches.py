@@ -131,7 +131,7 @@ class BlockCache:
             UnsupportedModel: shapes that contradict the module's config.
         """
         rows, length = self._slots.shape
-        head = self._store.layers[self._layer][0]
+        head = self._store.layer(self._layer)[0]
         expected = (rows, head.shape[1], length - self.seq_len, head.shape[3])
         if tuple(k_new.shape) != expected or tuple(v_new.shape) != expected:
             raise UnsupportedModel(
@@ -155,7 +155,7 @@ class BlockCache:
         return self._gather(1)
 
     def _gather(self, which: int) -> Tensor:
-        blocks = self._store.layers[self._layer][which]
+        blocks = self._store.layer(self._layer)[which]
         slots, size = self._slots[:, : self.seq_len], self._store.block_size
         return blocks[slots // size, :, slots % size].transpose(1, 2)
 
@@ -217,7 +217,7 @@ def _call(module: nn.Module, store: KVStore, ids: Tensor, slots: Tensor, start: 
     Raises:
         UnsupportedModel: it violates the protocol.
     """
-    caches = [BlockCache(store, layer, slots, start) for layer in range(len(store.layers))]
+    caches = [BlockCache(store, layer, slots, start) for layer in range(len(store.shapes))]
     logits = module(ids, kv_caches=caches)
     if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != ids.shape:
         found = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__

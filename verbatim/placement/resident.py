@@ -49,7 +49,7 @@ class Resident(Runner):
 
     Attributes:
         records: the recorded choices of layers, by `params.CHOICES`, in the blocks of the store.
-        stores: what `sleep` frees: K and V, also of draft layers. Records are small and stay.
+        stores: what `sleep` frees: K and V, states, and those of draft layers. Records are small and stay.
     """
 
     _recorded = False  # steps were recorded when it was put to sleep
@@ -74,7 +74,8 @@ class Resident(Runner):
         self.store = store
         self.draft_layers = draft_layers or DraftLayers()
         self.draft_info = self.draft_layers.info()
-        self.stores: list[BlockStore] = [store, *self.draft_layers.stores]
+        states = [] if store.states is None else [store.states]
+        self.stores: list[BlockStore] = [store, *states, *self.draft_layers.stores]
         self.vocab_size = decoder.spec.vocab_size
         self.block_size = store.block_size
         self.num_blocks = store.num_blocks
@@ -179,7 +180,7 @@ class Resident(Runner):
             **({} if self.packed is None else {"quantization": self.packed.info()}),
             "layers": sum(shape.value_dim > 0 for shape in spec.layers),
             "routing_bytes": self.records["routing"].nbytes if "routing" in self.records else 0,
-            "kv_bytes": sum(s.nbytes for s in self.stores) + (states.nbytes if states else 0),
+            "kv_bytes": sum(store.nbytes for store in self.stores),
             "kv_dtype": self.store.dtype_name,
             **cache_info(spec.layers, spec.states, kv_dtype, drafts.bytes_per_token(kv_dtype)),
             **({} if states is None else {"state_slots": states.num_slots}),
@@ -249,8 +250,9 @@ class Resident(Runner):
             self.record_steps()
 
     def close(self) -> None:
+        for store in self.stores:
+            store.release()
         self.records, self.original, self.stores = {}, None, []
-        self.store.release()
         self.draft_layers.close()
         self.decoder.close()
 

@@ -74,10 +74,9 @@ class Verbatim:
         request = self.ours.add([random_ids(BLOCK, 1, self.shape.vocab)], max_tokens=2)[0]
         engine.step()
         filled = request.sequences[0].blocks[0]
-        for k, v in engine.runner.store.layers:
-            for tensor in (k, v):
-                end = min(blocks + 1, len(tensor))
-                tensor[1:end] = tensor[filled].clone()
+        for tensor in engine.runner.store.tensors:
+            end = min(blocks + 1, len(tensor))
+            tensor[1:end] = tensor[filled].clone()
         states = engine.runner.store.states
         for state in () if states is None else states.tensors:
             state[1:] = state[request.sequences[0].states[BLOCK]].clone()

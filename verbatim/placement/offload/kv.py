@@ -98,32 +98,34 @@ class TieredKVStore(KVStore):
         top_k: int | None = None,
         is_apart: bool = False,
     ) -> None:
-        self._near = ("gpu",) if is_apart else ("gpu", "cpu")  # tiers that are used in place
+        in_place = ("gpu",) if is_apart else ("gpu", "cpu")
         self.tiers = assign_tiers([bytes_per_token([shape], dtype) for shape in layers], percents)
+        self._near = [i for i, tier in enumerate(self.tiers) if tier in in_place]
         super().__init__(layers, num_blocks, block_size, dtype, device)
         self.top_k, self.trace = top_k, trace
         known = {layer for group in groups for layer in group}
         self._groups = [*groups, [layer for layer in range(len(layers)) if layer not in known]]
         self._staged = {
-            i: DiskLayer(self.layers[i], scratch if tier == "disk" else RamScratch(), num_blocks)
+            i: DiskLayer(
+                self._blocks(layers[i], 0), scratch if tier == "disk" else RamScratch(), num_blocks
+            )
             for i, tier in enumerate(self.tiers)
-            if tier not in self._near
+            if i not in self._near
         }
+        self._in_ring: dict[int, tuple[Tensor, Tensor]] = {}
         self._num_staged = NUM_STAGED if overlap else 1
         self._lane = Lane(device) if is_apart else None
         self.ring = Ring("K and V", 1, trace, ahead=overlap, lane=self._lane)
 
-    def _allocated(self) -> list[tuple[Tensor, Tensor]]:
-        return [
-            self._blocks(shape, self.num_blocks if tier in self._near else 0)
-            for shape, tier in zip(self.shapes, self.tiers, strict=True)
-        ]
+    def _allocated(self) -> list[Tensor]:
+        """Return new memory for K and V of the layers that are used in place."""
+        return [x for i in self._near for x in self._blocks(self.shapes[i], self.num_blocks)]
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """K and V of the layers that are used in place."""
-        pairs = zip(self.layers, self.tiers, strict=False)
-        return [tensor for pair, tier in pairs if tier in self._near for tensor in pair]
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return K and V of a layer; of a staged one, the blocks of the micro-batch that attends in it."""
+        if layer in self._staged:
+            return self._in_ring[layer]
+        return super().layer(self._near.index(layer))
 
     @property
     def nbytes(self) -> int:
@@ -143,10 +145,11 @@ class TieredKVStore(KVStore):
     def bytes_by_tier(self) -> dict[str, int]:
         """K and V in each tier. Those on the disk keep their room through `release`."""
         found = dict.fromkeys(TIERS, 0)
-        for (k, v), tier in zip(self.layers, self.tiers, strict=False):
-            found[tier] += k.nbytes + v.nbytes
-        for i, layer in self._staged.items():
-            found[self.tiers[i]] += layer.nbytes
+        for i, tier in enumerate(self.tiers):
+            if i in self._staged:
+                found[tier] += self._staged[i].nbytes
+            elif self.tensors:
+                found[tier] += sum(tensor.nbytes for tensor in self.layer(i))
         return found
 
     @contextmanager
@@ -192,7 +195,7 @@ class TieredKVStore(KVStore):
             assert self._view is not None, "a layer that is staged is written through stores_for"
             memory = self.ring.take(self._uses[layer, self._part])
             blocks, slots = len(self._view.blocks), self._view.slots
-            self.layers[layer] = self._staged[layer].views(memory, blocks)
+            self._in_ring[layer] = self._staged[layer].views(memory, blocks)
         super().write(layer, k, v, slots)
 
     def attend(self, layer: int, q: Tensor, batch: AttentionBatch, options: AnyOptions) -> Tensor:
@@ -205,7 +208,7 @@ class TieredKVStore(KVStore):
         else:
             out = top_k_attention(self, layer, q, batch, options, top_k=self.top_k)
         if staged is not None and view is not None:
-            self.layers[layer] = staged.empty
+            del self._in_ring[layer]
             self.ring.give_back(partial(self._save, staged, len(view.blocks), view.new))
         return out
 
@@ -288,6 +291,4 @@ class TieredKVStore(KVStore):
     def _cancel(self) -> None:
         """Cancel what is left of an earlier forward, which may have been interrupted."""
         self.ring.drop()
-        for i, layer in self._staged.items():
-            if self.layers:
-                self.layers[i] = layer.empty
+        self._in_ring.clear()

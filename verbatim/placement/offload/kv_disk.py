@@ -110,7 +110,7 @@ class DiskLayer:
     def __init__(
         self, empty: tuple[Tensor, Tensor], scratch: Scratch | RamScratch, num_blocks: int
     ) -> None:
-        self.empty = empty
+        self._empty = empty
         self._sizes = [x.shape[1:].numel() * x.element_size() for x in empty]
         self.nbytes = num_blocks * sum(self._sizes)
         self._scratch, self._offset = scratch, scratch.reserve(self.nbytes)
@@ -126,7 +126,7 @@ class DiskLayer:
         at = 0, up(blocks * self._sizes[0])
         k, v = (
             memory[begin : begin + blocks * size].view(empty.dtype).view(blocks, *empty.shape[1:])
-            for begin, empty, size in zip(at, self.empty, self._sizes, strict=True)
+            for begin, empty, size in zip(at, self._empty, self._sizes, strict=True)
         )
         return k, v
 

@@ -53,7 +53,7 @@ def top_k_attention(
         held = batch.block_tables[s, : -(-length // store.block_size)].long()
         keys, values = (
             store.rows(x, width, held)
-            for x, width in zip(store.layers[layer], (q.shape[2], value_size), strict=True)
+            for x, width in zip(store.layer(layer), (q.shape[2], value_size), strict=True)
         )
         largest = max(top_k * value_size, keys.shape[1])
         at_once = max(1, _MAX_PRODUCTS // (heads * largest))
