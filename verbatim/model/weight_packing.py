@@ -111,7 +111,7 @@ class WeightPacking:
 
     @property
     def plain(self) -> WeightPacking:
-        """The same without quantized activations, and so not interleaved."""
+        """This layout without quantized activations, and so not interleaved."""
         return replace(self, quantization=self.quantization.of_weights)
 
     @property
