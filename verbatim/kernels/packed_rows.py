@@ -7,7 +7,7 @@ integer:
 
 with `low` the group's smallest element and `scale` its range over 2^bits - 1, both bf16 and rounded
 outwards, so that no element is more than half a step off. `scale * code` is exact in float32 (8 bits times
-8), so an element is read back with one rounding to float32: the same bits by every backend.
+8), so an element is read back with one rounding to float32, bit-identically by every backend.
 
 A row has its codes, then the heads (scale, low) of its groups. With 4 bits, byte i of a group has its
 elements i (low half) and i + ceil(size / 2).
