@@ -193,9 +193,40 @@ class Token(NamedTuple):
     hidden: Tensor | None = None  # [H], if requested
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class CachedBlocks:
+    """What is computed of the first tokens of a sequence, in blocks and slots of one runner.
+
+    Attributes:
+        blocks: the block table.
+        num_computed: number of tokens whose K and V are in `blocks`.
+        num_indexed: number of leading blocks that are in the prefix cache.
+        states: for recurrent layers, maps a number of tokens to the slot of the state after them.
+        num_draft_computed: by MTP layer, number of leading positions whose K and V are in `blocks`.
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_indexed: int = 0
+    states: dict[int, int] = field(default_factory=dict)
+    num_draft_computed: dict[int, int] = field(default_factory=dict)
+
+    def take_from(self, other: CachedBlocks) -> None:
+        """Move everything from `other`, which is empty afterwards."""
+        empty = CachedBlocks()
+        for name in CachedBlocks.__slots__:
+            setattr(self, name, getattr(other, name))
+            setattr(other, name, getattr(empty, name))
+
+    def truncate_draft_cache(self, num_tokens: int) -> None:
+        """Keep only slots of MTP layers that depend on no token after the first `num_tokens`."""
+        for layer, count in self.num_draft_computed.items():
+            self.num_draft_computed[layer] = min(count, max(0, num_tokens - 1 - layer))
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Sequence:
-    """The ids and the block table of one sample, or one beam, of one request."""
+class Sequence(CachedBlocks):
+    """The ids of one sample, or one beam, of one request, and what is computed of them."""
 
     request: Request
     index: int
@@ -206,14 +237,8 @@ class Sequence:
     routing: Tensor | None = None  # read from its blocks when it ends
     indices: Tensor | None = None  # likewise
     number: int = 0  # order of arrival, the tie-breaker of `rank`; kept through preemption
-    blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)  # of its full blocks, computed or not
-    num_computed: int = 0  # positions whose K and V are in the store
-    num_indexed: int = 0  # leading blocks that are in the prefix cache
-    states: dict[int, int] = field(default_factory=dict)  # number of tokens to the state's slot
     snapshot: bytes | None = None  # key of its latest state that was cached while decoding
-    # By MTP layer: positions whose K and V are in its blocks.
-    num_draft_computed: dict[int, int] = field(default_factory=dict)
     # Candidates of a beam's next token, until all beams of its request have theirs; and its record.
     candidates: Candidates | None = None
     next_token: Token = field(default_factory=Token)
@@ -303,11 +328,6 @@ class Sequence:
             num_candidates=0 if request.search is None else request.search.num_candidates,
         )
 
-    def truncate_draft_cache(self, num_slots: int) -> None:
-        """Keep at most the first `num_slots` draft-cache slots of each MTP layer valid."""
-        for layer, count in self.num_draft_computed.items():
-            self.num_draft_computed[layer] = min(count, num_slots)
-
     def push(self, token_id: int, token: Token) -> None:
         """Append one token; finish the sequence if the token ends it or completes its grammar."""
         self.output_ids.append(token_id)
@@ -335,16 +355,14 @@ class Sequence:
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class SessionCache:
-    """The KV cache of one session between its turns.
+class SessionCache(CachedBlocks):
+    """The KV cache of one session between its turns; during a turn, its sequence has it.
 
     Attributes:
         max_length: maximum number of tokens of the conversation.
         idle_timeout_s: idle time after which blocks and reservation are returned; None for no limit.
-        token_ids: the tokens of which `blocks` hold K and V, one per position.
+        token_ids: the computed tokens.
         adapter: the adapter that computed them, as `Request.adapter`.
-        blocks: held while the session is idle; during a turn its sequence holds them.
-        num_indexed, states, num_draft_computed: as in `Sequence`.
         is_private: the blocks must not enter the prefix cache: they were loaded from a file, or computed
             before the prefix cache was cleared.
         last_used: end of the last turn, on the monotonic clock; infinite during a turn.
@@ -355,11 +373,7 @@ class SessionCache:
     max_length: int
     idle_timeout_s: float | None = None
     token_ids: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
-    num_indexed: int = 0
     adapter: int = 0
-    states: dict[int, int] = field(default_factory=dict)
-    num_draft_computed: dict[int, int] = field(default_factory=dict)
     is_private: bool = False
     last_used: float = field(default_factory=time.monotonic)
     closed: bool = False

@@ -89,8 +89,9 @@ def poison_draft_model(llm: LLM) -> None:
         drafts = plain(sequences, lengths)
         size = store.block_size
         for draft in drafts:
-            for i, block in enumerate(draft.blocks[draft.start // size :]):
-                rows = slice(draft.start % size if i == 0 else 0, size)
+            start = draft.cached.num_computed
+            for i, block in enumerate(draft.cached.blocks[start // size :]):
+                rows = slice(start % size if i == 0 else 0, size)
                 for tensor in store.tensors:
                     tensor[block, :, rows] = math.nan if tensor.is_floating_point() else 255
         return drafts

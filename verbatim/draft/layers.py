@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from verbatim.batch import ZERO_STATE, Batch, SamplePlan, SampleRow
-from verbatim.core import Sequence
+from verbatim.core import CachedBlocks, Sequence
 from verbatim.placement.distributed.group import StageGone
 from verbatim.placement.offload.cut import cut
 from verbatim.protocols import Runner
@@ -22,18 +22,15 @@ class ActiveDraft:
 
     Attributes:
         length: desired number of tokens; below 1: none.
-        start: first position to compute; MTP layers use `Sequence.num_draft_computed` instead.
-        blocks: block table of the layers' K and V.
-        states: for recurrent layers, maps a number of tokens to the slot of the state after them.
+        cached: what the layers have computed of the sequence: the sequence itself, unless they have blocks
+            of their own.
         ids: tokens drafted so far.
         grammar: state of the grammar after `ids`.
     """
 
     sequence: Sequence
     length: int
-    start: int
-    blocks: list[int]
-    states: dict[int, int]
+    cached: CachedBlocks
     ids: list[int] = field(default_factory=list)
     grammar: StructureState | None = None
 
@@ -92,10 +89,7 @@ class LayersProposer:
 
     def begin(self, sequences: list[Sequence], lengths: list[int]) -> list[ActiveDraft]:
         """Start one draft per sequence; shorter if there is too little memory for its K and V."""
-        return [
-            ActiveDraft(s, n, s.num_computed, s.blocks, {} if self._count else s.states)
-            for s, n in zip(sequences, lengths, strict=True)
-        ]
+        return [ActiveDraft(s, n, s) for s, n in zip(sequences, lengths, strict=True)]
 
     def info(self) -> dict[str, Any]:
         """Return the number of layers, as plain values."""
@@ -105,11 +99,12 @@ class LayersProposer:
         """Return the next token of each draft, or all that are missing; -1 if none can be drawn."""
         rows = [self._rows(draft, step) for draft in drafts]
         lasts = [end - 1 for end in accumulate(len(ids) for _, ids in rows)]
-        pairs = list(zip(drafts, rows, strict=True))
-        sources = [draft.states.get(start, ZERO_STATE) for draft, (start, _) in pairs]
-        targets = [draft.states.get(start + len(ids), ZERO_STATE) for draft, (start, ids) in pairs]
+        spans = [(draft.cached, *row) for draft, row in zip(drafts, rows, strict=True)]
+        # MTP layers have no states, so they read none of these.
+        sources = [cached.states.get(start, ZERO_STATE) for cached, start, _ in spans]
+        targets = [cached.states.get(start + len(ids), ZERO_STATE) for cached, start, ids in spans]
         batch = Batch.of(
-            [(ids, start, draft.blocks) for draft, (start, ids) in pairs],
+            [(ids, start, cached.blocks) for cached, start, ids in spans],
             lasts,
             states=(sources, lasts, targets),
         )
@@ -138,7 +133,7 @@ class LayersProposer:
         num_tokens = sequence.num_tokens
         if step > max(0, k):  # the slot after the layer's last one, from the last draft token
             return num_tokens - 1 + step - self._count, draft.ids[-1:]
-        start = draft.start
+        start = draft.cached.num_computed
         if self._count:
             # At least one slot, also if the last draft was not verified, as when its step was interrupted.
             start = min(sequence.num_draft_computed.get(k, 0), num_tokens - 2)

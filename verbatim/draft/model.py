@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from verbatim.batch import Batch, SampleRow
-from verbatim.core import Sequence
+from verbatim.core import CachedBlocks, Sequence
 from verbatim.draft.layers import ActiveDraft, LayersProposer
 from verbatim.engine.sessions import num_in_common
 from verbatim.kv.blocks import BlockPool
@@ -54,19 +54,14 @@ class DraftModelLayers(DraftLayers):
 
 
 @dataclass(slots=True)
-class DraftCache:
+class DraftCache(CachedBlocks):
     """The draft model's cache of one sequence.
 
     Attributes:
-        blocks, num_computed, num_indexed, states: as in `Sequence`, for the sequence's own ids.
         num_tokens: length of the sequence at its last draft.
         draft_ids: that draft. K and V of all its tokens but the last follow those of the sequence.
     """
 
-    blocks: list[int] = field(default_factory=list)
-    num_computed: int = 0
-    num_indexed: int = 0
-    states: dict[int, int] = field(default_factory=dict)
     num_tokens: int = 0
     draft_ids: list[int] = field(default_factory=list)
 
@@ -186,7 +181,7 @@ class DraftModelProposer(LayersProposer):
         if end >= num_tokens:
             in_prefill |= first
         length = end - num_tokens + 1
-        draft = ActiveDraft(sequence, length, cache.num_computed, cache.blocks, cache.states)
+        draft = ActiveDraft(sequence, length, cache)
         cache.num_tokens, cache.draft_ids = num_tokens, draft.ids
         return draft
 

@@ -142,11 +142,7 @@ class Sessions:
         self._cut(cache, kept)
         if kept % self.block_size and not self.pool.is_shared(cache.blocks[-1]):
             self.pool.forget_block(cache.blocks[-1])  # the turn writes to it
-        sequence.blocks, cache.blocks = cache.blocks, []
-        sequence.states, cache.states = cache.states, {}
-        sequence.num_computed = kept
-        sequence.num_indexed = cache.num_indexed
-        sequence.num_draft_computed = cache.num_draft_computed.copy()
+        sequence.take_from(cache)
         cache.is_private = cache.is_private and kept > 0
         self._clear(cache)
 
@@ -162,13 +158,10 @@ class Sessions:
             or sequence.request.params.forces_choices  # K and V differ from the ids' own
         ):
             return
-        cache.token_ids = sequence.token_ids(0, sequence.num_computed)
+        cache.take_from(sequence)
+        cache.token_ids = sequence.token_ids(0, cache.num_computed)
         cache.adapter = sequence.request.adapter
-        cache.blocks, sequence.blocks = sequence.blocks, []
-        cache.states, sequence.states = sequence.states, {}
-        cache.num_indexed = sequence.num_indexed
-        cache.num_draft_computed = sequence.num_draft_computed.copy()
-        self._cut(cache, sequence.num_computed)
+        self._cut(cache, cache.num_computed)
         if cache.blocks:
             self._idle[cache] = None
 
@@ -176,6 +169,7 @@ class Sessions:
         """Give a session blocks that were filled with the K and V of `token_ids` from a file."""
         assert not cache.blocks
         cache.token_ids, cache.blocks, cache.is_private = token_ids, blocks, True
+        cache.num_computed = len(token_ids)
         self._idle[cache] = None
 
     def free_block(self) -> bool:
@@ -209,19 +203,16 @@ class Sessions:
         needed = -(-num_tokens // self.block_size)
         self.pool.give_back(cache.blocks[needed:])
         del cache.blocks[needed:], cache.token_ids[num_tokens:]
-        left = len(cache.token_ids)
-        cache.num_indexed = min(cache.num_indexed, left // self.block_size)
-        for layer, count in cache.num_draft_computed.items():
-            # A slot of an MTP layer also depends on the tokens after it.
-            cache.num_draft_computed[layer] = min(count, max(0, left - 1 - layer))
+        cache.num_computed = len(cache.token_ids)
+        cache.num_indexed = min(cache.num_indexed, cache.num_computed // self.block_size)
+        cache.truncate_draft_cache(cache.num_computed)
         self.states.keep(cache, num_tokens)
         if not cache.blocks:
             self._clear(cache)
 
     def _clear(self, cache: SessionCache) -> None:
         """Reset a cache that holds no block."""
-        cache.token_ids, cache.num_indexed, cache.adapter = [], 0, 0
-        cache.num_draft_computed = {}
+        cache.token_ids, cache.adapter = [], 0
         self._idle.pop(cache, None)
 
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from verbatim.batch import ZERO_STATE, Batch
-from verbatim.core import Sequence
+from verbatim.core import CachedBlocks
 from verbatim.kv.blocks import BlockPool
 from verbatim.kv.flat import BlockStore
 
@@ -96,14 +96,8 @@ def open_states(
     return StateStore(shapes, num_slots, device or torch.device("cpu")) if shapes else None
 
 
-class HasStates(Protocol):
-    """An owner of states: `states` maps a number of tokens to the slot after them."""
-
-    states: dict[int, int]
-
-
 class StateSlots:
-    """Allocates slots to sequences. `Sequence.states` maps a number of tokens to the slot after them.
+    """Allocates slots to sequences. `CachedBlocks.states` maps a number of tokens to the slot after them.
 
     Between two steps, a sequence has one slot, for its computed tokens. A step reserves slots for the states
     that it writes; slots that are not kept after the step are freed.
@@ -121,37 +115,37 @@ class StateSlots:
         """Return how many of `wanted` slots can be taken; all of them if the model has no states."""
         return min(wanted, self.pool.num_free) if self.enabled else wanted
 
-    def reserve(self, sequence: HasStates, positions: Iterable[int]) -> None:
+    def reserve(self, cached: CachedBlocks, positions: Iterable[int]) -> None:
         """Take a slot for the state after each of these numbers of tokens; a slot must be free for each."""
         if self.enabled:
-            new = [p for p in positions if p not in sequence.states]
-            sequence.states.update(zip(new, self.pool.take(len(new)), strict=True))
+            new = [p for p in positions if p not in cached.states]
+            cached.states.update(zip(new, self.pool.take(len(new)), strict=True))
 
-    def keep(self, sequence: HasStates, position: int) -> None:
+    def keep(self, cached: CachedBlocks, position: int) -> None:
         """Free a sequence's slots, except the one of the state after `position` tokens."""
-        if len(sequence.states) > (position in sequence.states):
-            self.pool.give_back([slot for p, slot in sequence.states.items() if p != position])
-            sequence.states = {p: slot for p, slot in sequence.states.items() if p == position}
+        if len(cached.states) > (position in cached.states):
+            self.pool.give_back([slot for p, slot in cached.states.items() if p != position])
+            cached.states = {p: slot for p, slot in cached.states.items() if p == position}
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
+    def fork(self, parent: CachedBlocks, child: CachedBlocks) -> None:
         """Give `child` the state of `parent`."""
         slot = parent.states.get(parent.num_computed)
         if slot is not None:
             self.pool.share([slot])
             child.states = {parent.num_computed: slot}
 
-    def attach(self, sequence: Sequence, position: int, keys: list[bytes]) -> None:
+    def attach(self, cached: CachedBlocks, position: int, keys: list[bytes]) -> None:
         """Give a sequence the cached state after `position` tokens, the prefix with these keys."""
         if self.enabled and keys:
             (slot,) = self.pool.find(keys[-1:])
             self.pool.share([slot])
-            sequence.states = {position: slot}
+            cached.states = {position: slot}
 
-    def remember(self, sequence: Sequence, position: int, key: bytes) -> None:
+    def remember(self, cached: CachedBlocks, position: int, key: bytes) -> None:
         """Cache the state after the prefix with this key, if the sequence has it."""
-        slot = sequence.states.get(position)
+        slot = cached.states.get(position)
         if slot is not None:
-            sequence.states[position] = self.pool.remember(slot, key)
+            cached.states[position] = self.pool.remember(slot, key)
 
     def longest(self, keys: list[bytes]) -> int:
         """Return the largest number of leading keys after which a state is cached."""
