@@ -91,12 +91,13 @@ def _open_draft_model(
     else:
         kv_bytes = memory_bytes(draft.kv_memory, device.total_memory)
     limit, _ = max_length_of(inner.config)
+    num_embeddings = _num_embeddings(inner, spec.vocab_size)
+    layers = DraftModelLayers(decoder, runner.vocab_size, num_embeddings)
     try:
-        draft_runner = open_resident(decoder, small, replace(options, kv_bytes=kv_bytes), limit)
+        options = replace(options, kv_bytes=kv_bytes)
+        draft_runner = open_resident(decoder, small, options, limit, layers)
     except OutOfBlocks as error:
         raise OutOfBlocks(f"DraftModel: {error}") from None
-    num_embeddings = _num_embeddings(inner, spec.vocab_size)
-    draft_runner.draft_layers = DraftModelLayers(decoder, runner.vocab_size, num_embeddings)
     return DraftModelProposer(
         draft_runner,
         options.max_batch_tokens,

@@ -21,7 +21,7 @@ from verbatim.errors import EngineClosed, InvalidRequest, NotSupported
 from verbatim.kv.blocks import BlockPool
 from verbatim.kv.prefix_folder import PrefixFolder
 from verbatim.kv.states import StateSlots
-from verbatim.model.early_exit import EarlyExit
+from verbatim.model.early_exit import EarlyExit, open_draft_layers
 from verbatim.model.limits import eos_ids_of, max_length_of, placeholders_of
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.mtp_source import Mtp
@@ -140,7 +140,9 @@ def _open_here(model: ToOpen, weak: bool) -> Placed:
             )
         return Placed(open_kv_caches(loaded, options, limit, weak=weak), options)
     decoder = open_decoder(loaded, options, weak=weak)
-    return Placed(open_resident(decoder, loaded, options, limit, draft), options)
+    with options.device.current():
+        layers = open_draft_layers(draft, decoder, loaded)
+    return Placed(open_resident(decoder, loaded, options, limit, layers), options)
 
 
 def _identify(loaded: LoadedModel, options: EngineOptions, source: ModelSource | None) -> str:

@@ -18,10 +18,8 @@ from verbatim.kv.states import open_states
 from verbatim.kv.store import KVStore, cache_info
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
-from verbatim.model.early_exit import EarlyExit, open_draft_layers
 from verbatim.model.fingerprint import writes_to
 from verbatim.model.loader import Checkpoint, LoadedModel
-from verbatim.model.mtp_source import Mtp
 from verbatim.model.packed import weight_info
 from verbatim.model.packing import PackingReport
 from verbatim.model.products import threads
@@ -281,17 +279,14 @@ def open_resident(
     loaded: LoadedModel,
     options: EngineOptions,
     limit: int | None,
-    draft: Mtp | EarlyExit | None = None,
+    draft_layers: DraftLayers | None = None,
 ) -> Resident:
     """Open a decoder with its KV store, and layers that draft with theirs, in this process's memory.
 
     Raises:
-        InvalidRequest, NotSupported, ModelError: the layers that draft can't be opened.
         OutOfBlocks: the memory does not hold one block, or can't be allocated.
     """
-    spec, device = decoder.spec, options.device
-    with device.current():
-        drafts = open_draft_layers(draft, decoder, loaded)
+    spec, drafts = decoder.spec, draft_layers or DraftLayers()
     token_bytes = options.token_bytes(spec, drafts)
     state_bytes = sum(shape.nbytes for shape in spec.states)
     num_states = options.num_states(state_bytes)

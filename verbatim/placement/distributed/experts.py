@@ -14,6 +14,7 @@ from torch import Tensor
 
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.model.decoder import Decoder
+from verbatim.model.early_exit import open_draft_layers
 from verbatim.model.experts import ExpertShare, is_stacked, run_experts
 from verbatim.model.spec import inner_model
 from verbatim.options import rank_of
@@ -112,7 +113,8 @@ def open_expert_parallel(model: ToOpen, choice: ExpertParallel) -> Placed:
         if options.kv_bytes is None:
             kv_bytes = options.kv_budget // used.count(used[group.rank])
             options = replace(options, kv_bytes=kv_bytes)
-        runner = open_resident(decoder, loaded, options, limit, draft)
+        layers = open_draft_layers(draft, decoder, loaded)
+        runner = open_resident(decoder, loaded, options, limit, layers)
     decoder.record_steps(lambda: None)  # a step waits for the other ranks, in every layer
     runner.cuts = cut.ranges
     runner.placement = {
