@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from verbatim.kv.recurrence import scan, tree_sum, weighted_mean
 from verbatim.kv.states import StateShape
@@ -70,32 +69,30 @@ def _rg_lru(layer: Any, x: Tensor, position_ids: Tensor) -> Tensor:
 def _zaya_projection(
     layer: Any, hidden_states: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compressed convolutional attention (Figliolia et al. 2025, arXiv:2510.04476), as ZAYA has it.
-
-    A convolution of channels, the rows before that one of heads needs of it, and the delayed row of half of
-    the values are one convolution, with channels for each.
-    """
+    """Compressed convolutional attention (Figliolia et al. 2025, arXiv:2510.04476), as ZAYA has it."""
     width, group = layer.head_dim, layer.num_key_value_groups
-    first, second = layer.conv_qk_depthwise, layer.conv_qk_grouped
     query, key = layer.q_proj(hidden_states), layer.k_proj(hidden_states)
-    lags, taps = second.kernel_size[0], first.weight[:, 0]
-    size = max(2, taps.shape[1] + lags - 1)
-    shifted = [pad(taps, (size - taps.shape[1] - lag, lag)) for lag in reversed(range(lags))]
-    delay = pad(taps.new_ones(hidden_states.shape[-1], 1), (size - 2, 1))
-    rows = torch.cat([*[query, key] * lags, hidden_states], dim=-1).transpose(1, 2)
-    mixed = causal_conv1d(rows, torch.cat([*shifted, delay])).transpose(1, 2)
-    mixed, delayed = mixed.split([lags * len(taps), hidden_states.shape[-1]], dim=-1)
-    # The bias is added behind the states: transformers pads with zeros in front of the first convolution,
-    # so that the second one finds the bias there.
-    inputs = mixed.unflatten(-1, (lags, -1)).transpose(-1, -2) + first.bias[:, None]
-    weight = second.weight.flatten(1).unflatten(0, (second.groups, -1))
-    mixed = _by_head(inputs.flatten(2), weight) + second.bias
+    mixed = _zaya_convolutions(layer, torch.cat([query, key], dim=-1))
     q, k, mixed = (x.unflatten(-1, (-1, width)) for x in (query, key, mixed))
     q = (q + k.repeat_interleave(group, dim=2)) * 0.5
     k = tree_sum(q.unflatten(2, (-1, group)), 3) / group
-    values = [layer.v_proj_current(hidden_states), layer.v_proj_delayed(delayed)]
+    values = [layer.v_proj_current(hidden_states), layer.v_proj_delayed(previous(hidden_states))]
     v = torch.cat(values, dim=-1).unflatten(-1, (-1, width))
     return mixed[:, :, : q.shape[2]] + q, mixed[:, :, q.shape[2] :] + k, v
+
+
+def _zaya_convolutions(layer: Any, rows: Tensor) -> Tensor:
+    """Convolve channels, then heads, `[B, T, C]`."""
+    first, second = layer.conv_qk_depthwise, layer.conv_qk_grouped
+    # The bias is added behind the states: transformers pads with zeros in front of the first convolution,
+    # so that the second one finds the bias there.
+    taps = [causal_conv1d(rows.transpose(1, 2), first.weight[:, 0]).transpose(1, 2)]
+    for _ in range(1, second.kernel_size[0]):
+        taps.append(previous(taps[-1]))
+    inputs = torch.stack(taps[::-1], dim=-1) + first.bias[:, None]
+    weight = second.weight.flatten(1).unflatten(0, (second.groups, -1))
+    out: Tensor = _by_head(inputs.flatten(2), weight) + second.bias
+    return out
 
 
 def _by_head(rows: Tensor, weight: Tensor) -> Tensor:
