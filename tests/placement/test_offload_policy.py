@@ -25,7 +25,7 @@ from verbatim.placement.offload import machine as machines
 from verbatim.placement.offload.cost import Forecast, Load, Prediction
 from verbatim.placement.offload.machine import NOMINAL, Machine, measure
 from verbatim.placement.offload.plan import Plan
-from verbatim.placement.offload.planner import Planner, _by_turns
+from verbatim.placement.offload.planner import Planner
 from verbatim.placement.offload.report import amount, compared
 from verbatim.placement.offload.shape import ModelShape, SlotShape, UnitShape
 from verbatim.placement.options import EngineOptions, engine_options
@@ -104,14 +104,6 @@ def test_a_head_larger_than_six_layers_is_kept_rather_than_streamed():
     assert plan.tiers[head] == "gpu"
     assert plan.memory["ring"] < shape.slots[head].nbytes  # which it would be at least, streamed
     assert 0 < plan.weights[2] < 100
-
-
-def test_layers_and_pieces_of_a_head_stay_in_memory_by_the_same_share():
-    layers, piece = [(0, 1, 2, 3), (4, 5, 6, 7)], (8,)
-    slots = tuple(SlotShape(1000, PAGE) for _ in range(8))
-    shape = replace(SMALL, slots=(*slots, SlotShape(4000, PAGE)))
-    # Halves of both layers, then the piece, which is whole or not there, then the other halves.
-    assert _by_turns(shape, [*layers, piece]) == [0, 4, 1, 5, 8, 2, 6, 3, 7]
 
 
 def test_k_and_v_go_to_a_disk_that_is_fast_and_not_to_one_that_is_slow_to_write():

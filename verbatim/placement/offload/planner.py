@@ -515,16 +515,15 @@ def _weights(shape: ModelShape) -> list[list[Item]]:
 
 
 def _by_turns(shape: ModelShape, units: list[tuple[int, ...]]) -> list[int]:
-    """Return slots of units so that any beginning of them has about the same share of each unit's bytes.
+    """Return slots of units so that any beginning of them is spread evenly over the units.
 
-    That keeps the ring small, which holds two neighbours, and spreads reading over all of a step.
+    That keeps the ring small, which holds two neighbours.
     """
-    ranked, sizes = [], [slot.nbytes for slot in shape.slots]
-    for number, slots in enumerate(units):
-        before, total = 0.0, max(1, sum(sizes[i] for i in slots))
-        for i in sorted(slots, key=lambda i: -sizes[i]):
-            ranked.append(((before + sizes[i] / 2) / total, number % 2, number, i))
-            before += sizes[i]
+    ranked = [
+        (place, number % 2, number, slot)
+        for number, slots in enumerate(units)
+        for place, slot in enumerate(sorted(slots, key=lambda i: -shape.slots[i].nbytes))
+    ]
     return list(dict.fromkeys(slot for *_, slot in sorted(ranked)))
 
 
