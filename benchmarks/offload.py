@@ -9,11 +9,11 @@ every layer; random weights choose all experts about equally often, from which a
 
 Each engine runs in a process of its own, which, after its imports, joins a control group with the memory
 limit (as root, with cgroup v1 or v2; otherwise only the peak is told). Both decode the same prompts; the
-time of a step is that of the steps behind the first token. A step can't be faster than the longer of its
-reading and its computing. Reading takes what the same file gives when nothing else runs, measured in the same
-processes between two generations. Computing is what the same steps compute: products, attention, norms and
-the draw. Beside it is told what the products alone take on weights in memory, measured like reading. Bytes
-read are the operating system's.
+time of a step is that of the steps behind the first token. A step takes at least as long as its reading and
+as its products. Both are measured in the same processes between two generations: reading by what the same
+file gives when nothing else runs, products on weights in memory. "Busy" is the share of a step that reading,
+or all that it computes (products, attention, norms, the draw) would take alone. As the latter is timed in
+the step itself, this shows waiting and overhead, not slow computing. Bytes read are the operating system's.
 
 `--quick` is a small run to see that all is well. Figures of a shared machine: compare ratios.
 """
@@ -364,15 +364,15 @@ def run_verbatim(args: argparse.Namespace, cap: int, *, whole: bool = False) -> 
         raise SystemExit(1)
     step, rate = found["step_s"], found["rows"] / found["step_s"]
     io_s, products_s = found["weights_per_step"] / found["bandwidth"], found["products_s"]
-    limit = max(io_s, found["computing_s"])
+    limit, busy = max(io_s, products_s), max(io_s, found["computing_s"])
     print(
         f"{found['plan']}\n"
         f"verbatim: step of {found['rows']} rows {step:.3f} s ({rate:.1f} tokens/s), opened in "
         f"{found['opened_s']:.1f} s; {found['how']}; {found['experts']}\n"
         f"  limit {limit:.3f} s: reading {found['weights_per_step'] / 1e9:.2f} GB of weights at "
-        f"{found['bandwidth'] / 1e9:.2f} GB/s takes {io_s:.3f} s, computing {found['computing_s']:.3f} s; "
-        f"reached {100 * limit / step:.0f} %, and {100 * max(io_s, products_s) / step:.0f} % of the longer "
-        f"of reading and products alone, {products_s:.3f} s\n"
+        f"{found['bandwidth'] / 1e9:.2f} GB/s takes {io_s:.3f} s, products {products_s:.3f} s; "
+        f"reached {100 * limit / step:.0f} %; busy {100 * busy / step:.0f} %: computing takes "
+        f"{found['computing_s']:.3f} s\n"
         f"  predicted {found['predicted_s']:.3f} s a forward, actual {found['actual_s']:.3f} s; "
         f"{found['kv_share_on_disk']:.0f} % of K and V on the disk\n"
         f"  read from disk per step {found['read_per_step'] / 1e9:.2f} GB, peak over the baseline "

@@ -37,6 +37,7 @@ class CacheHolder:
 
     @property
     def closed(self) -> bool:
+        """True if the session or its engine was closed."""
         return self._closed or self._handle.closed
 
     def close(self) -> None:
@@ -155,7 +156,11 @@ class Session(CacheHolder):
 
     @property
     def position(self) -> int:
-        """Number of tokens so far. Set it to roll back: later tokens are dropped."""
+        """Number of tokens so far. Set it to roll back: later tokens are dropped.
+
+        Raises:
+            EngineClosed, SessionBusy: when it is set.
+        """
         return len(self._state.token_ids)
 
     @position.setter

@@ -7,6 +7,7 @@ import gc
 import subprocess
 import sys
 import warnings
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,7 +53,7 @@ from verbatim.compat.coati import (
 from verbatim.opening import open_runner
 from verbatim.placement.actor import ActorDecoder
 from verbatim.placement.callbacks import CallbackDecoder
-from verbatim.placement.external import RowsRunner
+from verbatim.placement.external import Piece, RowsRunner
 from verbatim.placement.options import EngineOptions
 from verbatim.placement.resident import Resident
 
@@ -155,6 +156,15 @@ def test_the_functions_below_take_ids_in_place_of_a_tokenizer(model):
     *_, last = _sample_streaming(model, ids, 30, **ends, **given)
     *_, streamed = generate_streaming(model, ids, tokenizer(), 30, stop_token_ids=[[9]], **given)
     assert torch.equal(last, streamed) and last.shape == (2, 9)
+
+
+def test_greedy_leaves_torchs_generator_alone_and_a_seed_as_well(model):
+    before = torch.get_rng_state()
+    greedy(model)
+    generate(model, IDS, TOK, P + 3, seed=5)
+    with pytest.raises(InvalidRequest):
+        generate(model, IDS, TOK, P + 3, top_p=2.0)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_recording_hook_sees_every_step_and_changes_nothing(model):
@@ -288,6 +298,12 @@ def test_what_fills_a_row_after_its_end(model):
         for runs in (model, DictActor(model)):
             row = new(greedy(runs, tok=tok, **stop, **kwargs))[0]
             assert row[:2] == free[0][:2] and row[2:] == [pad] * 8
+
+
+def test_without_a_pad_of_the_tokenizer_every_id_is_a_token(model):
+    row = [PAD, PAD, 7, 9]
+    tokens = greedy(model, torch.tensor([row]), tokenizer(None, None), 10)[0, 4:].tolist()
+    assert tokens == by_hand(own_logits(model), row, 6)
 
 
 def test_left_padding_leaves_gpt2_its_tokens_under_a_hook_without_positions(gpt2):
@@ -445,6 +461,18 @@ def test_an_engine_of_one_call_is_closed_with_it(model, monkeypatch):
     assert closed == ["actor", "callbacks", "actor"]
 
 
+def test_a_stream_of_an_actor_lets_go_of_it_when_closed(model):
+    actor = DictActor(copy.deepcopy(model)).train()
+    gone = weakref.ref(actor)
+    stream = generate_streaming(actor, IDS, ENDLESS, P + 40)
+    next(stream)
+    assert all(layer.training for layer in actor.modules())
+    stream.close()
+    del stream, actor
+    gc.collect()
+    assert gone() is None
+
+
 def test_an_engine_closed_by_somebody_else_is_an_error_and_no_short_answer(model):
     llm = LLM(model, kv_memory="4MB")
     stream = generate_streaming(llm, IDS, ENDLESS, P + 40)
@@ -553,6 +581,22 @@ def test_an_actors_row_has_the_same_bits_alone_in_a_batch_and_after_evictions(dt
     assert run(ROWS) == alone
     assert run(ROWS, blocks=9, tokens=7) == alone
     assert preemptions[-1] > 0 and not any(preemptions[:-1])
+
+
+def test_an_actors_arguments_reach_its_forward_at_every_call(model):
+    class Scaled(DictActor):
+        def forward(self, input_ids, scale, attention_mask=None):
+            logits = self.model(input_ids, attention_mask=attention_mask).logits
+            return {"logits": logits * scale}
+
+    actor = Scaled(model)
+    assert torch.equal(greedy(actor, scale=1.0), greedy(model))
+    out = new(greedy(actor, scale=-1.0))
+    assert out == [by_hand(lambda ids: -model(ids).logits, row, 10) for row in ROWS]
+    with pytest.raises(InvalidRequest, match="scales: the forward of Scaled takes no such"):
+        greedy(actor, scales=1.0)
+    with pytest.raises(NotSupported, match=r"scale is a tensor of shape \[4, 1\]"):
+        greedy(actor, scale=torch.ones(4, 1))
 
 
 def test_a_model_that_keeps_an_unknown_state_runs_row_by_row(monkeypatch):
@@ -932,6 +976,30 @@ def test_rows_that_lose_their_blocks_under_hooks_are_computed_anew(gpt2):
             results = llm.engine.run(llm._admit_rows(ROWS, params))
             assert [result.outputs[0].token_ids for result in results] == expected
         assert begun[0] and any(begun[1:]) == ((blocks, tokens, seats) != (64, 64, 8))
+
+
+def test_a_row_that_missed_a_step_is_not_taken_on_behind_a_hole(gpt2):
+    hooks = prepare_inputs_fn, update_model_kwargs_fn
+    ids = IDS[:2]
+    decoder = CallbackDecoder(gpt2, *hooks, ids, (ids != PAD).long(), {}, PAD)
+
+    def logits(**grown):
+        """Of both rows' pieces after these tokens; each row keeps its place in the store."""
+        pieces = []
+        for row, more in ((0, grown.get("first")), (1, grown.get("second"))):
+            if more is not None:
+                all_ids = torch.tensor(ROWS[row] + more)
+                at = torch.arange(len(all_ids))
+                pieces.append(Piece(all_ids, len(at) - 1, 16 * (row + 1) + at, at[-1:]))
+        with torch.no_grad():
+            found = torch.cat(decoder.run_rows(pieces))
+            alone = [own_logits(gpt2)(piece.ids[None])[0, -1] for piece in pieces]
+        torch.testing.assert_close(found, torch.stack(alone), atol=1e-4, rtol=1e-4)
+
+    logits(first=[], second=[])
+    logits(first=[7])
+    logits(first=[7, 8], second=[9])
+    logits(first=[7, 8, 5], second=[9, 5])
 
 
 class Mine(Exception):

@@ -1145,8 +1145,10 @@ def test_streams_bring_growing_results_that_end_as_the_request_does(controller):
 def test_the_streams_of_a_refused_batch_end_with_its_error(controller, keys, prompts):
     requests = requests_of(*mixed(), prompts=prompts)
     streams = {key: AsyncStream(10, lambda: None) for key in keys}
+    before = torch.get_rng_state()
     with pytest.raises(InvalidRequest, match=None if prompts else "active_streams") as refused:
         controller.generate_all_output_tokens_static_batch(requests, streams)
+    assert prompts or torch.equal(torch.get_rng_state(), before)
     for stream in streams.values():
         with pytest.raises(InvalidRequest) as raised:
             read_texts(stream)

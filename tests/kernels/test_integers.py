@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from fractions import Fraction
 
 import pytest
@@ -185,3 +188,32 @@ def test_side_by_side_with_matrices_of_other_kinds() -> None:
     weights.append(Packed(pack(plain, packing), packing))
     alone = [linear(x, w) for w in weights]
     assert bit_equal(multiply_together(x, weights, [None] * len(weights)), torch.cat(alone, 1))
+
+
+_SCRIPT = """
+import torch
+from verbatim.model.products import Packed, linear
+from verbatim.model.quantization import Quantization
+from verbatim.model.quantize import pack
+from verbatim.model.weight_packing import WeightPacking
+
+torch.manual_seed(0)
+x = torch.randn(20, 333)
+for bits in (8, 4):
+    packing = WeightPacking((70, 333), x.dtype, Quantization(bits, 64, activation_bits=8))
+    print(linear(x, Packed(pack(torch.randn(70, 333), packing), packing)).view(torch.int32).tolist())
+"""
+
+
+@pytest.mark.skipif("avx512" not in kernels.available(), reason="the processor has no AVX-512")
+def test_vnni_and_its_emulation_have_the_same_bits() -> None:
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", _SCRIPT],
+            env={**os.environ, "VERBATIM_KERNELS": "avx512", **more},
+            check=True,
+            capture_output=True,
+        ).stdout
+        for more in ({}, {"VERBATIM_NO_VNNI": "1"})
+    ]
+    assert outputs[0] and outputs[0] == outputs[1]

@@ -27,6 +27,7 @@ from verbatim.errors import (
 )
 from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder
+from verbatim.model.early_exit import EarlyExit
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.routing import Records, open_records
 from verbatim.params import CHOICES
@@ -318,6 +319,12 @@ def test_a_part_takes_the_memory_of_its_own_weights(
         with pytest.raises(EngineClosed):
             part.decoder.module  # noqa: B018
     assert all(p.untyped_storage().nbytes() <= 4 for p in skeleton.module.parameters())
+    for draft in (None, EarlyExit(1)):
+        ends = zip((0, 2), split.outside_bytes(draft), strict=False)
+        for layer, outside in ends:
+            parameters = split.parameters(layer, layer + 1, draft)
+            needed = sum(skeleton.lazy_weights[p].nbytes for p in parameters)
+            assert outside == needed - split.layer_bytes[layer], (draft, layer)
 
 
 def test_layers_that_are_not_there_are_refused(folders: Callable[[str], Path]) -> None:

@@ -171,8 +171,8 @@ class EngineHandle:
         """The id that begins a text, of the tokenizer, else of the configs; None if none has a valid one."""
         ids = [getattr(self.admission.tokenizer, "bos_id", None)]
         ids += [getattr(c, "bos_token_id", None) for c in (self.generation_config, self.config)]
-        first = next((i for i in ids if isinstance(i, int)), -1)
-        return first if 0 <= first < self.admission.vocab_size else None
+        valid = range(self.admission.vocab_size)
+        return next((i for i in ids if isinstance(i, int) and i in valid), None)
 
     @property
     def has_work(self) -> bool:

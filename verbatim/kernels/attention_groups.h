@@ -5,7 +5,7 @@
 // row, so what is held for a token depends on nothing but that token. The product is exact in a
 // float (8 bits times 8), so an element has one rounding and the same bits on every instruction
 // set. At 4 bits byte i of a group holds element i (low half) and element i + ceil(group / 2); only
-// the last group may be short. `verbatim/kv/quantized.py` says the same in torch, bit for bit.
+// the last group may be short. `verbatim/kernels/packed_rows.py` says the same in torch, bit for bit.
 #pragma once
 
 #include "attention_rows.h"

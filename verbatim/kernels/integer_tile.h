@@ -8,6 +8,8 @@
 #include "step.h"
 #include "integer_rows.h"
 
+#include <cstdlib>
+
 namespace {
 
 constexpr int BLOCK_COLS = 32, BLOCK_VECTORS = BLOCK_COLS / 16;
@@ -20,12 +22,13 @@ constexpr int TILE_ROWS = 8;  // 16 sums of whole numbers, 2 weights and a row f
 constexpr int TILE_ROWS = 2;
 #endif
 
-// f(whether the processor has VNNI's instruction), as a constant.
+// f(whether to use VNNI's instruction), as a constant. VERBATIM_NO_VNNI, for tests, does without.
 template <typename F> static inline void with_vnni(F f) {
 #if defined(__AVX512VNNI__)
     f(std::true_type());
 #elif defined(__AVX512BW__)
-    static const bool there = __builtin_cpu_supports("avx512vnni");
+    static const bool there =
+        __builtin_cpu_supports("avx512vnni") && !std::getenv("VERBATIM_NO_VNNI");
     there ? f(std::true_type()) : f(std::false_type());
 #else
     f(std::false_type());

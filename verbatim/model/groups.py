@@ -1,6 +1,6 @@
 """Quantization of groups in torch: the reference of the packing kernels.
 
-`quantize.py` describes the layout.
+`kernels/packed_rows.py` describes the layout.
 """
 
 from __future__ import annotations

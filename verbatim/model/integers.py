@@ -2,7 +2,7 @@
 
 For a row x and a weight's group of K: `xs = max|x| / 127` and the codes `round(x * (127 / max|x|))`, to even,
 in float32. A group with a maximum below 2^-100 is zero; one with a NaN or an infinity makes its row NaN. A
-weight is `low + scale * code` (`quantize.py`), so a group contributes
+weight is `low + scale * code` (`kernels/packed_rows.py`), so a group contributes
 
     xs * (scale * D + low * S)        D: the sum of both codes' products, S: of the activations' codes
 

@@ -140,10 +140,10 @@ def run_static_batch(
             raise InvalidRequest(
                 f"{name} is {type(given).__name__}; it must be a dict, by request id"
             )
-    handle, seed = translation.llm.engine, draw_seed()
     error: BaseException | None = None
     try:
         by_id = _by_request(streams, requests)
+        handle, seed = translation.llm.engine, draw_seed()
         rows = [translation.admit(each, row, seed) for row, each in enumerate(requests.values())]
         for (number, request), admitted in zip(requests.items(), rows, strict=True):
             translation.begin(request, admitted)

@@ -1,4 +1,4 @@
-"""Quantized K and V in kernels: the same bytes as `verbatim.kv.quantized`, which describes the format."""
+"""Quantized K and V in kernels: the same bytes as `kernels/packed_rows.py`, which describes the format."""
 
 from __future__ import annotations
 

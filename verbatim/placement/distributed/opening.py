@@ -45,8 +45,8 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
     """
     loaded, source, options, limit, draft = model
     with ExitStack() as undo:
-        hosts: Any = cluster.hosts or _hosts(cluster.address)
-        undo.callback(hosts.close)
+        if cluster.hosts is not None:
+            undo.callback(cluster.hosts.close)
         split = Split(loaded)
         described = describe_draft(draft)
         first, last, everywhere = split.outside_bytes(draft)
@@ -56,6 +56,8 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
         cuts, spills = tuple(split.cuts), cluster.offload is not None
         layout = LayerSizes(tuple(split.layer_bytes), (first, last), everywhere, cuts, spills)
         _check(cluster, layout)
+        hosts: Any = cluster.hosts or _hosts(cluster.address)
+        undo.callback(hosts.close)
         told: Message = {
             "source": source,
             "options": options,
@@ -106,7 +108,7 @@ def _hosts(address: str | None) -> Hosts:
 
 
 def _check(cluster: Cluster, layout: LayerSizes) -> None:
-    """Refuse stages that this model can't be cut into, before any is started."""
+    """Refuse stages that this model can't be cut into, before any process is started."""
     most = len(layout.cuts) + 1
     if cluster.stages is not None and cluster.stages > most:
         raise InvalidRequest(
