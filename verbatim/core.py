@@ -195,7 +195,7 @@ class Token(NamedTuple):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class CachedBlocks:
-    """What is computed of the first tokens of a sequence, in blocks and slots of one runner.
+    """The KV cache and the recurrent states of one sequence, in blocks and slots of one runner.
 
     Attributes:
         blocks: the block table.
@@ -226,7 +226,7 @@ class CachedBlocks:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence(CachedBlocks):
-    """The ids of one sample, or one beam, of one request, and what is computed of them."""
+    """The ids of one sample, or one beam, of one request, with their KV cache."""
 
     request: Request
     index: int
