@@ -45,21 +45,37 @@ class Shield:
             if pending is not None:
                 handler(*pending)
 
-    @contextmanager
-    def down(self) -> Iterator[None]:
+    def down(self) -> _Lowered:
         """Allow SIGINT during a block within `up`; a deferred one is handled at its beginning."""
-        handler = self._handler
-        if handler is None:
-            yield
-            return
-        try:
-            signal.signal(signal.SIGINT, handler)
-            if self._pending is not None:
-                pending, self._pending = self._pending, None
-                handler(*pending)
-            yield
-        finally:
-            signal.signal(signal.SIGINT, self._defer)
+        return _Lowered(self)
 
     def _defer(self, *args: Any) -> None:
         self._pending = args
+
+
+class _Lowered:
+    """The block of `Shield.down`.
+
+    No generator: if Ctrl-C hits between its `yield` and the block, it is finalized at any later time, and
+    its end would defer SIGINT for good.
+    """
+
+    def __init__(self, shield: Shield) -> None:
+        self._shield = shield
+
+    def __enter__(self) -> None:
+        shield = self._shield
+        if shield._handler is None:
+            return
+        try:
+            signal.signal(signal.SIGINT, shield._handler)
+            if shield._pending is not None:
+                pending, shield._pending = shield._pending, None
+                shield._handler(*pending)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        if self._shield._handler is not None:
+            signal.signal(signal.SIGINT, self._shield._defer)

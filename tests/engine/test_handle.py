@@ -48,6 +48,7 @@ from verbatim.engine.scheduler import Scheduler
 from verbatim.errors import ModelChanged, QueueFull
 from verbatim.kv.blocks import BlockPool
 from verbatim.protocols import Forward
+from verbatim.shield import Shield
 
 PROMPT = random_ids(10, seed=3)
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, seed=4)
@@ -962,6 +963,17 @@ class Stress:
         assert self.has_seen_all, self.counts
         until(lambda: not self.handle.has_work)
         assert not self.handle._calls
+
+
+def test_ctrl_c_as_a_shield_is_lowered_defers_no_later_one() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    shield = Shield()
+    with shield.up():
+        lowered = shield.down()
+        lowered.__enter__()  # Ctrl-C right behind it: its end is never run
+    del lowered
+    gc.collect()
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 # Where it hits a callback of the garbage collector (hypothesis has one), nobody can raise it.
