@@ -22,6 +22,7 @@ from verbatim.drafters import open_drafting
 from verbatim.engine import drafting, scheduler
 from verbatim.errors import ModelError, OutOfBlocks
 from verbatim.placement.distributed import following
+from verbatim.sampling import grammar
 
 PROMPT = random_ids(21, seed=5)
 
@@ -63,6 +64,7 @@ def rows_of(calls: list[tuple[int, int]]) -> int:
 def test_a_structure_is_kept_in_mind_while_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (drafting, scheduler):  # a slow mask would cut a draft
         monkeypatch.setattr(module, "MASK_WAIT_S", 30.0)
+    monkeypatch.setattr(grammar, "SLOW_S", 30.0)  # and the steps after it would have none
     schema = {
         "type": "object",
         "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}},

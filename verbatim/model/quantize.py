@@ -47,34 +47,43 @@ def pack(weight: Tensor, packing: WeightPacking, name: str = "a weight") -> Tens
     Raises:
         ModelError: a NaN, an infinity, or a number too large.
     """
-    packed, _ = pack_and_measure(weight, packing, name)
-    return packed.to(weight.device)
+    return _pack(weight.cpu(), packing, name, None).to(weight.device)
 
 
 def pack_and_measure(
     weight: Tensor, packing: WeightPacking, name: str = "a weight"
 ) -> tuple[Tensor, tuple[float, float]]:
     """Run `pack` on the CPU, and `squared_error`, in one pass if the kernel can."""
-    out = torch.empty(packing.plain.nbytes, dtype=torch.uint8)
-    # On the CPU: torch on a GPU divides by a number as it multiplies by its inverse.
-    matrices = _matrices(weight.cpu(), out, packing.plain)
-    squares = _total(_pack(rows, one, name, part) for rows, part, one in matrices)
-    return interleave(out, packing) if packing.interleaved else out, squares
+    squares: list[tuple[float, float]] = []
+    packed = _pack(weight.cpu(), packing, name, squares)
+    return packed, _total(squares)
 
 
-def _pack(rows: Tensor, packing: WeightPacking, name: str, out: Tensor) -> tuple[float, float]:
-    """Quantize a matrix `[N, K]`; return its `squared_error`."""
-    by_torch = packing.encoding is not Encoding.AFFINE  # those of checkpoints
-    function = None if by_torch else kernel("vb_pack_rows")
+def _pack(
+    weight: Tensor, packing: WeightPacking, name: str, squares: list[tuple[float, float]] | None
+) -> Tensor:
+    """Run `pack` on the CPU (torch on a GPU divides by a number as it multiplies by its inverse).
+
+    Args:
+        squares: gets the `squared_error` of each matrix; None: it is not computed.
+    """
+    plain, by_torch = packing.plain, packing.encoding is not Encoding.AFFINE  # those of checkpoints
+    function = None if by_torch or weight.dtype not in SUFFIX else kernel("vb_pack_rows")
+    packed = torch.empty(plain.nbytes, dtype=torch.uint8)
     with torch.no_grad():
-        if function is None or rows.dtype not in SUFFIX:
-            groups.pack_rows(rows, packing, name, out)
-            return squared_error(rows, out, packing)
-        squares, rows, kind = (ctypes.c_double * 2)(), rows.contiguous(), packing.quantization
-        sizes = packing.vectors, packing.depth, kind.bits, kind.group_size
-        if not function(*addresses(out, rows), *sizes, rows.dtype is torch.bfloat16, squares):
-            raise unfit(name)
-    return squares[0], squares[1]
+        for rows, out, one in _matrices(weight, packed, plain):
+            if function is None:
+                groups.pack_rows(rows, one, name, out)
+                error = None if squares is None else squared_error(rows, out, one)
+            else:
+                sums, rows, kind = (ctypes.c_double * 2)(), rows.contiguous(), one.quantization
+                sizes = one.vectors, one.depth, kind.bits, kind.group_size
+                if not function(*addresses(out, rows), *sizes, rows.dtype is torch.bfloat16, sums):
+                    raise unfit(name)
+                error = sums[0], sums[1]
+            if squares is not None and error is not None:
+                squares.append(error)
+    return interleave(packed, packing) if packing.interleaved else packed
 
 
 def _matrices(

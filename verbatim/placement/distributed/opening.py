@@ -56,8 +56,10 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
         cuts, spills = tuple(split.cuts), cluster.offload is not None
         layout = LayerSizes(tuple(split.layer_bytes), (first, last), everywhere, cuts, spills)
         _check(cluster, layout)
-        hosts: Any = cluster.hosts or _hosts(cluster.address)
-        undo.callback(hosts.close)
+        hosts: Any = cluster.hosts
+        if hosts is None:
+            hosts = _hosts(cluster.address)
+            undo.callback(hosts.close)
         told: Message = {
             "source": source,
             "options": options,
