@@ -47,6 +47,8 @@ from verbatim.batch import Batch
 from verbatim.placement.offload.cut import cut
 from verbatim.placement.offload.stream import Ring, Use, lay_out
 from verbatim.placement.offload.trace import Trace
+from verbatim.placement.offload.units import Unit
+from verbatim.placement.offload.weights import Weights
 from verbatim.weights import skeleton
 from verbatim.weights.files import (
     PAGE,
@@ -152,6 +154,29 @@ def test_units_are_read_ahead_in_the_order_in_which_they_are_used(
         made = runner.num_forwards - forwards
         read = runner.trace.nbytes("wait weights") - before
         assert read <= (made + 1) * streamed_bytes(runner)
+
+
+def test_layers_are_fused_and_one_of_them_is_read_for_the_trial(
+    folders: Callable[[str], Path],
+) -> None:
+    taken = list[str]()
+    patched = Weights.patched
+
+    def counted(self: Weights, unit: Unit) -> Any:
+        taken.append(unit.name)
+        return patched(self, unit)
+
+    def layers_read(fused: bool) -> int:
+        taken.clear()
+        placement = Offload(gpu=BUDGET, weights=(0, 0, 100))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Weights, "patched", counted)
+            with LLM(folders("llama"), fused=fused, max_length=200, placement=placement) as llm:
+                report = llm.info()["fused"]
+                assert report is None or (report["layers"] > 1 and not report["plain"])
+                return sum(name.split(".")[-1].isdigit() for name in taken)
+
+    assert layers_read(fused=True) == layers_read(fused=False) + 1
 
 
 # ---- what is opened

@@ -275,7 +275,7 @@ def test_a_model_that_fits_reads_nothing(
             assert mixed_facts(llm, 9) == expected
             runner: Any = llm.engine.runner
             assert runner.weights.experts is None
-            assert set(llm.info()["experts"]) == {"all in one kernel call"}
+            assert set(llm.info()["experts"]) == {"in the kernel call of their layer"}
             assert (
                 not {"unpacked weights", "converted weights"} & llm.info()["plan"]["memory"].keys()
             )

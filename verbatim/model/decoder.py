@@ -41,6 +41,10 @@ _INSPECTED = ("transformers.", "torch.", "verbatim.")  # packages whose models t
 class Order(Protocol):
     """The cut of a forward into micro-batches, and the order of their work."""
 
+    def learning(self) -> AbstractContextManager[None]:
+        """Record the order of work in the block, which runs the model's forward."""
+        ...
+
     def cut(self, batch: Batch) -> list[Batch]:
         """Cut `batch` into micro-batches, in row order."""
         ...
@@ -133,7 +137,8 @@ class Decoder:
             weakref.ref(module) if weak else lambda: module
         )
         with exclusive:
-            self.spec: ModelSpec = inspect_model(module)
+            with nullcontext() if order is None else order.learning():
+                self.spec: ModelSpec = inspect_model(module)
             self.adapters = Adapters(self.spec.dtype)
             self._prepare(module)
         self._watched |= self._tree.has_hooks()  # hooks of the model's own code

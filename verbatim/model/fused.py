@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from verbatim import kernels
 from verbatim.batch import Batch
+from verbatim.errors import TierFailed
 from verbatim.model.fingerprint import Fingerprint
 from verbatim.model.flat import BLOCK_SIZE, noise_store, span_batch, trial_logits
 from verbatim.model.gpu_layer import fuse_on_gpu
@@ -25,7 +26,7 @@ from verbatim.model.layer import FusedLayer
 from verbatim.model.layer_trial import SPANS, AroundLayers, LayerCall, LayerProbe, fuse
 from verbatim.model.limits import max_length_of
 from verbatim.model.mixers import recurs
-from verbatim.model.patching import Forwards
+from verbatim.model.patching import Forwards, fields_of, gate_of
 from verbatim.model.spec import ModelSpec, inner_model
 from verbatim.model.structs import NotFusable, why_not
 from verbatim.model.whole import ModelPart, WholeModel
@@ -65,6 +66,7 @@ class FusedLayers:
         self.whole: WholeModel | None = None
         self._whole_fits = False  # after the last check
         self._why_not_whole = "not all of its layers are fused"
+        self._moves = False  # weights of layers, which are there while their gates are open
         self._num_parts = 0
         self._plain: collections.Counter[str] = collections.Counter()
         self._snapshot: Fingerprint | None = None
@@ -78,6 +80,11 @@ class FusedLayers:
         calls: list[LayerCall] = []
         alike: dict[Any, LayerProbe] = {}
         plain = {id(fields): forward for fields, forward in forwards}
+        plain |= {
+            id(layer.__dict__): gate.forward
+            for layer in module.modules()
+            if (gate := gate_of(layer))
+        }
         layers = _layers_of(module, spec)
         parts = [] if on_gpu else _parts_of(layers)
         for number, (layer, attention) in enumerate([*parts, *layers]):
@@ -95,8 +102,15 @@ class FusedLayers:
         failure = ""
         try:
             batch, logits = _run(module, spec, [*forwards, *places])
+        except TierFailed:
+            raise
         except Exception as error:  # any error of a foreign model
             failure = f"the trial failed: {why_not(error)}"
+        finally:
+            for probe in probes:
+                if probe.gate is not None:  # it stood in its place
+                    probe.layer.__dict__["forward"] = probe.gate
+        self._moves = any(probe.gate is not None for probe in probes)
         inside = set[nn.Module]()  # of fused layers
         for probe in dict.fromkeys([*(call.probe for call in calls), *probes]):
             if probe.layer in inside:
@@ -115,8 +129,10 @@ class FusedLayers:
             if probe.is_part:
                 self._num_parts += 1
                 forward = overridden(forward, child=True)  # it leaves the override of its layer
-            self.forwards.append((probe.layer.__dict__, forward))
-        if not self.layers or self._plain.total():
+            self.forwards.append((fields_of(probe.layer), forward))
+        if self._moves:
+            self._why_not_whole = "its weights are not all in memory"
+        if self._moves or not self.layers or self._plain.total():
             return
         try:
             whole = WholeModel(module, spec, self.layers, part)
@@ -133,7 +149,7 @@ class FusedLayers:
             hooks: external code runs in the middle of this forward, so each layer has to inspect itself.
             watched: the caller has the module, and may have edited it since the last inspection.
         """
-        if hooks:  # hooks are handed the modules, and may edit them
+        if hooks or self._moves:  # hooks are handed the modules, and may edit them
             self._snapshot = None
             return False
         snapshot = self._snapshot

@@ -57,9 +57,6 @@ class FusedLayer:
         arguments: names of the arguments it was called with, beside hidden states.
         returns: what it returns behind hidden states.
         dtype: of hidden states.
-
-    Raises:
-        NotFusable: its weights are of a kind that the kernels don't read where they are.
     """
 
     def __init__(
@@ -84,6 +81,13 @@ class FusedLayer:
         self.struct, self._mixture = LayerStruct(), MixtureStruct()
         self._mixer: Any = None if parts.mixer is None else parts.mixer.kind()
         self._sizes: tuple[int, int] | None = None  # of rows that the first `_prepare` found
+
+    def prepare(self) -> None:
+        """Read where its weights lie.
+
+        Raises:
+            NotFusable: they are of a kind that the kernels don't read where they are.
+        """
         self._prepare()
         self.fingerprint.record_layouts()
 
@@ -253,8 +257,8 @@ class FusedLayer:
             sizes += [(shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.value_dim)]
         widths = [count * width for count, width in sizes]
         widths.append(shape.gates)
-        width_of_all, width_of_out = sum(widths), self.struct.output.cols or self.struct.hidden
-        turns, hidden_size, angles_in = self.turns, self.struct.hidden, self.angles_in
+        width_of_all, struct = sum(widths), self.struct
+        turns, angles_in = self.turns, self.angles_in
         mlp = None if parts.has_mlp else parts.mlp
         after_mlp, scale = parts.norms.get("after_mlp"), parts.residual_scale
         names, chooses = argument_names(parts.layer), self.chooses
@@ -268,12 +272,12 @@ class FusedLayer:
                 or len(args) > len(names)
                 or given.keys() != arguments
                 or getattr(x, "dtype", None) is not dtype
-                or x.shape[-1:] != (hidden_size,)
                 or not (context.trusted or fits())
+                or x.shape[-1:] != (struct.hidden,)
             ):
                 return plain(*args, **kwargs)
             x = x.contiguous()
-            rows, direct = x.numel() // hidden_size, context.direct
+            rows, direct = x.numel() // struct.hidden, context.direct
             if chooses or shared is not None:
                 direct = None
             if direct is not None and (direct.dtype is not dtype or direct.count != rows):
@@ -287,7 +291,7 @@ class FusedLayer:
                 if len(cos) != rows or not (wide or cos.dtype is dtype):
                     return plain(*args, **kwargs)
                 angles = cos.data_ptr(), sin.data_ptr(), width, wide
-            out = x.new_empty(*x.shape[:-1], width_of_out)
+            out = x.new_empty(*x.shape[:-1], struct.output.cols or struct.hidden)
             normed = None if mlp is None else torch.empty_like(x)
             x_at, *made = addresses(x, out, normed)
             record: tuple[Any, ...] = (None, None, 0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ from verbatim.model.layer_parts import (
     take_apart,
 )
 from verbatim.model.lora import shape_of
-from verbatim.model.patching import forward_of, replaced_forwards
+from verbatim.model.patching import forward_of, gate_of, replaced_forwards
 from verbatim.model.spec import ModelSpec
 from verbatim.model.structs import NotFusable, why_not
 from verbatim.model.twin import Hidden, structure_of, twin_of
@@ -101,6 +102,7 @@ class LayerProbe:
 
     Attributes:
         layer, plain, is_part: the arguments.
+        gate: provides the layer's weights, which are elsewhere; None: they stay where they are.
         tried: the probe of the layer that was tried for it; None: it was not called.
         parts: of the twin, if this layer was tried, as all that follows.
         kwargs: its arguments by name, beside hidden states.
@@ -141,7 +143,8 @@ class LayerProbe:
         plain: Callable[..., Any],
         is_part: bool,
     ) -> None:
-        if any("forward" in part.__dict__ for part in layer.modules()):
+        self.gate = gate_of(layer)
+        if any("forward" in part.__dict__ and gate_of(part) is None for part in layer.modules()):
             raise NotFusable("the forward of a part of it was replaced by its owner")
         self.layer, self._attention, self._fuse = layer, attention, fuse
         self._calls, self._alike = calls, alike
@@ -163,7 +166,7 @@ class LayerProbe:
         hidden_states = given.pop(self._names[0], None)
         if not isinstance(hidden_states, Tensor) or len(args) > len(self._names):
             self.tried, self._reason = self, "its forward does not name what it is handed"
-            return self.plain(*args, **kwargs)
+            return self._run_plain(*args, **kwargs)
         if self.tried is None:
             self.kwargs = given
             first = context.next_states(0)
@@ -182,10 +185,17 @@ class LayerProbe:
         made = noise(tuple(like.shape), like.dtype, seed=len(self._calls) + 1).to(like.device)
         self._calls.append(LayerCall(self, hidden_states.clone(), given, made))
         if self.tried._reason or any(self.tried.returns or ()):  # only its own forward has the keys
-            return self.plain(*args, **kwargs)
+            return self._run_plain(*args, **kwargs)
         context.next_states(self._num_states)
         # In memory of its own, so it shows what the model makes of it.
         return as_returned(made.clone(), self.tried.returns)
+
+    def _with_weights(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.gate is None else self.gate.open()
+
+    def _run_plain(self, *args: Any, **kwargs: Any) -> Any:
+        with self._with_weights():
+            return self.plain(*args, **kwargs)
 
     def _try_out(self, hidden_states: Tensor, place: Hidden | None) -> None:
         """Try the layer out by a twin.
@@ -195,8 +205,9 @@ class LayerProbe:
         """
         self._reason = ""
         try:
-            self._inspect(hidden_states, place)
-            self._build = self._fuse(self)
+            with self._with_weights():
+                self._inspect(hidden_states, place)
+                self._build = self._fuse(self)
         except NotFusable as reason:
             self._reason = str(reason)
         except Exception as error:  # of its own forward on random rows, say
@@ -301,7 +312,10 @@ class LayerProbe:
         if tried is None or reason:
             raise NotFusable(reason or "it was not called in the trial")
         own = zip(map(id, tried._twin.modules()), self.layer.modules(), strict=True)
-        return tried._build(tried.parts.of(dict(own)))
+        built = tried._build(tried.parts.of(dict(own)))
+        if self.gate is None and isinstance(built, FusedLayer):  # else before its first forward
+            built.prepare()
+        return built
 
 
 def fuse(probe: LayerProbe) -> Build:
@@ -327,7 +341,9 @@ def fuse(probe: LayerProbe) -> Build:
         for parts in bodies:
             try:
                 _check_weights(parts)
-                ours = build(parts).forward(_refuse)
+                layer = build(parts)
+                layer.prepare()
+                ours = layer.forward(_refuse)
             except NotFusable as reason:
                 why = why or str(reason)
                 continue

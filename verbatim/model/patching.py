@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -105,6 +106,39 @@ def _called_by(parent: nn.Module) -> Iterator[nn.Module]:
 def replacement_of(layer: nn.Module, *, batch_invariant: bool = True) -> Callable[..., Any] | None:
     """Return the replacement of a layer's forward, else None; one replaced on the instance is kept."""
     return forward_for(layer, batch_invariant=batch_invariant) or adapter_for(layer)
+
+
+class Gate(ABC):
+    """A forward on a module's instance that provides the module's weights while the inner one runs.
+
+    Attributes:
+        forward: the inner one: what the engine runs for the module, or what is patched in (`fields_of`).
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._own = forward_of(module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._own(*args, **kwargs)
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    @abstractmethod
+    def open(self) -> AbstractContextManager[None]:
+        """Provide the weights in the block."""
+
+
+def gate_of(layer: nn.Module) -> Gate | None:
+    """Return the gate of a layer; None: its weights stay where they are."""
+    forward = layer.__dict__.get("forward")
+    return forward if isinstance(forward, Gate) else None
+
+
+def fields_of(layer: nn.Module) -> dict[str, Any]:
+    """Return the dictionary in which a layer's forward is patched: its gate's, if it has one."""
+    gate = gate_of(layer)
+    return layer.__dict__ if gate is None else gate.__dict__
 
 
 def forward_of(layer: nn.Module) -> Callable[..., Any]:

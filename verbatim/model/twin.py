@@ -22,7 +22,7 @@ _MODEST = 64  # rows of a matrix that are looked at
 _FEW = 4096  # numbers of a tensor that are compared, where it is no weight
 _PLACES = frozenset({"layer_idx", "layer_id", "layer_number"})  # attributes
 _NOT_READ = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
-_NOT_READ |= {"_is_hf_initialized"}
+_NOT_READ |= {"_is_hf_initialized", "forward"}  # a gate
 _VALUES = int | float | str | bytes | None | torch.dtype | torch.device | enum.Enum | WeightPacking
 
 
@@ -96,7 +96,7 @@ def twin_of(layer: nn.Module, place: Hidden | None) -> nn.Module:
         twin = twins[id(module)] = object.__new__(type(module))
         fields = twin.__dict__
         fields.update(module.__dict__)
-        fields.pop("forward", None)  # ours, which would run the layer's own
+        fields.pop("forward", None)  # ours, or a gate, which would run the layer's own
         if place is not None:
             fields |= {name: place for name, x in fields.items() if _is_place(name, x)}
         fields["_parameters"] = own = dict(module._parameters)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextvars
 import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,7 +20,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from verbatim.batch import Batch
 from verbatim.model.context import ForwardContext, activate
-from verbatim.model.patching import forward_of
+from verbatim.model.patching import Gate
 from verbatim.placement.offload.choice import Percents
 from verbatim.placement.offload.cut import cut
 from verbatim.placement.offload.kv import assign_tiers
@@ -184,6 +185,10 @@ class BlockSchedule:
     def __init__(self, weights: Weights, activations: HiddenStates | None) -> None:
         self._plan, self.weights, self.activations = weights.plan, weights, activations
 
+    def learning(self) -> AbstractContextManager[None]:
+        """Record the order of units in the block."""
+        return self.weights.learning()
+
     def cut(self, batch: Batch) -> list[Batch]:
         """Return the micro-batches of a batch."""
         return cut(batch, self._plan.batch_size, self._plan.micro_tokens)
@@ -224,24 +229,29 @@ class BlockSchedule:
 
 
 def install_gates(weights: Weights) -> None:
-    """Make every unit stop before its forward, so that its parameters can be installed.
-
-    Outside of a block schedule (inspection of the model, a trial) they are installed at once.
-    """
+    """Make every unit stop before its forward, so that its parameters can be installed."""
     for unit in weights.units.order:
-        unit.module.forward = _gate(unit, weights)
+        unit.module.forward = UnitGate(unit, weights)
 
 
-def _gate(unit: Unit, weights: Weights) -> Callable[..., Any]:
-    inner = forward_of(unit.module)
+class UnitGate(Gate):
+    """The forward of a unit's module.
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    Outside of a block schedule (inspection of the model, a trial) parameters are installed at once.
+    """
+
+    def __init__(self, unit: Unit, weights: Weights) -> None:
+        super().__init__(unit.module)
+        self._unit, self._weights = unit, weights
+
+    def open(self) -> AbstractContextManager[None]:
+        return self._weights.patched(self._unit)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         part = getcurrent()
         # An embedding's rows are looked up for each micro-batch: there is nothing to share.
-        if isinstance(part, Part) and not unit.gathers:
-            part.stop_before(unit, (args, kwargs))
-            return inner(*args, **kwargs)
-        with weights.patched(unit):
-            return inner(*args, **kwargs)
-
-    return forward
+        if isinstance(part, Part) and not self._unit.gathers:
+            part.stop_before(self._unit, (args, kwargs))
+            return self.forward(*args, **kwargs)
+        with self.open():
+            return self.forward(*args, **kwargs)

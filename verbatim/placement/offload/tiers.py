@@ -111,12 +111,11 @@ class Tiers:
         module, weights = self.loaded.module, self.weights
         install_gates(weights)
         device = self.options.device
-        with weights.learning(), device.current():
-            # Not fused: weights move.
+        with device.current():
             decoder = Decoder(
                 module,
                 order=self.schedule,
-                fused=False,
+                fused=self.options.fused and not device.is_gpu,
                 unseen=part is not None,
                 batch_invariant=device.batch_invariant,
                 part=part,
