@@ -111,7 +111,9 @@ def test_tokens_are_those_of_the_model_in_memory(
 ) -> None:
     with offloaded(moe(name), quantization=quantization, **settings) as llm:
         assert mixed_facts(llm, 9) == resident_facts(moe(name), 9, quantization=quantization)
-        assert cache_of(llm).trace.nbytes("read experts") > 0
+        cache = cache_of(llm)
+        held = cache.capacity == cache.num_experts  # read while the model was opened
+        assert held or cache.trace.nbytes("read experts") > 0
 
 
 @pytest.mark.parametrize("overlap", [True, False])
