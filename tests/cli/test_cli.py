@@ -491,6 +491,14 @@ def test_version():
     assert run("--version").stdout == f"verbatim {__version__}\n"
 
 
+def test_the_package_runs_as_the_command():
+    command = [sys.executable, "-P", "-m", "verbatim"]
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"verbatim {__version__}\n"
+    done = subprocess.run([*command, "genrate"], capture_output=True, text=True)
+    assert done.returncode == 2 and "verbatim --help" in done.stderr
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_list_of_commands_says_what_the_help_of_each_says(name):
     assert COMMANDS[name] in " ".join(run(name, "--help").stdout.split())

@@ -30,6 +30,7 @@ ROOMS = """
     verbatim
     rl
     verify bench serve cli compat
+    __main__
 """.split()
 
 
