@@ -108,7 +108,7 @@ def replacement_of(layer: nn.Module, *, batch_invariant: bool = True) -> Callabl
     return forward_for(layer, batch_invariant=batch_invariant) or adapter_for(layer)
 
 
-class Gate(ABC):
+class WeightGate(ABC):
     """A forward on a module's instance that provides the module's weights while the inner one runs.
 
     Attributes:
@@ -129,10 +129,10 @@ class Gate(ABC):
         """Provide the weights in the block."""
 
 
-def gate_of(layer: nn.Module) -> Gate | None:
+def gate_of(layer: nn.Module) -> WeightGate | None:
     """Return the gate of a layer; None: its weights stay where they are."""
     forward = layer.__dict__.get("forward")
-    return forward if isinstance(forward, Gate) else None
+    return forward if isinstance(forward, WeightGate) else None
 
 
 def fields_of(layer: nn.Module) -> dict[str, Any]:

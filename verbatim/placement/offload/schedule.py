@@ -20,7 +20,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from verbatim.batch import Batch
 from verbatim.model.context import ForwardContext, activate
-from verbatim.model.patching import Gate
+from verbatim.model.patching import WeightGate
 from verbatim.placement.offload.choice import Percents
 from verbatim.placement.offload.cut import cut
 from verbatim.placement.offload.kv import assign_tiers
@@ -234,7 +234,7 @@ def install_gates(weights: Weights) -> None:
         unit.module.forward = UnitGate(unit, weights)
 
 
-class UnitGate(Gate):
+class UnitGate(WeightGate):
     """The forward of a unit's module.
 
     Outside of a block schedule (inspection of the model, a trial) parameters are installed at once.
