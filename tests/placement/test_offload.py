@@ -44,6 +44,7 @@ from verbatim import (
     kernels,
 )
 from verbatim.batch import Batch
+from verbatim.model.layer_trial import LayerProbe
 from verbatim.placement.offload.cut import cut
 from verbatim.placement.offload.stream import Ring, Use, lay_out
 from verbatim.placement.offload.trace import Trace
@@ -177,6 +178,17 @@ def test_layers_are_fused_and_one_of_them_is_read_for_the_trial(
                 return sum(name.split(".")[-1].isdigit() for name in taken)
 
     assert layers_read(fused=True) == layers_read(fused=False) + 1
+
+
+def test_a_read_that_fails_in_the_trial_of_a_layer_is_no_reason_to_run_it_unfused(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any) -> Any:
+        raise TierFailed("disk: I/O error")
+
+    monkeypatch.setattr(LayerProbe, "_inspect", broken)  # it runs inside the gate of a layer
+    with pytest.raises(TierFailed, match="I/O error"):
+        LLM(folders("llama"), max_length=200, placement=Offload(gpu=BUDGET, weights=(0, 0, 100)))
 
 
 # ---- what is opened

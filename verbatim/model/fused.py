@@ -66,7 +66,7 @@ class FusedLayers:
         self.whole: WholeModel | None = None
         self._whole_fits = False  # after the last check
         self._why_not_whole = "not all of its layers are fused"
-        self._moves = False  # weights of layers, which are there while their gates are open
+        self._moves = False  # weights of layers are in memory only while their gates are open
         self._num_parts = 0
         self._plain: collections.Counter[str] = collections.Counter()
         self._snapshot: Fingerprint | None = None
@@ -108,7 +108,7 @@ class FusedLayers:
             failure = f"the trial failed: {why_not(error)}"
         finally:
             for probe in probes:
-                if probe.gate is not None:  # it stood in its place
+                if probe.gate is not None:  # `patched` put the probe in its place, and took it out
                     probe.layer.__dict__["forward"] = probe.gate
         self._moves = any(probe.gate is not None for probe in probes)
         inside = set[nn.Module]()  # of fused layers

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from verbatim.errors import TierFailed
 from verbatim.kernels.options import AnyOptions, AttentionOptions
 from verbatim.kv.states import StateShape, Update
 from verbatim.kv.store import LayerShape
@@ -210,6 +211,8 @@ class LayerProbe:
                 self._build = self._fuse(self)
         except NotFusable as reason:
             self._reason = str(reason)
+        except TierFailed:
+            raise
         except Exception as error:  # of its own forward on random rows, say
             self._needs_place |= place is not None
             self._reason = f"in the trial: {why_not(error)}"
