@@ -53,6 +53,8 @@ def structure_of(layer: nn.Module) -> tuple[Any, ...]:
 
     def fields(owner: nn.Module | Tensor) -> Any:
         read = {n: x for n, x in owner.__dict__.items() if n not in _NOT_READ}
+        if "expert_share" in read:  # experts that are elsewhere: each layer has one of its own
+            read["expert_share"] = type(read["expert_share"])
         return value({n: "place" if _is_place(n, x) else x for n, x in read.items()})
 
     return *map(layout, weights), *map(type, modules), *map(fields, modules)
