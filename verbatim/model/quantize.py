@@ -74,15 +74,15 @@ def _pack(
         for rows, out, one in _matrices(weight, packed, plain):
             if function is None:
                 groups.pack_rows(rows, one, name, out)
-                error = None if squares is None else squared_error(rows, out, one)
-            else:
-                sums, rows, kind = (ctypes.c_double * 2)(), rows.contiguous(), one.quantization
-                sizes = one.vectors, one.depth, kind.bits, kind.group_size
-                if not function(*addresses(out, rows), *sizes, rows.dtype is torch.bfloat16, sums):
-                    raise unfit(name)
-                error = sums[0], sums[1]
-            if squares is not None and error is not None:
-                squares.append(error)
+                if squares is not None:
+                    squares.append(squared_error(rows, out, one))
+                continue
+            sums, rows, kind = (ctypes.c_double * 2)(), rows.contiguous(), one.quantization
+            sizes = one.vectors, one.depth, kind.bits, kind.group_size
+            if not function(*addresses(out, rows), *sizes, rows.dtype is torch.bfloat16, sums):
+                raise unfit(name)
+            if squares is not None:
+                squares.append((sums[0], sums[1]))
     return interleave(packed, packing) if packing.interleaved else packed
 
 
