@@ -98,7 +98,8 @@ def test_budgets_hold_and_nothing_is_left(folder: Path) -> None:
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_updates_and_sleep(folder: Path, deterministic: bool) -> None:
     common: dict[str, Any] = dict(device="cuda", deterministic=deterministic, max_length=512)
-    prompt, params = random_ids(40, 1, high=8000), SamplingParams(max_tokens=8, temperature=0.0)
+    prompt = random_ids(40, 1, high=8000)
+    params = SamplingParams(max_tokens=8, temperature=0.0, seed=3)
     new = load_file(folder / "model.safetensors")
     new |= {f"model.layers.{i}.mlp.up_proj.weight": torch.randn(4096, 1024) / 30 for i in range(9)}
     with LLM(folder, kv_memory="100MB", **common) as llm:
