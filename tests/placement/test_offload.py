@@ -44,6 +44,7 @@ from verbatim import (
     kernels,
 )
 from verbatim.batch import Batch
+from verbatim.model.flat import FlatContext
 from verbatim.model.layer_trial import LayerProbe
 from verbatim.placement.offload.cut import cut
 from verbatim.placement.offload.stream import Ring, Use, lay_out
@@ -157,8 +158,11 @@ def test_units_are_read_ahead_in_the_order_in_which_they_are_used(
         assert read <= (made + 1) * streamed_bytes(runner)
 
 
-def test_layers_are_fused_and_one_of_them_is_read_for_the_trial(
-    folders: Callable[[str], Path],
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("llama", 1), ("mixtral", 1), ("deepseek_v3", 2), ("qwen3_next", 2)]
+)
+def test_layers_run_fused_and_one_of_each_kind_is_read_for_the_trial(
+    name: str, kinds: int, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = list[str]()
     patched = Weights.patched
@@ -167,17 +171,25 @@ def test_layers_are_fused_and_one_of_them_is_read_for_the_trial(
         taken.append(unit.name)
         return patched(self, unit)
 
+    def unfused(*args: Any) -> Any:
+        raise AssertionError("a layer runs its own forward")
+
+    monkeypatch.setattr(Weights, "patched", counted)
+
     def layers_read(fused: bool) -> int:
         taken.clear()
         placement = Offload(gpu=BUDGET, weights=(0, 0, 100))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Weights, "patched", counted)
-            with LLM(folders("llama"), fused=fused, max_length=200, placement=placement) as llm:
-                report = llm.info()["fused"]
-                assert report is None or (report["layers"] > 1 and not report["plain"])
-                return sum(name.split(".")[-1].isdigit() for name in taken)
+        with LLM(folders(name), fused=fused, max_length=200, placement=placement) as llm:
+            report = llm.info()["fused"]
+            assert report is None or (report["layers"] > 1 and not report["plain"])
+            read = sum(name.split(".")[-1].isdigit() for name in taken)
+            if fused:
+                for method in ("attend", "update_state"):
+                    monkeypatch.setattr(FlatContext, method, unfused)
+                llm.generate([[5, 6, 7]], GREEDY)
+        return read
 
-    assert layers_read(fused=True) == layers_read(fused=False) + 1
+    assert layers_read(fused=False) + kinds == layers_read(fused=True)
 
 
 def test_a_read_that_fails_in_the_trial_of_a_layer_is_no_reason_to_run_it_unfused(

@@ -56,11 +56,12 @@ class KVStore(BlockStore):
         device: device of the tensors.
         addresses: of `tensors`, as an array for the kernels.
         batch_invariant: as for `paged_attention`.
+        in_place: layer kernels may write and attend in what `layer` returns.
         states: states of recurrent layers, allocated and released by the runner; None without such layers.
     """
 
     token_axis = 2
-    batch_invariant = True
+    batch_invariant = in_place = True
     states: StateStore | None = None
 
     def __init__(

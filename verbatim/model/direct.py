@@ -26,12 +26,12 @@ class _Rows(ctypes.Structure):
 
 
 class DirectRows:
-    """The rows of a forward over a plain `KVStore`.
+    """The rows of a forward, and the memory of its `KVStore`.
 
     Attributes:
         address: of the struct `Rows` of `kernels/layer.cpp`.
         count: number of rows.
-        dtype: dtype of K and V.
+        dtype: of K and V; None: kernels can't attend in them, only use states.
     """
 
     def __init__(self, store: KVStore, batch: Batch, slots: Tensor) -> None:
@@ -40,7 +40,8 @@ class DirectRows:
         tables = (batch.query_starts, batch.context_lens, batch.block_tables, *states)
         assert all(t.dtype == torch.int32 and t.is_contiguous() for t in tables)
         num_sequences, max_blocks = batch.block_tables.shape
-        self.count, self.dtype = len(slots), store.tensors[0].dtype
+        in_place = store.in_place and bool(store.tensors)
+        self.count, self.dtype = len(slots), store.tensors[0].dtype if in_place else None
         self._store, self._kept = store, (slots, tables)
         self._struct = _Rows(
             slots.data_ptr(),
@@ -88,7 +89,5 @@ class DirectRows:
 
 
 def direct_rows(store: KVStore, batch: Batch, slots: Tensor) -> DirectRows | None:
-    """Return the rows if kernels can access the store; None for another kind of store or device."""
-    if type(store) is not KVStore or not store.tensors or not store.tensors[0].is_cpu:
-        return None
-    return DirectRows(store, batch, slots)
+    """Return the rows for kernels; None on another device than the CPU."""
+    return DirectRows(store, batch, slots) if store.device.type == "cpu" else None

@@ -80,11 +80,9 @@ class FusedLayers:
         calls: list[LayerCall] = []
         alike: dict[Any, LayerProbe] = {}
         plain = {id(fields): forward for fields, forward in forwards}
-        plain |= {
-            id(layer.__dict__): gate.forward
-            for layer in module.modules()
-            if (gate := gate_of(layer))
-        }
+        gates = {id(part.__dict__): gate for part in module.modules() if (gate := gate_of(part))}
+        plain |= {fields: gate.forward for fields, gate in gates.items()}
+        self._moves = bool(gates)
         layers = _layers_of(module, spec)
         parts = [] if on_gpu else _parts_of(layers)
         for number, (layer, attention) in enumerate([*parts, *layers]):
@@ -110,7 +108,6 @@ class FusedLayers:
             for probe in probes:
                 if probe.gate is not None:  # `patched` put the probe in its place, and took it out
                     probe.layer.__dict__["forward"] = probe.gate
-        self._moves = any(probe.gate is not None for probe in probes)
         inside = set[nn.Module]()  # of fused layers
         for probe in dict.fromkeys([*(call.probe for call in calls), *probes]):
             if probe.layer in inside:
@@ -121,6 +118,8 @@ class FusedLayers:
                 self._plain[why_not(error)] += not probe.is_part
                 continue
             if isinstance(built, FusedLayer):
+                if not self._moves:  # else before its first forward
+                    built.prepare()
                 self.layers.append(built)
                 forward = built.forward(probe.plain)
             else:

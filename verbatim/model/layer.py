@@ -262,6 +262,7 @@ class FusedLayer:
         mlp = None if parts.has_mlp else parts.mlp
         after_mlp, scale = parts.norms.get("after_mlp"), parts.residual_scale
         names, chooses = argument_names(parts.layer), self.chooses
+        attends = bool(parts.inputs) and not num_states
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             context: Any = active_context()
@@ -278,9 +279,9 @@ class FusedLayer:
                 return plain(*args, **kwargs)
             x = x.contiguous()
             rows, direct = x.numel() // struct.hidden, context.direct
-            if chooses or shared is not None:
-                direct = None
-            if direct is not None and (direct.dtype is not dtype or direct.count != rows):
+            if chooses or shared is not None or (direct is not None and (
+                direct.count != rows or (attends and direct.dtype is not dtype)
+            )):
                 direct = None
             if direct is None and (num_states or context.adapted):
                 return plain(*args, **kwargs)

@@ -315,10 +315,7 @@ class LayerProbe:
         if tried is None or reason:
             raise NotFusable(reason or "it was not called in the trial")
         own = zip(map(id, tried._twin.modules()), self.layer.modules(), strict=True)
-        built = tried._build(tried.parts.of(dict(own)))
-        if self.gate is None and isinstance(built, FusedLayer):  # else before its first forward
-            built.prepare()
-        return built
+        return tried._build(tried.parts.of(dict(own)))
 
 
 def fuse(probe: LayerProbe) -> Build:

@@ -111,8 +111,8 @@ def replacement_of(layer: nn.Module, *, batch_invariant: bool = True) -> Callabl
 class WeightGate(ABC):
     """A forward on a module's instance that provides the module's weights while the inner one runs.
 
-    Attributes:
-        forward: the inner one: what the engine runs for the module, or what is patched in (`fields_of`).
+    The inner one, `forward`, is what the engine runs for the module, unless another is patched in: in this
+    object's dictionary (`fields_of`), as on a module.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -64,6 +64,8 @@ class HeadStore(KVStore):
         NotSupported: its heads can't be shared by so many ranks.
     """
 
+    in_place = False
+
     def __init__(
         self,
         layers: list[LayerShape],

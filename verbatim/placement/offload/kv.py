@@ -103,6 +103,7 @@ class TieredKVStore(KVStore):
         self._near = [i for i, tier in enumerate(self.tiers) if tier in in_place]
         super().__init__(layers, num_blocks, block_size, dtype, device)
         self.top_k, self.trace = top_k, trace
+        self.in_place = len(self._near) == len(layers) and top_k is None
         known = {layer for group in groups for layer in group}
         self._groups = [*groups, [layer for layer in range(len(layers)) if layer not in known]]
         self._staged = {
