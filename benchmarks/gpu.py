@@ -110,7 +110,7 @@ def one_row(model: Any, steps: int, bandwidth: float) -> dict[str, Any]:
             for length in (128, 1024):
                 step_times(llm, length, 4)
                 taken = statistics.median(step_times(llm, length, steps))
-                per_token, graphs = llm.info()["kv_bytes_per_token"], llm.info()["gpu"]["graphs"]
+                per_token, graphs = llm.info()["kv_bytes_per_token"], llm.info()["recorded_steps"]
                 moved = weight_bytes(model) + per_token * (length + steps * 2 // 3)
                 found[f"prompt {length}, deterministic={deterministic}"] = {
                     "tokens_per_s": 1 / taken,
@@ -142,7 +142,7 @@ def quantized(steps: int, bandwidth: float, length: int = 128) -> dict[str, Any]
         with open_engine(model, deterministic=True) as llm:
             step_times(llm, length, 8)
             taken = statistics.median(step_times(llm, length, steps))
-            per_token, graphs = llm.info()["kv_bytes_per_token"], llm.info()["gpu"]["graphs"]
+            per_token, graphs = llm.info()["kv_bytes_per_token"], llm.info()["recorded_steps"]
         moved = sum(x.nbytes for x in weights_of(model)) - embedding.packed.nbytes
         moved += per_token * (length + steps * 2 // 3)
         found[name] = {
@@ -171,7 +171,7 @@ def many_rows(rows: int, tokens: int) -> dict[str, Any]:
             all_of(llm, ids, 3)  # records its size
             taken, outputs = all_of(llm, ids, tokens)
             entry: dict[str, Any] = {"tokens_per_s": rows * tokens / taken}
-            entry["graphs"] = llm.info()["gpu"]["graphs"]
+            entry["graphs"] = llm.info()["recorded_steps"]
             if deterministic:
                 alone = all_of(llm, ids[rows // 2 : rows // 2 + 1], tokens)[1]
                 entry["same tokens alone"] = alone == outputs[rows // 2 : rows // 2 + 1]

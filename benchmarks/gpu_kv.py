@@ -19,7 +19,7 @@ from verbatim.batch import Batch
 from verbatim.kv.quantized import resolve_kv_dtype
 from verbatim.kv.store import KVStore, bytes_per_token
 from verbatim.model.decoder import Decoder
-from verbatim.placement.graphs import DecodeGraphs, cuda_recorder
+from verbatim.placement.recorded import RecordedSteps, cuda_recorder
 
 BLOCK_SIZE = 16
 
@@ -33,7 +33,7 @@ def step_ms(decoder: Decoder, kv_dtype: str, rows: int, context: int) -> tuple[f
         tensor.view(torch.uint8).random_(0, 64)
     tables = [[*range(1 + r * blocks, 1 + (r + 1) * blocks)] for r in range(rows)]
     batch = Batch.of([([7 + r], context - 1, table) for r, table in enumerate(tables)], range(rows))
-    graphs = DecodeGraphs(cuda_recorder(device))
+    graphs = RecordedSteps(cuda_recorder(device))
     times = []
     with torch.inference_mode():
         for _ in range(13):

@@ -91,9 +91,9 @@ class LLM:
             "w4a8" (`activation_bits=8`) also quantize the inputs of linear layers to 8 bits: faster at many
             rows, slightly less accurate.
             None: not quantized. `info` reports the quantized weights and their error.
-        fused: run layers of the common architecture with one call of a compiled kernel each, which does not
-            change any bit of the output; `info` lists these layers. False: run them module by module, which
-            a `Cluster` and a `PipelineParallel` do not support. An `Offload` never fuses.
+        fused: run layers of the common architecture with one call of a compiled kernel each, and repeat short
+            steps of others from a recording, which does not change any bit of the output; `info` lists both.
+            False: run module by module, which a `Cluster` and a `PipelineParallel` do not support.
         adapters: LoRA adapters to load, PEFT folders by name, as `load_adapter`. Requests name one in
             `SamplingParams.adapter`.
 

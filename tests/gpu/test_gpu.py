@@ -114,7 +114,8 @@ def test_the_storyteller_is_moved_recorded_and_put_to_sleep(
     with LLM(**options, prefix_folder=tmp_path, block_size=4) as llm:
         recorded = all_facts(llm.generate(prompts, params))
         gpu = llm.info()["gpu"]
-        assert isinstance(gpu["graphs"], int) and gpu["graphs"] > 1, gpu
+        steps = llm.info()["recorded_steps"]
+        assert isinstance(steps, int) and steps > 1, steps
         assert llm.info()["numerics_key"].startswith(gpu["name"].replace(" ", "-"))
         llm.sleep(weights=True)
         llm.wake()
@@ -122,10 +123,10 @@ def test_the_storyteller_is_moved_recorded_and_put_to_sleep(
     with LLM(**options, prefix_folder=tmp_path, block_size=4) as llm:
         assert all_facts(llm.generate(prompts, params)) == recorded, "with prefixes from files"
         assert llm.stats()["prefix_folder"]["hits"] > 0
-    monkeypatch.setenv("VERBATIM_CUDA_GRAPHS", "0")
+    monkeypatch.setenv("VERBATIM_RECORDED_STEPS", "0")
     with LLM(**options) as llm:
         assert all_facts(llm.generate(prompts, params)) == recorded, "kernel by kernel"
-        assert "graphs" not in llm.info()["gpu"]
+        assert llm.info()["recorded_steps"] is None
 
 
 @pytest.mark.parametrize(
@@ -159,8 +160,8 @@ def test_quantized_models_keep_their_bits(name: str, quantization: str, tmp_path
         some = (0, 2, 4, 7, 8, 16)
         alone = [facts(llm.generate(prompts[i], params[i])[0]) for i in some]
         assert alone == [expected[i] for i in some], "alone"
-        graphs = llm.info()["gpu"].get("graphs")
-        assert "moe" in name or "oss" in name or (isinstance(graphs, int) and graphs > 1), graphs
+        steps = llm.info()["recorded_steps"]
+        assert "moe" in name or "oss" in name or (isinstance(steps, int) and steps > 1), steps
         assert f"/weights-{kind.name}/" in llm.info()["numerics_key"]
         llm.sleep(weights=True)
         llm.wake()
@@ -200,7 +201,7 @@ def test_steps_of_experts_are_recorded(name: str) -> None:
                 llm.engine.runner.record_steps()  # type: ignore[attr-defined]
             outputs = [result.outputs[0] for result in llm.generate(prompts, params)]
             found.append([(o.token_ids, o.logprobs, o.routing.tolist()) for o in outputs])
-        assert llm.info()["gpu"]["graphs"] == 2, llm.info()["gpu"]
+        assert llm.info()["recorded_steps"] == 2
     assert found[0] == found[1]
 
 

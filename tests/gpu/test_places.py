@@ -46,7 +46,7 @@ def changed(folder: Path) -> dict[str, torch.Tensor]:
 def test_stages_lose_one_move_sleep_and_get_new_weights(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VERBATIM_CUDA_GRAPHS", "0")  # recording takes longer than these steps
+    monkeypatch.setenv("VERBATIM_RECORDED_STEPS", "0")  # recording takes longer than these steps
     folder = folders("qwen3_moe", num_hidden_layers=4)
     weights, turns = changed(folder), ([7, 8, 9], [10, 11])
     with opened(folder) as llm:
@@ -90,14 +90,15 @@ def test_recorded_steps_of_stages_have_the_bits_of_one_process(folders: Folders)
     with opened(folder, PipelineParallel(2)) as llm:
         assert generated(llm, 12) == expected
         for stage in llm.engine.runner.group.call("status"):
-            assert isinstance(stage["graphs"], int) and stage["graphs"] > 0, stage["graphs"]
+            steps = stage["recorded_steps"]
+            assert isinstance(steps, int) and steps > 0, steps
 
 
 @pytest.mark.parametrize("name", TENSOR)
 def test_tensor_ranks_have_the_bits_of_one_process(
     name: str, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VERBATIM_CUDA_GRAPHS", "0")
+    monkeypatch.setenv("VERBATIM_RECORDED_STEPS", "0")
     folder = folders(name, **TENSOR[name])
     weights = changed(folder)
     with opened(folder) as llm:

@@ -23,7 +23,7 @@ from verbatim.model.mtp_source import Mtp
 from verbatim.model.packing import choose_packings
 from verbatim.model.quantization import resolve_quantization
 from verbatim.model.quantize import rounded
-from verbatim.placement.graphs import DecodeGraphs
+from verbatim.placement.recorded import RecordedSteps
 from verbatim.sampling.sampler import sample_rows
 
 TINY = dict(
@@ -261,7 +261,7 @@ def test_recorded_steps_of_experts_have_the_same_bits_and_routing() -> None:
         with LLM(module, deterministic=True) as llm:
             runner: Any = llm.engine.runner
             if record:
-                runner.decoder.record_steps(lambda: DecodeGraphs(lambda step: step))
+                runner.decoder.record_steps(lambda _: RecordedSteps(lambda step: (step, 0)))
             outputs = [result.outputs[0] for result in llm.generate(prompts, params)]
             assert not record or runner.decoder.steps.status == 2
         return [(o.token_ids, o.logprobs, o.routing.tolist()) for o in outputs]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -63,6 +65,23 @@ _Struct = TypeVar("_Struct", bound=type[ctypes.Structure])
 _structs: dict[str, type[ctypes.Structure]] = {}
 
 
+class _Thread(threading.local):
+    calls: list[Any] | None = None  # of `recorded`
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def recorded(calls: list[Any]) -> Iterator[None]:
+    """Append the calls of kernels in this thread within the block: the function, its arguments and {}."""
+    _thread.calls = calls
+    try:
+        yield
+    finally:
+        _thread.calls = None
+
+
 def struct_of(name: str) -> Callable[[_Struct], _Struct]:
     """Return a decorator of a struct that is held to the size which `vb_{name}_size` returns."""
 
@@ -115,6 +134,8 @@ def _bound(library: ctypes.CDLL | None, name: str, dtype: torch.dtype | None) ->
     function.argtypes = [*function.argtypes, ctypes.c_int]
 
     def call(*arguments: Any) -> Any:
+        if _thread.calls is not None:
+            _thread.calls.append((call, arguments, {}))
         return function(*arguments, torch.get_num_threads())
 
     return call

@@ -364,14 +364,19 @@ class Decoder:
                 context = FlatContext(self.spec.slots, batch, store)
                 return whole.chain(context, rows, lengths)
 
-    def record_steps(self, make: Callable[[], Steps | None]) -> None:
+    def record_steps(self, make: Callable[[Decoder], Steps | None]) -> None:
         """Run this decoder and its views by recorded steps from now on, or by none; forget those there are.
 
         Args:
             make: called for each of these decoders.
         """
         for decoder in (self, *self._views):
-            decoder.steps = make()
+            decoder.steps = make(decoder)
+
+    @property
+    def runs_whole(self) -> bool:
+        """Whether all of its layers run in one call of the kernels."""
+        return self._layers.whole is not None
 
     def steps_can_be_recorded(self) -> bool:
         """Return whether every forward runs the same operations, without hooks."""

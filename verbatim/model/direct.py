@@ -53,7 +53,7 @@ class DirectRows:
             store.block_size,
             len(states[-1]) if states else 0,
         )
-        self.address = ctypes.addressof(self._struct)
+        self.address: Any = ctypes.byref(self._struct)
 
     def adapt(self, groups: ctypes.Array[Any]) -> None:
         """Give rows their adapters, as `AdaptedRows` of `kernels/lora.h`."""

@@ -77,7 +77,7 @@ def norm(
     if x.numel():
         at_weight, at_bias = addresses(weight, bias)
         struct = NormStruct(at_weight, width, eps, kind, at_bias)
-        at = out.data_ptr(), x.data_ptr(), ctypes.addressof(struct)
+        at = out.data_ptr(), x.data_ptr(), ctypes.byref(struct)
         run("vb_norm", x.dtype, *at, x.numel() // width)
     return out
 

@@ -274,7 +274,7 @@ class ExpertsParts:
         struct = ExpertsStruct(inner=inner, glu=self.glu, activation=self.activation or 0)
         struct.alpha, struct.limit = self.alpha, self.limit
         x = x.clone(memory_format=torch.contiguous_format)
-        run("vb_glu", x.dtype, ctypes.addressof(struct), x.data_ptr(), len(x))
+        run("vb_glu", x.dtype, ctypes.byref(struct), x.data_ptr(), len(x))
         return x[:, :inner].contiguous()
 
 
@@ -395,7 +395,7 @@ def flat_experts(
     if struct is not None:
         hidden, weights = hidden.contiguous(), top_k_weights.float().contiguous()
         index, out = top_k_index.to(torch.int32).contiguous(), torch.empty_like(hidden)
-        at, chosen = (ctypes.addressof(struct), hidden.data_ptr()), addresses(index, weights)
+        at, chosen = (ctypes.byref(struct), hidden.data_ptr()), addresses(index, weights)
         run("vb_experts", hidden.dtype, *at, num_tokens, *chosen, top_k, out.data_ptr())
         return out
     # Slots sorted by expert: each expert has consecutive rows. The sort is stable, although no
@@ -443,7 +443,7 @@ def run_experts(experts: Any, rows: Tensor, counts: list[int] | Tensor) -> Tenso
     struct = parts.served(rows)
     if struct is not None and struct.count == len(counts):
         rows = rows.contiguous()
-        at = ctypes.addressof(struct)
+        at = ctypes.byref(struct)
         run("vb_experts_sorted", rows.dtype, at, *addresses(rows, starts, out))
         return out
     for expert, (start, stop) in enumerate(pairwise(starts.tolist())):

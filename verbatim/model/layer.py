@@ -279,9 +279,10 @@ class FusedLayer:
                 return plain(*args, **kwargs)
             x = x.contiguous()
             rows, direct = x.numel() // struct.hidden, context.direct
-            if chooses or shared is not None or (direct is not None and (
-                direct.count != rows or (attends and direct.dtype is not dtype)
-            )):
+            reads = direct is not None and direct.count == rows
+            if attends and direct is not None:
+                reads &= direct.dtype is dtype
+            if chooses or shared is not None or not reads:
                 direct = None
             if direct is None and (num_states or context.adapted):
                 return plain(*args, **kwargs)

@@ -102,7 +102,7 @@ def linear(
             rows.data_ptr(),
             count,
             stride,
-            ctypes.addressof(matrix),
+            ctypes.byref(matrix),
             1,
             shape[0],
             float32,
@@ -162,7 +162,7 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
         weight = weight.contiguous()
     matrix, _held = pointers_of(weight[0], None)
     apart = weight.stride(0) * weight.element_size()
-    first = ctypes.addressof(matrix)
+    first = ctypes.byref(matrix)
     function(out.data_ptr(), x.data_ptr(), x.shape[1], first, len(x), apart)
     return out
 

@@ -144,7 +144,7 @@ def choose(
         weights = torch.empty(rows, k, dtype=torch.float32)  # the default dtype may differ
         experts = torch.empty(rows, k, dtype=torch.int32)
         inputs, outputs = addresses(logits, forced), addresses(experts, weights)
-        at = ctypes.addressof(struct)
+        at = ctypes.byref(struct)
         run("vb_choose", dtype, at, inputs[0], rows, None, inputs[1], k, *outputs)
         return weights.to(dtype) if form.rounded else weights, experts.long()
     if form.softcap:

@@ -13,6 +13,7 @@ from verbatim.batch import Adapter, Batch, Choices, Draws, SamplePlan
 from verbatim.device import Device
 from verbatim.errors import NotSupported, OutOfBlocks, VerbatimError
 from verbatim.heap import give_back_freed
+from verbatim.kernels.functions import has_kernels
 from verbatim.kv.flat import BlockStore, read_rows, write_rows
 from verbatim.kv.states import open_states
 from verbatim.kv.store import KVStore, cache_info
@@ -26,9 +27,10 @@ from verbatim.model.products import threads
 from verbatim.model.routing import open_records
 from verbatim.model.spec import ModelSpec
 from verbatim.options import dtype_name
-from verbatim.placement import graphs
-from verbatim.placement.graphs import DecodeGraphs
+from verbatim.placement import recorded
 from verbatim.placement.options import EngineOptions
+from verbatim.placement.recorded import ON_CPU, RecordedSteps
+from verbatim.placement.tape import record_on_cpu
 from verbatim.protocols import Forward, Runner
 from verbatim.sampling.sampler import sample_rows
 from verbatim.weights.lazy import Cut
@@ -128,12 +130,18 @@ class Resident(Runner):
             return [] if plan is None else [[draw.id] for draw in sample_rows(logits, plan)]
 
     def record_steps(self) -> None:
-        """Run short steps as CUDA graphs from now on, on a GPU, recorded when they first occur; also those of
-        draft layers. The model must never be edited.
+        """Record short steps from now on, also of draft layers: on a GPU, and where the kernels don't run all
+        layers in one call. The model must never be edited.
         """
-        if self._device.is_gpu and graphs.wanted():
-            recorder = graphs.cuda_recorder(self.store.device)
-            self.decoder.record_steps(lambda: DecodeGraphs(recorder))
+        if not recorded.wanted():
+            return
+        if self._device.is_gpu:
+            recorder = recorded.cuda_recorder(self.store.device)
+            self.decoder.record_steps(lambda _: RecordedSteps(recorder))
+        elif has_kernels(self.store.device) and self.decoder.fused is not None:
+            self.decoder.record_steps(
+                lambda decoder: None if decoder.runs_whole else RecordedSteps(record_on_cpu, ON_CPU)
+            )
 
     def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
         with threads(self._num_threads), self._device.current():
@@ -166,9 +174,7 @@ class Resident(Runner):
     def info(self) -> dict[str, Any]:
         spec, drafts, states = self.decoder.spec, self.draft_layers, self.store.states
         kv_dtype = self.store.dtype
-        gpu = self._device.info()
-        if gpu is not None and self.decoder.steps is not None:
-            gpu["graphs"] = self.decoder.steps.status
+        gpu, steps = self._device.info(), self.decoder.steps
         return {
             "architecture": self.decoder.architecture,
             **weight_info(self.decoder.owner),
@@ -185,6 +191,7 @@ class Resident(Runner):
             **self.draft_info,
             "override": sorted(spec.needs_override),
             "fused": self.decoder.fused,
+            "recorded_steps": None if steps is None else steps.status,
             "experts": self.decoder.how_experts_run(),
         }
 
@@ -233,7 +240,7 @@ class Resident(Runner):
             self.decoder.weights_moved()
         self._recorded = self.decoder.steps is not None
         if self._recorded:
-            self.decoder.record_steps(lambda: None)
+            self.decoder.record_steps(lambda _: None)
         for store in self.stores:
             store.release()
         give_back_freed()

@@ -115,7 +115,7 @@ def open_expert_parallel(model: ToOpen, choice: ExpertParallel) -> Placed:
             options = replace(options, kv_bytes=kv_bytes)
         layers = open_draft_layers(draft, decoder, loaded)
         runner = open_resident(decoder, loaded, options, limit, layers)
-    decoder.record_steps(lambda: None)  # a step waits for the other ranks, in every layer
+    decoder.record_steps(lambda _: None)  # a step waits for the other ranks, in every layer
     runner.cuts = cut.ranges
     runner.placement = {
         "placement": "expert parallel",

@@ -193,7 +193,7 @@ class StageShare(Served):
             "epoch": self.epoch,
             "restarts": self._restarts,
             "hop_s": self._hop_s,
-            "graphs": None if steps is None else steps.status,
+            "recorded_steps": None if steps is None else steps.status,
         }
 
     def spans(self) -> list[tuple[int, int, float, float, int]]:

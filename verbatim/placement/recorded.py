@@ -1,25 +1,27 @@
-"""CUDA graphs: a short step is recorded once for each size, and then launched as a whole.
+"""Recorded steps: a short step is recorded once for each size, and then repeated without its Python.
 
-A step launches some hundred small kernels; at few rows the GPU waits for Python most of the time. Every
+A step makes some hundred small calls, of which each takes longer in Python than it computes at few rows. On
+a GPU they are recorded as a CUDA graph, on a CPU by `tape.py`. Every
 recorded row is a sequence of its own: the rows of a draft, or of a short chunk of a prompt, are given the
 same block table, and each attends up to its own position, as all K and V of a layer are written before.
-So one recording serves every cut of its rows into sequences. Sizes are rounded up, and surplus rows read and
-write the scratch block. No row's bits depend on the rows beside it (with `deterministic=True`).
+So one recording serves every cut of its rows into sequences. On a GPU sizes are rounded up, and surplus rows
+read and write the scratch block. No row's bits depend on the rows beside it (with `deterministic=True`).
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from verbatim.batch import ZERO_STATE, Batch, dummy_batch
-from verbatim.errors import first_line
+from verbatim.errors import NotSupported, first_line
 from verbatim.kv.flat import HiddenStore
 from verbatim.kv.states import StateRows
 from verbatim.kv.store import KVStore
@@ -28,20 +30,42 @@ from verbatim.model.packed import weights_of
 from verbatim.model.routing import Records
 from verbatim.protocols import Forward
 
-MAX_ROWS = 256  # of a step that is recorded, which keeps its logits; larger ones keep a GPU busy
 _ROWS_EACH = 16  # of a sequence in a recorded step; each of them reads all of its K and V
-_SPARE_LOGITS = 64  # rows of a recorded step whose logits are not needed
 _LEAST_CONTEXT = 512  # positions that the smallest tables hold
 
 # What a forward returns, and what layers chose.
 Step = Callable[[], tuple[Forward, Tensor | None]]
-# Makes of a function, whose tensors all stay in their places, something that does the same once more.
-Recorder = Callable[[Step], Step]
+# What does the same once more, and the bytes of RAM that it keeps.
+Recording = tuple[Step, int]
+# Makes one of a function whose tensors all stay in their places.
+Recorder = Callable[[Step], Recording]
+
+
+class Limits(NamedTuple):
+    """Which steps are recorded.
+
+    Attributes:
+        rows: at most so many; more keep the device busy, and a recording keeps their logits.
+        spare_logits: rows whose logits are not needed.
+        rounded: sizes are rounded up.
+        uses: plain steps of a size before it is recorded.
+        nbytes: of recordings; beyond, those that were not used for longest are forgotten.
+    """
+
+    rows: int
+    spare_logits: int
+    rounded: bool
+    uses: int
+    nbytes: int
+
+
+ON_GPU = Limits(rows=256, spare_logits=64, rounded=True, uses=0, nbytes=0)
+ON_CPU = Limits(rows=8, spare_logits=0, rounded=False, uses=3, nbytes=64_000_000)
 
 
 def wanted() -> bool:
-    """Return False if `VERBATIM_CUDA_GRAPHS=0`, which runs every step kernel by kernel, for debugging."""
-    return os.environ.get("VERBATIM_CUDA_GRAPHS") != "0"
+    """Return False if `VERBATIM_RECORDED_STEPS=0`, which runs every step call by call, for debugging."""
+    return os.environ.get("VERBATIM_RECORDED_STEPS") != "0"
 
 
 def rounded_rows(rows: int) -> int:
@@ -63,6 +87,7 @@ class _Recorded:
         inputs: bytes on the device.
         host: the same in RAM, and `columns` the tensors in it.
         blank: those of surplus rows only.
+        nbytes: of RAM that it keeps.
     """
 
     batch: Batch
@@ -71,6 +96,7 @@ class _Recorded:
     columns: list[Tensor]
     blank: Tensor
     replay: Step
+    nbytes: int
 
 
 def _columns(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
@@ -86,18 +112,20 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // 16) * 16
 
 
-class DecodeGraphs:
+class RecordedSteps:
     """The recorded steps of one decoder, `model.decoder.Steps`.
 
     Args:
-        recorder: `cuda_recorder(device)`; a test may do without a GPU.
+        recorder: `cuda_recorder(device)` or `record_on_cpu`.
+        limits: `ON_GPU` or `ON_CPU`.
 
     Attributes:
         reason: why nothing is recorded any more; None as long as it works.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder, limits: Limits = ON_GPU) -> None:
+        self._recorder, self._limits = recorder, limits
+        self._uses: Counter[tuple[int, int, bool]] = Counter()
         self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
         self._weights: list[Tensor] = []
         self._pointers: list[int] = []
@@ -114,7 +142,8 @@ class DecodeGraphs:
         """Return what `decoder.run` does, to be read before the next forward; None if it can't be
         replayed.
         """
-        if self.reason or not _fits(batch, store) or not decoder.steps_can_be_recorded():
+        limits = self._limits
+        if self.reason or not _fits(batch, store, limits) or not decoder.steps_can_be_recorded():
             return None
         places = [*store.tensors[:1], *(() if body is None else body.tensors)]
         places += [] if store.states is None else store.states.tensors[:1]
@@ -124,29 +153,48 @@ class DecodeGraphs:
             self._weights = weights_of(decoder.held)
             self._pointers = [*map(Tensor.data_ptr, [*places, *self._weights])]
         width = 1 << (batch.block_tables.shape[1] - 1).bit_length()
-        size = rounded_rows(batch.num_tokens), max(width, _LEAST_CONTEXT // store.block_size)
-        recorded = self._recorded.get((*size, batch.wants_hidden))
+        rows = rounded_rows(batch.num_tokens) if limits.rounded else batch.num_tokens
+        size = rows, max(width, _LEAST_CONTEXT // store.block_size), batch.wants_hidden
+        recorded = self._recorded.pop(size, None)
         if recorded is None:
+            self._uses[size] += 1
+            if self._uses[size] <= limits.uses:
+                return None
             try:
                 with torch.inference_mode(False):  # its tensors are written to in any mode
-                    recorded = self._record(decoder, batch, store, body, *size)
+                    recorded = self._record(decoder, batch, store, body, *size[:2])
             except Exception as error:  # a model may do anything that can't be recorded
                 self.reason = f"{type(error).__name__}: {first_line(error)}"
                 return None
-            self._recorded[*size, batch.wants_hidden] = recorded
+        self._recorded[size] = recorded  # the last one used
+        if limits.nbytes:
+            self._forget_some()
         routing = records.get("routing")
         if routing is not None:
             routing.copy_blocks(batch.block_copies)
         store.copy_blocks(batch.block_copies)
         values = _inputs(batch, store)
         _fill(recorded, values, batch.entering)
-        made, chosen = recorded.replay()
+        try:
+            made, chosen = recorded.replay()
+        except NotSupported as error:  # the first time
+            self.reason = str(error)
+            return None
         if routing is not None and chosen is not None:
             routing.write(values[0], chosen[: batch.num_tokens])
-        rows: Any = slice(batch.num_tokens)
+        kept: Any = slice(batch.num_tokens)
         if len(batch.logit_rows) < batch.num_tokens:
-            rows = batch.logit_rows.to(store.device)
-        return Forward(made.logits[rows], None if made.hidden is None else made.hidden[rows])
+            kept = batch.logit_rows.to(store.device)
+        return Forward(made.logits[kept], None if made.hidden is None else made.hidden[kept])
+
+    def _forget_some(self) -> None:
+        sizes = [*self._recorded]
+        total = sum(recorded.nbytes for recorded in self._recorded.values())
+        for size in sizes[:-1]:
+            if total <= self._limits.nbytes:
+                return
+            total -= self._recorded.pop(size).nbytes
+            self._uses[size] = 0
 
     @property
     def status(self) -> int | str:
@@ -162,7 +210,8 @@ class DecodeGraphs:
         rows: int,
         width: int,
     ) -> _Recorded:
-        decoder.check_experts_run_freely()
+        if store.device.type != "cpu":
+            decoder.check_experts_run_freely()
         device, batch = store.device, dummy_batch(rows, width)
         if store.states is not None:
             zeros = torch.full((rows,), ZERO_STATE, dtype=torch.int32)
@@ -184,17 +233,17 @@ class DecodeGraphs:
         if like.entering is not None:
             batch.entering = like.entering.new_zeros(rows, like.entering.shape[1], device=device)
         batch.wants_hidden = like.wants_hidden
-        replay = self._recorder(lambda: decoder.forward_in_place(batch, slots, store, body))
-        return _Recorded(batch, inputs, host, _columns(host, values), blank, replay)
+        recording = self._recorder(lambda: decoder.forward_in_place(batch, slots, store, body))
+        return _Recorded(batch, inputs, host, _columns(host, values), blank, *recording)
 
 
-def _fits(batch: Batch, store: KVStore) -> bool:
+def _fits(batch: Batch, store: KVStore, limits: Limits) -> bool:
     """Return whether a recorded step can do the work of a batch."""
-    if not 0 < batch.num_tokens <= MAX_ROWS or batch.adapters is not None:
+    if not 0 < batch.num_tokens <= limits.rows or batch.adapters is not None:
         return False
     if batch.forced_experts is not None or batch.forced_keys is not None:
         return False
-    if batch.num_tokens - len(batch.logit_rows) > _SPARE_LOGITS:
+    if batch.num_tokens - len(batch.logit_rows) > limits.spare_logits:
         return False
     # The rows of a sequence follow from one another in recurrent layers.
     rows_each = _ROWS_EACH if store.states is None else 1
@@ -229,7 +278,7 @@ def cuda_recorder(device: torch.device) -> Recorder:
     pool: Any = torch.cuda.graph_pool_handle()
     beside = torch.cuda.Stream(device)  # torch's own stream for captures is that of one device
 
-    def record(step: Step) -> Step:
+    def record(step: Step) -> Recording:
         before, graph = torch.cuda.current_stream(device), torch.cuda.CUDAGraph()
         beside.wait_stream(before)
         try:
@@ -245,6 +294,6 @@ def cuda_recorder(device: torch.device) -> Recorder:
             graph.replay()
             return out
 
-        return replay
+        return replay, 0
 
     return record

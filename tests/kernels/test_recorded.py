@@ -25,8 +25,7 @@ from verbatim.batch import Batch
 from verbatim.model.decoder import Decoder
 from verbatim.model.mtp_source import Mtp
 from verbatim.placement import resident
-from verbatim.placement.graphs import DecodeGraphs, rounded_rows
-from verbatim.protocols import Forward
+from verbatim.placement.recorded import RecordedSteps, Recording, Step, rounded_rows
 
 
 class Counting:
@@ -35,14 +34,14 @@ class Counting:
     def __init__(self) -> None:
         self.recorded = self.runs = 0
 
-    def __call__(self, step: Callable[[], Forward]) -> Callable[[], Forward]:
+    def __call__(self, step: Step) -> Recording:
         self.recorded += 1
 
-        def replay() -> Forward:
+        def replay() -> Any:
             self.runs += 1
             return step()
 
-        return replay
+        return replay, 0
 
 
 @pytest.fixture
@@ -55,7 +54,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Counting:
 
     def opened(self: Any, *args: Any) -> None:
         plain(self, *args)
-        self.decoder.record_steps(lambda: DecodeGraphs(counting))
+        self.decoder.record_steps(lambda _: RecordedSteps(counting))
 
     monkeypatch.setattr(resident.Resident, "__init__", opened)
     monkeypatch.setattr(Decoder, "chain", lambda *args, **options: None)
@@ -66,7 +65,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Counting:
 def plainly() -> Iterator[None]:
     """Nothing is recorded or replayed here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DecodeGraphs, "run", lambda *args: None)
+        patch.setattr(RecordedSteps, "run", lambda *args: None)
         yield
 
 
@@ -143,25 +142,25 @@ def test_what_a_recorded_step_reads_is_kept() -> None:
         tensors = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
         kept.extend(weakref.ref(x) for x in tensors if isinstance(x, torch.Tensor))
         made = step()
-        return lambda: made  # as of a graph, which keeps nothing that it reads
+        return (lambda: made), 0  # as of a graph, which keeps nothing that it reads
 
     with LLM(make_toy("llama")) as llm:
         decoder: Any = llm.engine.runner.decoder  # type: ignore[attr-defined]
-        decoder.record_steps(lambda: DecodeGraphs(record))
+        decoder.record_steps(lambda _: RecordedSteps(record))
         llm.generate(random_ids(5, 1), SamplingParams(max_tokens=3, ignore_eos=True))
         gc.collect()
         assert kept and all(tensor() is not None for tensor in kept)
 
 
 def test_what_cannot_be_recorded_runs_plainly_and_says_why() -> None:
-    def fails(step: Callable[[], Forward]) -> Callable[[], Forward]:
+    def fails(step: Step) -> Recording:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     params = SamplingParams(max_tokens=2, seed=1, ignore_eos=True)
     with LLM(make_toy("llama")) as llm:
         expected = all_facts(llm.generate([random_ids(5, 1)], params))
         decoder: Any = llm.engine.runner.decoder  # type: ignore[attr-defined]
-        decoder.record_steps(lambda: DecodeGraphs(fails))
+        decoder.record_steps(lambda _: RecordedSteps(fails))
         llm.generate(random_ids(17, 1), params.replace(max_tokens=1))
         assert decoder.steps.reason is None  # too long a chunk
         assert all_facts(llm.generate([random_ids(5, 1)], params)) == expected

@@ -1,0 +1,168 @@
+"""Steps recorded on a CPU: the bits of plain steps, and what can't be recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from support.requests_mixed import all_facts, generated, mixed_requests
+from support.sweep import build
+from support.toys import make_toy, random_ids
+from verbatim import LLM, PipelineParallel, SamplingParams
+from verbatim.errors import NotSupported
+from verbatim.kernels.functions import has_kernels
+from verbatim.placement import resident, tape
+from verbatim.placement.recorded import ON_CPU
+from verbatim.protocols import Forward
+
+pytestmark = pytest.mark.skipif(
+    not has_kernels(torch.device("cpu")), reason="without kernels steps are not recorded"
+)
+
+# Recurrent states beside attention; a mixer without kernels; layers with parts that are fused; experts.
+NAMES = ["zaya", "mamba", "falcon_h1", "falcon", "llama4_text", "jamba"]
+LONG = SamplingParams(max_tokens=24, temperature=1.0, seed=4, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Models of the sweep, each saved once."""
+    paths: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in paths:
+            paths[name] = tmp_path_factory.mktemp(name)
+            build(name).to(torch.bfloat16).save_pretrained(paths[name])
+        return paths[name]
+
+    return folder
+
+
+def plainly(folder: Path, prompts: Any, params: Any, **options: Any) -> list[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VERBATIM_RECORDED_STEPS", "0")
+        with LLM(folder, max_length=200, **options) as llm:
+            assert llm.info()["recorded_steps"] is None
+            return all_facts(llm.generate(prompts, params))
+
+
+@pytest.mark.parametrize("options", [{}, dict(kv_dtype="int8", quantization="int4")], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_recorded_steps_have_the_bits_of_plain_ones(
+    name: str, options: dict[str, Any], saved: Callable[[str], Path]
+) -> None:
+    prompts, params = mixed_requests(7)
+    params = [p.replace(max_tokens=9 + 4 * i, ignore_eos=True) for i, p in enumerate(params)]
+    expected = plainly(saved(name), prompts, params, **options)
+    with LLM(saved(name), max_length=200, **options) as llm:
+        assert all_facts(llm.generate(prompts, params)) == expected
+        steps = llm.info()["recorded_steps"]
+        assert isinstance(steps, int) and steps > 1, steps
+        some = [llm.generate(prompts[i], params[i])[0] for i in (0, 5, 6)]
+        assert all_facts(some) == [expected[i] for i in (0, 5, 6)]
+
+
+def test_sleep_and_new_weights(saved: Callable[[str], Path]) -> None:
+    prompts = [random_ids(5, i) for i in range(3)]
+    with LLM(saved("falcon_h1")) as llm:
+        first = all_facts(llm.generate(prompts, LONG))
+        llm.sleep(weights=True)
+        llm.wake()
+        assert all_facts(llm.generate(prompts, LONG)) == first
+        new = load_file(saved("falcon_h1") / "model.safetensors")
+        llm.update_weights({name: x * 1.5 if "norm" in name else x for name, x in new.items()})
+        second = all_facts(llm.generate(prompts, LONG))
+        assert second != first and llm.info()["recorded_steps"] == 1
+        llm.engine.runner.decoder.record_steps(lambda _: None)  # type: ignore[attr-defined]
+        assert all_facts(llm.generate(prompts, LONG)) == second
+
+
+def test_stages_record_their_steps(saved: Callable[[str], Path]) -> None:
+    prompts = [random_ids(5, i) for i in range(3)]
+    expected = plainly(saved("falcon_h1"), prompts, LONG)
+    with LLM(saved("falcon_h1"), max_length=200, placement=PipelineParallel(2)) as llm:
+        assert all_facts(llm.generate(prompts, LONG)) == expected
+        for stage in llm.engine.runner.group.call("status"):  # type: ignore[attr-defined]
+            assert stage["recorded_steps"] == 1
+
+
+def test_models_in_one_call_and_live_ones_are_not_recorded(folders: Callable[[str], Path]) -> None:
+    for model in (folders("llama"), build("falcon")):
+        with LLM(model) as llm:
+            llm.generate([random_ids(5, 1)], LONG)
+            assert llm.info()["recorded_steps"] is None
+
+
+class Reads(torch.nn.Module):
+    """Depends on the numbers of a tensor, or on random ones."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "item":
+            return x * (1.0 if float(x.sum()) > 1e9 else 0.5)
+        if self.how == "tolist":
+            return x * (1.0 if sum(x.flatten().tolist()) > 1e9 else 0.5)
+        if self.how == "random":
+            return x + 0 * torch.rand_like(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("item", "_local_scalar_dense"), ("tolist", "tolist"), ("random", "rand_like")],
+)
+def test_what_depends_on_more_than_shapes_is_not_recorded(how: str, said: str) -> None:
+    module = make_toy("llama")
+    module.model.norm = torch.nn.Sequential(module.model.norm, Reads(how))
+    expected = generated(LLM(module), [random_ids(5, 1)], LONG)
+    with LLM(module) as llm:
+        steps = resident.RecordedSteps(tape.record_on_cpu, ON_CPU)
+        llm.engine.runner.decoder.record_steps(lambda _: steps)  # type: ignore[attr-defined]
+        assert all_facts(llm.generate([random_ids(5, 1)], LONG)) == expected
+        assert said in str(llm.info()["recorded_steps"])
+
+
+def test_a_step_that_is_not_repeatable_is_found_out() -> None:
+    calls, x = [0], torch.ones(3)
+
+    def step() -> tuple[Forward, None]:
+        calls[0] += 1
+        return Forward(x * calls[0]), None
+
+    repeat, _ = tape.record_on_cpu(step)
+    with pytest.raises(NotSupported, match="other bits"):
+        repeat()
+
+
+def test_recordings_take_a_fixed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [random_ids(5, i) for i in range(6)]
+    params = [LONG.replace(max_tokens=6 + 5 * i) for i in range(6)]
+    module = build("falcon")
+    expected = generated(LLM(module), prompts, params)
+    recorded = list[int]()
+
+    def noted(step: Any) -> Any:
+        replay, nbytes = tape.record_on_cpu(step)
+        recorded.append(nbytes)
+        return replay, nbytes
+
+    for limit in (10**9, 1):
+        recorded.clear()
+        with LLM(module) as llm:
+            steps = resident.RecordedSteps(noted, ON_CPU._replace(nbytes=limit))
+            decoder = llm.engine.runner.decoder  # type: ignore[attr-defined]
+            decoder.record_steps(lambda _, steps=steps: steps)
+            for _ in range(2):
+                assert all_facts(llm.generate(prompts, params)) == expected
+            kept = steps.status
+            assert min(recorded) > 1000
+            assert (kept, len(recorded)) == ((6, 6) if limit > 1 else (1, len(recorded)))
+            assert limit > 1 or len(recorded) > 6
