@@ -57,6 +57,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Counting:
         self.decoder.record_steps(lambda _: RecordedSteps(counting))
 
     monkeypatch.setattr(resident.Resident, "__init__", opened)
+    monkeypatch.setattr(resident.Resident, "record_steps", lambda self: None)
     monkeypatch.setattr(Decoder, "chain", lambda *args, **options: None)
     return counting
 

@@ -210,7 +210,7 @@ class RecordedSteps:
         rows: int,
         width: int,
     ) -> _Recorded:
-        if store.device.type != "cpu":
+        if self._limits is ON_GPU:
             decoder.check_experts_run_freely()
         device, batch = store.device, dummy_batch(rows, width)
         if store.states is not None:
