@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,42 @@ def test_sleep_and_new_weights(saved: Callable[[str], Path]) -> None:
         assert second != first and llm.info()["recorded_steps"] == 1
         llm.engine.runner.decoder.record_steps(lambda _: None)  # type: ignore[attr-defined]
         assert all_facts(llm.generate(prompts, LONG)) == second
+
+
+def test_an_edited_module_is_not_recorded(saved: Callable[[str], Path]) -> None:
+    """Its owner replaces what no address tells: a parameter, a number, a module."""
+    prompts = [random_ids(5, i) for i in range(3)]
+    for edit in ("parameter", "number", "module", "asleep"):
+        found = []
+        for records in (True, False):
+            with LLM(saved("llama4_text"), fused=records) as llm:
+                llm.generate(prompts, LONG)
+                assert llm.info()["recorded_steps"] == (1 if records else None)
+                if edit == "asleep":
+                    llm.sleep()
+                    llm.sleep(weights=True)
+                    llm.wake()
+                    llm.generate(prompts, LONG)
+                    assert llm.info()["recorded_steps"] == (1 if records else None)
+                    llm.sleep()
+                layer = llm.engine.module.model.layers[1]  # type: ignore[attr-defined]
+                mlp = layer.feed_forward
+                if edit == "number":
+                    layer.input_layernorm.eps = 0.5
+                elif edit == "module":
+                    norm = copy.deepcopy(layer.post_attention_layernorm)
+                    norm.weight.data *= 3
+                    layer.post_attention_layernorm = norm
+                else:
+                    name, weight = next(mlp.named_parameters())
+                    owner = mlp.get_submodule(name.rpartition(".")[0])
+                    new = torch.nn.Parameter(weight.flip(0), requires_grad=False)
+                    setattr(owner, name.rpartition(".")[2], new)
+                if edit == "asleep":
+                    llm.wake()
+                found.append(all_facts(llm.generate(prompts, LONG)))
+                assert llm.info()["recorded_steps"] is None
+        assert found[0] == found[1], edit
 
 
 def test_stages_record_their_steps(saved: Callable[[str], Path]) -> None:

@@ -161,9 +161,15 @@ class Decoder:
         return view
 
     @property
-    def _is_watched(self) -> bool:
+    def is_watched(self) -> bool:
         """Return whether the module may have been edited since the last forward."""
-        return self._watched or (self._origin is not None and self._origin._is_watched)
+        return self._watched or (self._origin is not None and self._origin.is_watched)
+
+    def _expect_edits(self) -> None:
+        """Inspect the module before each forward from now on, and repeat no recorded steps."""
+        if not self._watched:
+            self._watched = True
+            self.record_steps(lambda _: None)
 
     def _prepare(self, module: nn.Module) -> None:
         self._tree = Tree(module)
@@ -215,7 +221,7 @@ class Decoder:
         """
         with exclusive:
             module = self.held
-            if not self._is_watched or self._tree.unchanged():
+            if not self.is_watched or self._tree.unchanged():
                 return
             before, now = self.spec, inspect_model(module)
             for name, old, new in (
@@ -236,7 +242,7 @@ class Decoder:
     @property
     def module(self) -> nn.Module:
         """The module, for callers that may edit it; raises EngineClosed if it is gone."""
-        self._watched = True
+        self._expect_edits()
         return self.held
 
     @property
@@ -354,7 +360,7 @@ class Decoder:
             hooks: as of `run`; where there are any, they are not skipped.
         """
         with exclusive:
-            if self._is_watched or (hooks and hooked_everywhere()):
+            if self.is_watched or (hooks and hooked_everywhere()):
                 return None  # angles may have been edited, and hooks see every forward
             trusted = self._layers.unchanged(hooks=False, watched=False)
             whole = self._layers.whole_now() if trusted and self._order is None else None
@@ -382,7 +388,7 @@ class Decoder:
         """Return whether every forward runs the same operations, without hooks."""
         with exclusive:
             self.refresh()
-            hooked = self._tree.has_hooks() if self._is_watched else hooked_everywhere()
+            hooked = self._tree.has_hooks() if self.is_watched else hooked_everywhere()
             return not (self.spec.is_sparse or hooked)
 
     def check_experts_run_freely(self) -> None:
@@ -454,10 +460,10 @@ class Decoder:
                 for context in contexts:
                     if context.direct is not None and context.adapted:
                         context.direct.adapt(adapters.structs(context.adapted))
-        watched = self._is_watched
+        watched = self.is_watched
         hooked = hooks and (self._tree.has_hooks() if watched else hooked_everywhere())
-        # A hook may keep references to modules, and edit them later.
-        self._watched |= hooked
+        if hooked:  # a hook may keep references to modules, and edit them later
+            self._expect_edits()
         trusted = layers.unchanged(hooks=hooked, watched=watched)
         for context in contexts:
             context.trusted = trusted

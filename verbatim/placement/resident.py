@@ -238,8 +238,8 @@ class Resident(Runner):
                 )
             self.checkpoint.drop(self.decoder.held)
             self.decoder.weights_moved()
-        self._recorded = self.decoder.steps is not None
-        if self._recorded:
+        if self.decoder.steps is not None:
+            self._recorded = True
             self.decoder.record_steps(lambda _: None)
         for store in self.stores:
             store.release()
@@ -251,8 +251,9 @@ class Resident(Runner):
             self.decoder.weights_moved()
         for store in self.stores:
             store.allocate()
-        if self._recorded:
+        if self._recorded and not self.decoder.is_watched:
             self.record_steps()
+        self._recorded = False
 
     def close(self) -> None:
         for store in self.stores:
