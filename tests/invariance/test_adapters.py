@@ -85,6 +85,29 @@ def test_an_adapter_gives_the_scores_of_the_merged_model(name: str, tmp_path: Pa
             torch.testing.assert_close(told, scores_of(module, ids), atol=2e-4, rtol=0)
 
 
+def test_fused_recurrent_layers_add_an_adapter_with_the_bits_of_plain_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[bool] = []
+    run = WholeModel.run
+
+    def counted(self: WholeModel, context: Any, *args: Any, **kwargs: Any) -> Any:
+        made = run(self, context, *args, **kwargs)
+        calls.append(made is not None and bool(context.adapted))
+        return made
+
+    monkeypatch.setattr(WholeModel, "run", counted)
+    module, ids = make_toy("kimi_linear", dtype=torch.bfloat16), random_ids(23, seed=1)
+    module.save_pretrained(tmp_path / "base")
+    layers = r"self_attn\.(forget_gate\.f_a|g_a|[qkvbo])_proj"
+    options = dict(adapters={"a": save_adapter(tmp_path / "a", module, rank=6, layers=layers)})
+    with LLM(tmp_path / "base", **options) as llm:  # type: ignore[arg-type]
+        without, scores = llm.score(ids), llm.score(ids, adapter="a")
+    assert calls == [False, True] and scores != without
+    with LLM(tmp_path / "base", fused=False, **options) as llm:  # type: ignore[arg-type]
+        assert llm.score(ids, adapter="a") == scores
+
+
 def test_a_mixed_batch_has_the_bits_of_each_request_alone(
     toy: Toy, llm: LLM, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

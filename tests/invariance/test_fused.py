@@ -26,9 +26,9 @@ from verbatim.model.weight_packing import WeightPacking
 
 # How many layers are fused, and how many parts of others; `test_whole.py` has models that run in one call.
 FUSED = dict.fromkeys(
-    """bamba bart bert bloom deepseek_v2 deepseek_v3 deepseek_v32 dots3_note_text gemma4_text:dense
-    gemma4_unified_text glm_moe_dsa gpt_neo gpt_oss minimax_m3_vl_text mixtral nanochat nemotron_h phi
-    qwen3_moe roberta whisper""".split(),
+    """bailing_hybrid bamba bart bert bloom deepseek_v2 deepseek_v3 deepseek_v32 dots3_note_text
+    gemma4_text:dense gemma4_unified_text glm_moe_dsa gpt_neo gpt_oss minimax_m3_vl_text mixtral
+    nanochat nemotron_h phi qwen3_moe roberta whisper""".split(),
     (4, 0),
 ) | {
     "axk2": (0, 11),
@@ -43,13 +43,13 @@ FUSED = dict.fromkeys(
 }
 # Of those that transformers lists, the ones whose layers must all be fused.
 ALL_FUSED = frozenset(
-    """afmoe apertus apertus1p5_text arcee aria_text axk1 bamba biogpt blenderbot bloom cohere
+    """afmoe apertus apertus1p5_text arcee aria_text axk1 bailing_hybrid bamba biogpt blenderbot bloom cohere
     cohere2 cohere2_moe cohere_compass_text ctrl cwm dbrx deepseek_v3 deepseek_v3:plain
     dots1 emu3 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint fuyu gemma
     gemma2 gemma3 gemma3_text glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2
     gpt2:scaled gpt_bigcode gpt_bigcode:heads gpt_neo gpt_neox gpt_neox:serial gpt_oss
     granite granite_swa granitemoe helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax
-    internlm3 iquestcoder jais2 kolibri1 lfm2 lfm2:full lfm2_moe llama llama:dynamic
+    internlm3 iquestcoder jais2 kimi_linear kolibri1 lfm2 lfm2:full lfm2_moe llama llama:dynamic
     llama:tied mbart mellum minimax_m2 ministral mistral mixtral mixtral:full mllama
     moss_transcribe_diarize mpt mpt:odd nemotron nemotron_h olmo olmo2 olmo3 olmo:clip
     olmo_hybrid olmoe opt pegasus persimmon phi phi3 phi3:longrope phi4_multimodal phi:norms
@@ -101,9 +101,34 @@ def test_fused_layers_of_other_settings(name: str, changes: dict[str, Any], dtyp
     assert outputs(fused) == outputs(plain)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("qwen3_next", {}),
+        ("kimi_linear", {}),
+        ("bailing_hybrid", {}),
+        ("bailing_hybrid", dict(safe_gate=False)),
+        ("bailing_hybrid", dict(lower_bound=-0.3)),
+    ],
+    ids=str,
+)
+def test_recurrent_layers_with_some_weights_in_float32(name: str, changes: dict[str, Any]) -> None:
+    """As transformers keeps some of them, whatever the model's dtype."""
+    model = sweep.build(name).to(torch.bfloat16)
+    for path, weight in model.named_parameters():
+        if path.endswith(("A_log", "dt_bias", "conv1d.weight")):
+            weight.data = weight.data.float() * 1.001
+    for module in model.modules():
+        if hasattr(module, "safe_gate"):
+            module.__dict__.update(changes)
+    decoder = Decoder(model)
+    assert decoder.fused is not None and decoder.fused["plain"] == 0, decoder.fused["reasons"]
+    assert outputs(decoder) == outputs(Decoder(model, fused=False))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "kimi_linear"])
 def test_layers_of_packed_weights_are_fused(name: str, kind: str, dtype: str) -> None:
     model = make_toy(name, dtype=DTYPES[dtype], attention_bias=True)
     quantization = resolve_quantization(kind)
@@ -114,7 +139,7 @@ def test_layers_of_packed_weights_are_fused(name: str, kind: str, dtype: str) ->
     fused, plain = fused_and_plain(model)
     assert outputs(fused) == outputs(plain)
     for layer in model.model.layers:  # as when weights come back from sleep
-        held = layer.mlp.up_proj
+        held: Any = next(m for name, m in layer.named_modules() if name.endswith("up_proj"))
         held.weight_packed = held.packed.flip(0).roll(5).clone().clamp(max=120)
     assert outputs(fused) == outputs(plain)
 

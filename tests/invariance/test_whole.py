@@ -27,8 +27,8 @@ from verbatim.model.whole import WholeModel
 from verbatim.weights.lazy import Held
 from verbatim.weights.load import load_weights
 
-WHOLE = """llama mistral qwen2 qwen3 phi3 olmo2 glm4 qwen3_5 qwen3_next olmo_hybrid lfm2 granite_dense
-    granite gemma2 gemma3 cohere gpt2 opt""".split()
+WHOLE = """llama mistral qwen2 qwen3 phi3 olmo2 glm4 qwen3_5 qwen3_next olmo_hybrid kimi_linear lfm2
+    granite_dense granite gemma2 gemma3 cohere gpt2 opt""".split()
 
 
 @pytest.fixture

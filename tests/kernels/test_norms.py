@@ -210,21 +210,23 @@ class GateFirstNorm(MeanNorm):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("name", "mixer", "gate"),
+    ("name", "place", "gate"),
     [
-        ("qwen3_5", "linear_attn", Gate.AFTER),
-        ("granite_hybrid", "mamba", Gate.BEFORE),
-        ("nemotron_h", "mixer", Gate.BEFORE),
+        ("qwen3_5", "linear_attn.norm", Gate.AFTER),
+        ("granite_hybrid", "mamba.norm", Gate.BEFORE),
+        ("nemotron_h", "mixer.norm", Gate.BEFORE),
+        ("kimi_linear", "o_norm", Gate.SIGMOID),
     ],
 )
 def test_a_norm_with_a_gate_is_right_and_knows_no_neighbours(
-    name: str, mixer: str, gate: Gate, dtype: str
+    name: str, place: str, gate: Gate, dtype: str
 ) -> None:
     model = make_toy(name, dtype=DTYPES[dtype])
-    norm = next(m for n, m in model.named_modules() if n.endswith(f"{mixer}.norm"))
+    norm = next(m for n, m in model.named_modules() if n.endswith(place))
     parts, forward = find_norm(norm, gate), norm_forward(norm)
-    assert parts is not None and parts.kind is NormKind.ROUNDED and forward is not None
-    assert [find_norm(norm, other) for other in Gate if other and other is not gate] == [None]
+    assert parts is not None and forward is not None
+    assert parts.kind is (NormKind.WIDE if gate is Gate.SIGMOID else NormKind.ROUNDED)
+    assert not any(find_norm(norm, other) for other in Gate if other is not gate)
     norm.weight = nn.Parameter(noise(len(norm.weight), dtype=DTYPES[dtype], seed=3))
     rows = [noise(40, len(norm.weight), dtype=DTYPES[dtype], seed=s) for s in (1, 2)]
     with torch.no_grad():

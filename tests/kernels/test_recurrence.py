@@ -166,14 +166,24 @@ def test_rates_are_decays_of_each_row(depth: int, delta: bool, device: torch.dev
     assert torch.equal(out, expected) and torch.equal(states, expected_states)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+    ],
+    ids=str,
+)
 @each_backend(
     "channels,width", [(64, 4), (37, 3), (200, 7), (5, 2)], slow=lambda case: case != (37, 3)
 )
-def test_convolution(channels: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_convolution(
+    channels: int, width: int, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device
+) -> None:
     noise = torch.Generator().manual_seed(0)
     x = torch.randn(sum(LENGTHS), channels, generator=noise).to(device, dtype)
-    weight = torch.randn(channels, width, generator=noise).to(device, dtype)
+    weight = torch.randn(channels, width, generator=noise).to(device, weight_dtype)
     bias = torch.randn(channels, generator=noise).to(device, dtype)
     states = torch.zeros(100, width - 1, channels, dtype=dtype, device=device)
     at = rows_of(device, [(0, n) for n in LENGTHS], [(0, 1), (0, 2), (0, 7)], every=True)

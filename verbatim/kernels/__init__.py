@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-VERSION = 8  # goes up whenever a kernel's arithmetic changes: part of the numerics key
+VERSION = 9  # goes up whenever a kernel's arithmetic changes: part of the numerics key
 
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
 # Best first. The second column is what /proc/cpuinfo or the operating system calls the features.

@@ -21,7 +21,7 @@ _ARGUMENTS = {
     "vb_activate": "PPPLI",
     "vb_add_low_rank": "PLPLLLPL",
     "vb_attention": "PPPPPPPLLLLLLLLLLLIIFFPP",
-    "vb_causal_conv": "PPPPPPPPPLLLL",
+    "vb_causal_conv": "PPPIPPPPPPLLLL",
     "vb_chain": "PPPPPPPLPPPLP",
     "vb_choose": "PPLPPLPP",
     "vb_collapse_streams": "PPPPPPPLLLLFFF",

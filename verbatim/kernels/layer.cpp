@@ -21,16 +21,23 @@ struct Slice {
     int64_t at, stride;
 };
 
-// The gated delta rule (Yang et al. 2024, arXiv:2412.06464), in place of attention. The layer's kv_heads are
-// those of keys and queries, head_dim is their width, and heads and value_dim are those of values.
+// The gated delta rule (Yang et al. 2024, arXiv:2412.06464), or Kimi delta attention (Kimi Team 2025,
+// arXiv:2510.26692), in place of attention. The layer's kv_heads are those of keys and queries, head_dim is
+// their width, and heads and value_dim are those of values. Its latent matrices, if any, are given the last
+// columns of the inputs' products; what they make lies in front of these.
 struct DeltaRule {
     Slice q, k, v, gate, beta, decay;
     const void *weight;           // of the convolution, [channels, taps]
-    const void *a_log, *dt_bias;  // [heads]
+    const void *a_log, *dt_bias;  // [heads], [heads, decays]
     Norm norm;                    // of a head's output, before its gate
     int64_t taps;
+    int64_t decays;               // of a head: 1, or one for each row of its state
     float eps, q_scale, k_scale;  // of the norms of queries and keys
     float beta_scale;
+    float floor;                  // what the logarithms of decays are above, by a sigmoid; or 0
+    int32_t rounds_decays;        // their logarithms are rounded, and exp(a_log)
+    int32_t weight_f32, a_log_f32, dt_bias_f32;
+    int32_t sigmoid;              // in place of SiLU, with a norm that is not rounded
 };
 
 // Mamba-2 (Dao and Gu 2024, arXiv:2405.21060), in place of attention, of a product with a gate, x, B, C and dt.
@@ -84,7 +91,8 @@ struct Layer {
     const Mamba2 *mamba2;    // likewise
     const ShortConv *conv;
     const float *alibi;      // slopes of attention, [heads], or null
-    Matrix latent[2];        // of queries, if any, and of keys and values; both norms are of what they are given
+    Matrix latent[2];        // of queries, if any, and of keys and values; both norms are of what they are given.
+                             // Or those of a delta rule
     Slice q, k, v, gate;     // where the products have them, q in `chunks` of equal size; 0 chunks: one
     int64_t chunks;          // behind the other. These gates are of the same size as q.
     float clip;              // what q, k and v lie between, if not 0
@@ -174,10 +182,10 @@ template <typename T> void norm_heads(T *x, int64_t width, const Norm &norm) {
     for (int64_t at = 0; at < width; at += norm.width) norm_row(x + at, x + at, norm);
 }
 
-// out[rows, products] = what the inputs make of (the norm of) hidden.
+// out[rows, products] = what the inputs make of (the norm of) hidden; its rows are `stride` apart.
 template <typename T>
 void project(const Layer &l, const T *hidden, int64_t rows, const Adapted &adapted, T *out,
-             int threads) {
+             int64_t stride, int threads) {
     const T *x = hidden;
     Scratch<T> normed(l.before_attention.kind == NONE ? 0 : rows * l.hidden);
     if (l.before_attention.kind != NONE) {
@@ -186,8 +194,8 @@ void project(const Layer &l, const T *hidden, int64_t rows, const Adapted &adapt
         });
         x = normed.data;
     }
-    multiply_adapted(x, rows, l.hidden, l.inputs, l.num_inputs, adapted.at(INPUTS), out,
-                     l.products(), threads);
+    multiply_adapted(x, rows, l.hidden, l.inputs, l.num_inputs, adapted.at(INPUTS), out, stride,
+                     threads);
 }
 
 // qkv[rows, qkv_width] of latent attention (DeepSeek-AI 2024, arXiv:2405.04434): queries, or what they are made of,
@@ -199,7 +207,7 @@ void before_latent(const Layer &l, const T *hidden, int64_t rows, const Adapted 
     const int64_t width = l.products(), first = l.inputs[0].cols, rank = of_kv.depth, dim = l.head_dim;
     const int64_t turned = l.inputs[1].cols - rank, plain = dim - turned, all = l.qkv_width();
     const Scratch<T> made(rows * width), kv(rows * of_kv.cols), q(of_q.data ? rows * of_q.cols : 0);
-    project(l, hidden, rows, adapted, made.data, threads);
+    project(l, hidden, rows, adapted, made.data, width, threads);
     each_row(rows, width, threads, [&](int64_t r) {
         const auto norm = [](T *x, const Norm &norm, float scale) {
             if (norm.kind != NONE) norm_row(x, x, norm);
@@ -243,7 +251,7 @@ void before(const Layer &l, const T *hidden, int64_t rows, const Adapted &adapte
     if (l.chunks) {
         const int64_t all = l.products();
         const Scratch<T> made(rows * all);
-        project(l, hidden, rows, adapted, made.data, threads);
+        project(l, hidden, rows, adapted, made.data, all, threads);
         each_row(rows, width, threads, [&](int64_t r) {
             T *to = qkv + r * width;
             const auto take = [&](const Slice &from, int64_t count, int64_t size) {
@@ -255,7 +263,7 @@ void before(const Layer &l, const T *hidden, int64_t rows, const Adapted &adapte
             take(l.v, l.kv_heads, l.value_dim);
             if (l.gate_width) take(l.gate, l.chunks, q_width / l.chunks);
         });
-    } else project(l, hidden, rows, adapted, qkv, threads);
+    } else project(l, hidden, rows, adapted, qkv, width, threads);
     const bool turns = l.rotation != UNTURNED;
     const float top = l.clip, scale = l.q_scale;
     if (l.of_queries.kind == NONE && l.of_keys.kind == NONE && l.of_values.kind == NONE && !turns &&
@@ -321,11 +329,18 @@ template <typename T>
 void run_delta_rule(const Layer &l, const Rows &rows, T *conv_state, float *state, const T *hidden,
            T *attended, int threads) {
     const DeltaRule &d = *l.delta;
-    const int64_t count = rows.count, width = l.products(), depth = l.head_dim, value = l.value_dim;
+    const int64_t count = rows.count, depth = l.head_dim, value = l.value_dim, decays = d.decays;
     const int64_t k_width = l.k_width(), v_width = l.heads * value, group = l.heads / l.kv_heads;
-    const int64_t channels = 2 * k_width + v_width;
+    const int64_t channels = 2 * k_width + v_width, all_decays = l.heads * decays;
+    const int64_t second = l.latent[0].cols + l.latent[1].cols, width = second + l.products();
     const Scratch<T> made(count * width), mixed(count * channels);
-    project(l, hidden, count, rows.of(l), made.data, threads);
+    project(l, hidden, count, rows.of(l), made.data + second, width, threads);
+    int64_t from = width - l.latent[0].depth - l.latent[1].depth, to = 0;
+    for (const Matrix &m : l.latent) {
+        if (!m.data) continue;
+        multiply(made.data + from, count, width, &m, 1, made.data + to, width, threads);
+        from += m.depth, to += m.cols;
+    }
     each_row(count, channels, threads, [&](int64_t r) {
         const T *row = made.data + r * width;
         T *to = mixed.data + r * channels;
@@ -335,15 +350,27 @@ void run_delta_rule(const Layer &l, const Rows &rows, T *conv_state, float *stat
                 std::memcpy(to, row + slice.at + h * slice.stride, size * sizeof(T));
     });
     const Scratch<float> convolved(count * channels);
-    convolve(convolved.data, mixed.data, (const T *)d.weight, (const T *)nullptr, conv_state,
+    convolve(convolved.data, mixed.data, d.weight, d.weight_f32, (const T *)nullptr, conv_state,
              rows.states(), channels, d.taps, threads);
 
     const Scratch<float> q(count * k_width), k(count * k_width), v(count * v_width);
-    const Scratch<float> decay(count * l.heads), beta(count * l.heads), out(count * v_width);
+    const Scratch<float> decay(count * all_decays), beta(count * l.heads), out(count * v_width);
+    const Scratch<float> rates(l.heads), rate(all_decays), bias(all_decays);
+    for (int64_t h = 0; h < l.heads; h++) rates.data[h] = value_at<T>(d.a_log, d.a_log_f32, h);
+    each_lane(rates.data, l.heads, [&, x = rates.data](auto at) {
+        const f32x16 rate = exponential(at(x));
+        return d.rounds_decays && !d.a_log_f32 ? rounded<T>(rate) : rate;
+    });
+    for (int64_t i = 0; i < all_decays; i++) {
+        rate.data[i] = rates.data[i / decays];
+        bias.data[i] = value_at<T>(d.dt_bias, d.dt_bias_f32, i);
+    }
     const Norm norm{nullptr, depth, d.eps, BARE};
     each_row(count, channels, threads, [&](int64_t r) {
         float *x = convolved.data + r * channels;
-        each_lane(x, channels, [=](auto at) { return rounded<T>(silu(rounded<T>(at(x)))); });
+        each_lane(x, channels, [&, x](auto at) {
+            return rounded<T>(silu(d.weight_f32 ? at(x) : rounded<T>(at(x))));
+        });
         for (const auto [to, scale] : {std::pair(q.data, d.q_scale), std::pair(k.data, d.k_scale)})
             for (int64_t h = 0; h < l.kv_heads; h++, x += depth) {
                 float *head = to + r * k_width + h * depth;
@@ -352,26 +379,36 @@ void run_delta_rule(const Layer &l, const Rows &rows, T *conv_state, float *stat
             }
         std::memcpy(v.data + r * v_width, x, v_width * sizeof(float));
         const T *row = made.data + r * width;
-        float *b = beta.data + r * l.heads, *a = decay.data + r * l.heads;
+        float *b = beta.data + r * l.heads, *a = decay.data + r * all_decays;
         for (int64_t h = 0; h < l.heads; h++) {
             b[h] = to_float(row[d.beta.at + h / group * d.beta.stride + h % group]);
-            a[h] = to_float(row[d.decay.at + h / group * d.decay.stride + h % group]);
+            const T *given = row + d.decay.at + h / group * d.decay.stride + h % group * decays;
+            for (int64_t i = 0; i < decays; i++) a[h * decays + i] = to_float(given[i]);
         }
         each_lane(b, l.heads, [=](auto at) { return rounded<T>(sigmoid(at(b))) * d.beta_scale; });
-        const T *a_log = (const T *)d.a_log, *dt_bias = (const T *)d.dt_bias;
-        each_lane(a, l.heads, [=](auto at) {
-            return exponential(-exponential(at(a_log)) * softplus(at(a) + at(dt_bias)));
+        each_lane(a, all_decays, [&, e = rate.data, bias = bias.data](auto at) {
+            const f32x16 x = at(a) + at(bias);
+            const f32x16 log = d.floor ? d.floor * sigmoid(at(e) * x) : -at(e) * softplus(x);
+            return exponential(d.rounds_decays ? rounded<T>(log) : log);
         });
     });
     run_recurrence({out.data, q.data, k.data, v.data, decay.data, beta.data, state, l.heads,
-                    l.kv_heads, depth, value, false},
+                    l.kv_heads, depth, value, decays > 1},
                    rows.states(), threads);
     each_row(count, v_width, threads, [&](int64_t r) {
         for (int64_t h = 0; h < l.heads; h++) {
-            const float *x = out.data + r * v_width + h * value;
+            float *x = out.data + r * v_width + h * value;
             T *head = attended + r * v_width + h * value;
             const T *gate = made.data + r * width + d.gate.at + h / group * d.gate.stride +
                             h % group * value;
+            if (d.sigmoid) {
+                const T *weight = (const T *)d.norm.weight;
+                each_lane(x, value, [=](auto at) { return rounded<T>(at(x)); });
+                norm_row(x, x, Norm{nullptr, value, d.norm.eps, BARE});
+                each_lane(head, value,
+                          [=](auto at) { return at(weight) * at(x) * sigmoid(at(gate)); });
+                continue;
+            }
             each_lane(head, value, [=](auto at) { return at(x); });
             norm_row(head, head, d.norm);
             each_lane(head, value, [=](auto at) { return at(head) * silu(at(gate)); });
@@ -388,12 +425,12 @@ void run_mamba2(const Layer &l, const Rows &rows, T *conv_state, float *state, c
     const int64_t k_width = l.k_width(), v_width = l.heads * value;
     const int64_t channels = v_width + 2 * k_width;
     const Scratch<T> made(count * width), mixed(count * channels);
-    project(l, hidden, count, rows.of(l), made.data, threads);
+    project(l, hidden, count, rows.of(l), made.data, width, threads);
     each_row(count, channels, threads, [&](int64_t r) {
         std::memcpy(mixed.data + r * channels, made.data + r * width + v_width, channels * sizeof(T));
     });
     const Scratch<float> convolved(count * channels);
-    convolve(convolved.data, mixed.data, (const T *)m.weight, (const T *)m.bias, conv_state,
+    convolve(convolved.data, mixed.data, m.weight, false, (const T *)m.bias, conv_state,
              rows.states(), channels, m.taps, threads);
 
     const Scratch<float> q(count * k_width), k(count * k_width), v(count * v_width);
@@ -443,13 +480,13 @@ template <typename T>
 void run_short_conv(const Layer &l, const Rows &rows, T *state, const T *hidden, T *attended, int threads) {
     const int64_t count = rows.count, channels = l.value_dim, width = 3 * channels;
     const Scratch<T> made(count * width), mixed(count * channels);
-    project(l, hidden, count, rows.of(l), made.data, threads);
+    project(l, hidden, count, rows.of(l), made.data, width, threads);
     each_row(count, channels, threads, [&](int64_t r) {
         const T *b = made.data + r * width, *x = b + 2 * channels;
         each_lane(mixed.data + r * channels, channels, [=](auto at) { return at(b) * at(x); });
     });
     const Scratch<float> out(count * channels);
-    convolve(out.data, mixed.data, (const T *)l.conv->weight, (const T *)l.conv->bias, state,
+    convolve(out.data, mixed.data, l.conv->weight, false, (const T *)l.conv->bias, state,
              rows.states(), channels, l.conv->taps, threads);
     each_row(count, channels, threads, [&](int64_t r) {
         const T *c = made.data + r * width + channels;
@@ -593,8 +630,7 @@ void attend(const Layer &l, const Rows &rows, void *k_store, void *v_store, cons
                 l.head_dim * size, width * size, l.value_dim * size, threads);
     const Scratch<float> sinks(l.sinks ? l.heads : 0);
     for (int64_t h = 0; l.sinks && h < l.heads; h++)
-        sinks.data[h] = l.is_bf16 && !l.sinks_f32 ? to_float(((const bf16 *)l.sinks)[h])
-                                                  : ((const float *)l.sinks)[h];
+        sinks.data[h] = value_at<bf16>(l.sinks, l.sinks_f32 || !l.is_bf16, h);
     vb_attention(qkv.data, attended, k_store, v_store, rows.query_starts, rows.context_lens,
                  rows.block_tables, rows.sequences, rows.max_blocks, width, l.head_dim, l.heads,
                  l.kv_heads, l.head_dim, l.value_dim, rows.block_size, l.window, l.chunk,

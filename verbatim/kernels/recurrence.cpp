@@ -269,7 +269,7 @@ void convolve_channels(float *out, const T *x, const float *taps, f32x16 bias, T
 }  // namespace
 
 template <typename T>
-void vb::convolve(float *out, const T *x, const T *weight, const T *bias, T *state,
+void vb::convolve(float *out, const T *x, const void *weight, bool weight_f32, const T *bias, T *state,
                   const StateRows &at, int64_t channels, int64_t width, int threads) {
     const int64_t pieces = (channels + LANES - 1) / LANES;
     if (at.starts[at.sequences] * channels < (1 << 14)) threads = 1;
@@ -280,7 +280,7 @@ void vb::convolve(float *out, const T *x, const T *weight, const T *bias, T *sta
         const int lanes = (int)std::min<int64_t>(count, LANES);
         for (int64_t j = 0; j < width; j++)
             for (int i = 0; i < lanes; i++)
-                taps[j * LANES + i] = to_float(weight[(first + i) * width + j]);
+                taps[j * LANES + i] = value_at<T>(weight, weight_f32, (first + i) * width + j);
         const f32x16 added = bias ? load_first(bias + first, lanes) : splat(0.0f);
         for (int64_t s = 0; s < at.sequences; s++)
             convolve_channels(out, x, taps.data(), added, state, at, channels, width, s, first, count);
@@ -336,12 +336,14 @@ extern "C" void vb_weighted_mean(float *out, const float *key, const float *valu
 
 // As `causal_conv` there.
 #define EXPORT_CONV(name, T)                                                                       \
-    extern "C" void name(float *out, const T *x, const T *weight, const T *bias, T *state,         \
-                         const int32_t *starts, const int32_t *sources, const int32_t *rows,       \
-                         const int32_t *targets, int64_t sequences, int64_t writes,                \
-                         int64_t channels, int64_t width, int threads) {                           \
-        convolve(out, x, weight, bias, state, {starts, sources, rows, targets, sequences, writes},   \
-                 channels, width, threads);                                                        \
-    }
+    extern "C" void name(float *out, const T *x, const void *weight, int weight_f32, const T *bias, \
+                         T *state, const int32_t *starts, const int32_t *sources,                  \
+                         const int32_t *rows, const int32_t *targets, int64_t sequences,           \
+                         int64_t writes, int64_t channels, int64_t width, int threads) {           \
+        convolve(out, x, weight, weight_f32 != 0, bias, state,                                     \
+                 {starts, sources, rows, targets, sequences, writes}, channels, width, threads);   \
+    }                                                                                              \
+    template void vb::convolve(float *, const T *, const void *, bool, const T *, T *,             \
+                               const StateRows &, int64_t, int64_t, int);
 EXPORT_CONV(vb_causal_conv_f32, float)
 EXPORT_CONV(vb_causal_conv_bf16, bf16)

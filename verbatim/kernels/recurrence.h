@@ -28,9 +28,10 @@ struct Recurrence {
 
 void run_recurrence(const Recurrence &a, const StateRows &at, int threads);
 
-// As `causal_conv` there: out[rows, channels] of x, with weight[channels, width] and bias[channels] or null.
+// As `causal_conv` there: out[rows, channels] of x, with weight[channels, width], in T or float, and
+// bias[channels] or null.
 template <typename T>
-void convolve(float *out, const T *x, const T *weight, const T *bias, T *state, const StateRows &at,
-              int64_t channels, int64_t width, int threads);
+void convolve(float *out, const T *x, const void *weight, bool weight_f32, const T *bias, T *state,
+              const StateRows &at, int64_t channels, int64_t width, int threads);
 
 }  // namespace vb

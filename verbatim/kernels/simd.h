@@ -110,6 +110,11 @@ static inline float to_float(bf16 x) {
     return float_of((uint32_t)x << 16);
 }
 
+// One of some values in T, or in float.
+template <typename T> static inline float value_at(const void *values, bool is_f32, int64_t i) {
+    return is_f32 ? ((const float *)values)[i] : to_float(((const T *)values)[i]);
+}
+
 // Round to nearest, ties to even, as torch rounds.
 static inline bf16 to_bf16(float x) {
     uint32_t bits;

@@ -29,7 +29,8 @@ def causal_conv(
 
     Args:
         x: `[T, C]`.
-        weight: `[C, K]`; the last column is multiplied with the row itself.
+        weight: `[C, K]`, in float32 or else taken in the dtype of `x`; the last column is multiplied with the
+            row itself.
         bias: `[C]`.
         state: `[slots, K - 1, C]` in the dtype of `x`, the last inputs, oldest first; written at
             `at.targets`.
@@ -38,19 +39,20 @@ def causal_conv(
         `[T, C]` float32.
     """
     compiled = x.dtype in SUFFIX and has_kernels(x.device)
+    weight = weight if weight.dtype is torch.float32 else weight.to(x.dtype)
     if not compiled and kernels.triton_serves(x.device):
         from verbatim.kernels.triton import recurrence
 
         if recurrence.served(x):
             bias = None if bias is None else bias.to(x.dtype)
-            return recurrence.causal_conv(x, weight.to(x.dtype), bias, state, at)
+            return recurrence.causal_conv(x, weight, bias, state, at)
     if compiled:
         out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        x, weight = x.contiguous(), weight.to(x.dtype).contiguous()
+        x, weight = x.contiguous(), weight.contiguous()
         bias = None if bias is None else bias.to(x.dtype).contiguous()
-        operands = addresses(out, x, weight, bias, state, *at)
+        operands = *addresses(out, x, weight), weight.dtype is torch.float32
         sizes = len(at.sources), len(at.rows), *weight.shape
-        run("vb_causal_conv", x.dtype, *operands, *sizes)
+        run("vb_causal_conv", x.dtype, *operands, *addresses(bias, state, *at), *sizes)
         return out
     first = weight.new_zeros(weight.shape[0], dtype=torch.float32)
     first = first if bias is None else first + bias.float()

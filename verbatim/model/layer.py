@@ -33,6 +33,7 @@ from verbatim.model.structs import (
     LayerStruct,
     NotFusable,
     Slice,
+    address_and_f32,
     address_of,
     matrix_of,
     norm_of,
@@ -168,22 +169,24 @@ class FusedLayer:
             "of_values": (shape.kv_heads * shape.value_dim, shape.value_dim),
         }
         latent = [matrix_of(module, dtype) for module in parts.latent]
-        if latent:
+        struct.latent[:] = [Matrix(), Matrix(), *latent][-2:]
+        if parts.mixer is not None:
+            firsts = len(parts.inputs) - len(latent)
+            widths = parts.mixer.widths[:firsts] + [m.depth for m in latent]
+            fits &= [m.cols for m in latent] == parts.mixer.widths[firsts:]
+        elif latent:
             rank, turned = latent[-1].depth, struct.inputs[1].cols - latent[-1].depth
             widths = [queries, rank + turned, *gates]
             of_norms = {"of_keys": (rank, None), "of_values": (turned, None)}
             if len(latent) == 2:
                 widths[0] = latent[0].depth
                 of_norms["of_queries"] = latent[0].depth, None
-            struct.latent[:] = [Matrix(), *latent][-2:]
             struct.latent_scale[:] = [1.0, *parts.latent_scales][-2:]
-        if parts.mixer is not None:
-            widths = parts.mixer.widths
         if parts.inputs:
             fits &= [m.cols for m in struct.inputs][: len(widths)] == widths
             fits &= all(struct.inputs[i].depth == struct.hidden for i in range(len(widths)))
             fits &= struct.output.depth == shape.heads * shape.value_dim
-        if latent:
+        if latent and parts.mixer is None:
             made = [queries, shape.heads * (shape.head_dim - turned + shape.value_dim)]
             fits &= [m.cols for m in latent] == made[-len(latent) :]
             fits &= shape.kv_heads == shape.heads and 0 <= turned <= shape.head_dim
@@ -208,8 +211,7 @@ class FusedLayer:
             sinks = parts.attention._parameters.get("sinks")
             if sinks is None or sinks.shape != (shape.heads,):
                 raise NotFusable("its attention has a bias of its own")
-            struct.sinks_f32 = sinks.dtype is torch.float32
-            struct.sinks = address_of(sinks, sinks.dtype if struct.sinks_f32 else dtype)
+            struct.sinks, struct.sinks_f32 = address_and_f32(sinks, dtype)
         if parts.mixture is not None:
             fits &= parts.mixture.experts.hidden == struct.hidden
             parts.mixture.fill(self._mixture, dtype)

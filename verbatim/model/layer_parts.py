@@ -63,7 +63,7 @@ class LayerParts:
         inputs: projections of attention: q, k, v and a gate, or fewer for the first two or three of these; or
             those of `mixer`; or the first ones of q, and of k and v. Empty for an MLP.
         latent: in the last case, the second ones: of q, if it has one, and of k and v. A gate may be the last
-            one of `inputs`.
+            one of `inputs`. Or those of `mixer`.
         latent_scales: factors of what these are given, behind its norm.
         gates: gate and up, one for both, or up alone; empty if `mlp` runs unchanged, or has experts.
         mixtures: the possible structures of a mixture of experts, the likeliest first.
@@ -257,7 +257,8 @@ def take_apart(
         )
     modules = [call.module for call in inputs]
     if mixer is not None:
-        modules, latent = [attention._modules[name] for name in mixer.inputs], []  # type: ignore[misc]
+        modules = [attention.get_submodule(name) for name in mixer.inputs]
+        latent = [attention.get_submodule(name) for name in mixer.latent]
     roles = {"before_attention": norm(x, inputs[0].given), "after_attention": norm(output.made)}
     if roles["before_attention"] is None and not same_numbers(x, inputs[0].given):
         names = [type(c.module).__name__ for c in others if c.leads(x, inputs[0].given)]

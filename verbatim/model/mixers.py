@@ -17,9 +17,9 @@ from torch import nn
 from verbatim.kernels.functions import struct_of
 from verbatim.model.elementwise import NormStruct
 from verbatim.model.norms import Gate, Norm, find_norm, group_width
-from verbatim.model.structs import NotFusable, Slice, address_of, norm_of
+from verbatim.model.structs import NotFusable, Slice, address_and_f32, address_of, norm_of
 
-_POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,8 @@ class Mixer:
     Attributes:
         kind: the struct's class.
         inputs: names of the linears of the layer's input, each with what its product has.
-        widths: columns of their products.
+        latent: names of the linears of the products of the last of these, which make what these have.
+        widths: columns of the products of `inputs`, or of `latent` in place of the last ones.
         norm: beside those of the layer; None without.
         sizes: heads, key heads, and their widths; heads times value width is the width of the output.
     """
@@ -37,6 +38,7 @@ class Mixer:
     kind: type[MixerStruct]
     module: nn.Module
     inputs: Mapping[str, str]
+    latent: list[str]
     widths: list[int]
     norm: Norm | None
     sizes: tuple[int, int, int, int]
@@ -46,7 +48,8 @@ class Mixer:
         child = self.module._modules[conv]
         assert child is not None
         found = [child._parameters["weight"], child._parameters.get("bias")]
-        return [*found, *(self.module._parameters.get(name) for name in names)]
+        owner = self.module._modules.get("forget_gate") or self.module
+        return [*found, *(owner._parameters.get(name) for name in names)]
 
 
 class MixerStruct(ctypes.Structure):
@@ -70,25 +73,32 @@ class MixerStruct(ctypes.Structure):
 
 
 _ROLES = ("q", "k", "v", "gate", "beta", "decay")
+_QKV = {"q_proj": "q", "k_proj": "k", "v_proj": "v"}
 # The linears of the input, each with what its product has.
 _DELTA_INPUTS: tuple[dict[str, str], ...] = (
     {"in_proj_qkv": "q k v", "in_proj_z": "gate", "in_proj_b": "beta", "in_proj_a": "decay"},
     {"in_proj_qkvz": "q k v gate", "in_proj_ba": "beta decay"},
-    dict(q_proj="q", k_proj="k", v_proj="v", g_proj="gate", b_proj="beta", a_proj="decay"),
+    {**_QKV, "g_proj": "gate", "b_proj": "beta", "a_proj": "decay"},
+    {**_QKV, "b_proj": "beta", "forget_gate.f_a_proj": "decay", "g_a_proj": "gate"},
+    {**_QKV, "b_proj": "beta", "forget_gate.f_proj": "decay", "g_proj": "gate"},
 )
+# The second linears of low-rank products, by the first ones.
+_SECOND = {"forget_gate.f_a_proj": "forget_gate.f_b_proj", "g_a_proj": "g_b_proj"}
 _BY_KEY_HEAD = ("in_proj_qkvz", "in_proj_ba")  # all roles of one key head, then those of the next
 
 
-def _delta_widths(heads: int, key_heads: int, key_dim: int, value_dim: int) -> dict[str, int]:
+def _delta_widths(module: nn.Module, sizes: tuple[int, int, int, int]) -> dict[str, int]:
     """Return the columns of each key head in the products of a delta rule, by role."""
+    heads, key_heads, key_dim, value_dim = sizes
     group = heads // key_heads
-    value = group * value_dim
-    return dict(zip(_ROLES, (key_dim, key_dim, value, value, group, group), strict=True))
+    value, decays = group * value_dim, group * (key_dim if "forget_gate" in module._modules else 1)
+    return dict(zip(_ROLES, (key_dim, key_dim, value, value, group, decays), strict=True))
 
 
 @struct_of("delta")
 class DeltaRule(MixerStruct):
-    """A gated delta rule, as Qwen3-Next, Qwen3.5 and OLMo Hybrid have it, with a norm of a head's output.
+    """A gated delta rule, as Qwen3-Next, Qwen3.5 and OLMo Hybrid have it, with a norm of a head's output; or
+    Kimi delta attention, as Kimi Linear and Bailing Hybrid have it, with a decay for each row of the state.
 
     `DeltaRule` of kernels/layer.cpp.
     """
@@ -98,14 +108,19 @@ class DeltaRule(MixerStruct):
         *((role, Slice) for role in _ROLES),
         *((name, _POINTER) for name in ("weight", "a_log", "dt_bias")),
         ("norm", NormStruct),
-        ("taps", _LONG),
-        *((name, _FLOAT) for name in ("eps", "q_scale", "k_scale", "beta_scale")),
+        *((name, _LONG) for name in ("taps", "decays")),
+        *((name, _FLOAT) for name in ("eps", "q_scale", "k_scale", "beta_scale", "floor")),
+        *(
+            (name, _INT)
+            for name in ("rounds_decays", "weight_f32", "a_log_f32", "dt_bias_f32", "sigmoid")
+        ),
     ]
 
     def fill(self, mixer: Mixer, dtype: torch.dtype) -> None:
         heads, key_heads, key_dim, value_dim = mixer.sizes
-        of, at = _delta_widths(*mixer.sizes), 0
-        for name, given in mixer.inputs.items():
+        of, at = _delta_widths(mixer.module, mixer.sizes), 0
+        inputs, firsts = [*mixer.inputs.items()], len(mixer.inputs) - len(mixer.latent)
+        for name, given in inputs[firsts:] + inputs[:firsts]:
             roles = given.split()
             together = sum(of[role] for role in roles)
             for role in roles:
@@ -118,11 +133,18 @@ class DeltaRule(MixerStruct):
         channels = 2 * key_heads * key_dim + heads * value_dim
         if bias is not None or a_log is None or dt_bias is None:
             raise NotFusable("its convolution has a bias, or parameters are missing")
-        if not a_log.shape == dt_bias.shape == (heads,):
+        self.decays = of["decay"] * key_heads // heads
+        if a_log.numel() != heads or dt_bias.shape != (heads * self.decays,):
             raise NotFusable("its parameters do not fit together")
-        self.a_log, self.dt_bias = address_of(a_log, dtype), address_of(dt_bias, dtype)
-        self.weight, self.taps = _taps(weight, channels, dtype)
+        self.a_log, self.a_log_f32 = address_and_f32(a_log, dtype)
+        self.dt_bias, self.dt_bias_f32 = address_and_f32(dt_bias, dtype)
+        self.taps = _taps(weight, channels)
+        self.weight, self.weight_f32 = address_and_f32(weight, dtype)
         self.norm = norm_of(mixer.norm, dtype, value_dim, None)
+        self.sigmoid = mixer.norm is not None and mixer.norm.gate is Gate.SIGMOID
+        gate: Any = mixer.module._modules.get("forget_gate")
+        self.floor = gate.lower_bound if getattr(gate, "safe_gate", False) else 0.0
+        self.rounds_decays = "forget_gate.f_proj" in mixer.inputs  # as Bailing Hybrid does
         # As in `recurrent_ops.py`: vectors of length 1, by a norm of their mean square.
         self.eps = 1e-6 / key_dim
         self.q_scale = key_dim**-0.5 / math.sqrt(key_dim)
@@ -155,7 +177,7 @@ class Mamba2(MixerStruct):
         norm_weight = mixer.norm.weight
         if norm_weight is None or norm_weight.shape != (width,):
             raise NotFusable("its norm has another width")
-        self.weight, self.taps = _taps(weight, channels, dtype)
+        self.weight, self.taps = address_of(weight, dtype), _taps(weight, channels)
         self.bias = _bias(bias, channels, dtype)
         self.a_log, self.dt_bias, self.d = (address_of(x, dtype) for x in vectors)
         self.norm_weight = address_of(norm_weight, dtype)
@@ -174,7 +196,7 @@ class ShortConv(MixerStruct):
 
     def fill(self, mixer: Mixer, dtype: torch.dtype) -> None:
         weight, bias = mixer.tensors("conv")
-        self.weight, self.taps = _taps(weight, mixer.sizes[3], dtype)
+        self.weight, self.taps = address_of(weight, dtype), _taps(weight, mixer.sizes[3])
         self.bias = _bias(bias, mixer.sizes[3], dtype)
 
 
@@ -185,11 +207,12 @@ def _bias(bias: Any, channels: int, dtype: torch.dtype) -> int:
     return address_of(bias, dtype)
 
 
-def _taps(weight: Any, channels: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the address of the weight `[C, 1, K]` of a convolution, and K."""
+def _taps(weight: Any, channels: int) -> int:
+    """Return K of the weight `[C, 1, K]` of a convolution."""
     if weight is None or weight.ndim != 3 or weight.shape[:2] != (channels, 1):
         raise NotFusable("the weight of its convolution has another shape")
-    return address_of(weight, dtype), weight.shape[2]
+    taps: int = weight.shape[2]
+    return taps
 
 
 def recurs(module: nn.Module) -> bool:
@@ -210,23 +233,29 @@ def mixer_of(module: Any) -> Mixer:
     conv = children.get("conv")
     if children.keys() == {"conv", "in_proj", "out_proj"} and isinstance(conv, nn.Conv1d):
         width = conv.out_channels
-        return Mixer(ShortConv, module, _IN, [3 * width], None, (1, 0, 0, width))
+        return Mixer(ShortConv, module, _IN, [], [3 * width], None, (1, 0, 0, width))
     if {"conv1d", "in_proj", "norm", "out_proj"} <= children.keys():
         gated = find_norm(children["norm"], Gate.BEFORE)
         sizes = _sizes(fields, "num_heads", "n_groups", "ssm_state_size", "head_dim")
         if gated is not None and sizes is not None:
             heads, groups, key_dim, value_dim = sizes
             width = 2 * heads * value_dim + 2 * groups * key_dim + heads
-            return Mixer(Mamba2, module, _IN, [width], gated, sizes)
-    roles = next((names for names in _DELTA_INPUTS if names.keys() <= children.keys()), None)
+            return Mixer(Mamba2, module, _IN, [], [width], gated, sizes)
+    names = {name for name, _ in module.named_modules()}
+    roles = next((inputs for inputs in _DELTA_INPUTS if inputs.keys() <= names), None)
     child = children.get("norm", children.get("o_norm"))
-    norm = None if child is None else find_norm(child, Gate.AFTER)
-    sizes = _sizes(fields, "num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim")
-    if roles is None or norm is None or sizes is None:
+    norm = None if child is None else find_norm(child, None)
+    of_sizes = ("num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim")
+    if "forget_gate" in children:
+        of_sizes = ("num_heads", "num_heads", "head_dim", "head_dim")
+    sizes = _sizes(fields, *of_sizes)
+    after = norm is not None and norm.gate in (Gate.AFTER, Gate.SIGMOID)
+    if roles is None or not after or sizes is None:
         raise NotFusable(f"the kernels don't have {type(module).__name__}")
-    of = _delta_widths(*sizes)
-    widths = [sizes[1] * sum(of[role] for role in names.split()) for names in roles.values()]
-    return Mixer(DeltaRule, module, roles, widths, norm, sizes)
+    of = _delta_widths(module, sizes)
+    widths = [sizes[1] * sum(of[role] for role in given.split()) for given in roles.values()]
+    latent = [_SECOND[name] for name in roles if name in _SECOND]
+    return Mixer(DeltaRule, module, roles, latent, widths, norm, sizes)
 
 
 def _sizes(fields: dict[str, Any], *names: str) -> tuple[int, int, int, int] | None:

@@ -1,4 +1,4 @@
-"""RMS norms and LayerNorms by the compiled kernels, some of them followed by a gate.
+"""RMS norms and LayerNorms by the compiled kernels, some of them with a gate.
 
 transformers has a class of its own for nearly every model, of a few families that differ in where they
 round. Which one a class belongs to is tried and not read: its own forward on random rows against each
@@ -29,11 +29,12 @@ _WIDTH = 96  # of a trial, for a norm without a weight
 
 
 class Gate(enum.IntEnum):
-    """The place where a norm multiplies with the SiLU of its gate."""
+    """What a norm does with its gate."""
 
     NONE = 0
-    AFTER = 1
-    BEFORE = 2
+    AFTER = 1  # it multiplies its output with the gate's SiLU
+    BEFORE = 2  # it multiplies its input with the gate's SiLU
+    SIGMOID = 3  # as AFTER, with the gate's sigmoid, and rounds nothing in between
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Norm:
     """A norm of a known family.
 
     Attributes:
-        gate: where it multiplies with the SiLU of a gate, which it is given beside its input.
+        gate: what it does with a gate, which it is given beside its input.
         weight_name: of its parameter; None without one.
         eps_name: of an attribute; None: OLMo's has none, and is 1e-5.
     """
@@ -72,7 +73,7 @@ def find_norm(module: nn.Module, gate: Gate | None = Gate.NONE) -> Norm | None:
     """Return a norm of a known family; None for other modules.
 
     Args:
-        gate: where it multiplies with a gate; None: anywhere.
+        gate: what it does with a gate; None: anything.
     """
     fields = module.__dict__
     if "Norm" not in type(module).__name__ or "forward" in fields or module._modules:
@@ -142,7 +143,8 @@ def norm_forward(module: nn.Module) -> Callable[..., Any] | None:
             if elementwise.served(x):
                 if gate is Gate.NONE:
                     return elementwise.norm(x, weight, norm.eps, kind, bias)
-                factor = elementwise.activate(args[0].float(), Activation.SILU)
+                activation = Activation.SIGMOID if gate is Gate.SIGMOID else Activation.SILU
+                factor = elementwise.activate(args[0].float(), activation)
                 return _gated(elementwise.norm, norm, x, weight, factor)
             on_gpu = kind < NormKind.CENTERED and bias is None and kernels.triton_serves(x.device)
             if gate is Gate.NONE and on_gpu:
@@ -158,10 +160,12 @@ def norm_forward(module: nn.Module) -> Callable[..., Any] | None:
 def _gated(
     function: Callable[..., Tensor], norm: Norm, x: Tensor, weight: Tensor | None, factor: Tensor
 ) -> Tensor:
-    """Compute a norm with the SiLU of its gate, by a function like `formula`."""
+    """Compute a norm with the SiLU or sigmoid of its gate, by a function like `formula`."""
     if norm.gate is Gate.AFTER:
         return (function(x, weight, norm.eps, norm.kind) * factor).to(x.dtype)
     assert weight is not None
+    if norm.gate is Gate.SIGMOID:
+        return (function(x.float(), weight.float(), norm.eps, norm.kind) * factor).to(x.dtype)
     grouped = (x.float() * factor).unflatten(-1, (-1, group_width(norm.module)))
     return weight * function(grouped, None, norm.eps, NormKind.BARE).flatten(-2).to(x.dtype)
 
@@ -206,12 +210,13 @@ def _tried(
         norm = Norm(module, *family, weight_name, eps_name)
         if not gated:
             return [formula(x, weight, norm.eps, norm.kind, bias)]
-        return [_gated(formula, norm, x, weight, nn.functional.silu(gate.float()))]
+        activate = torch.sigmoid if norm.gate is Gate.SIGMOID else nn.functional.silu
+        return [_gated(formula, norm, x, weight, activate(gate.float()))]
 
     kinds = [NormKind.BARE, NormKind.CENTERED] if weight_name is None else list(NormKind)[2:]
     families = [(kind, Gate.AFTER if gated else Gate.NONE) for kind in kinds]
     if gated and weight_name is not None:  # the other ones are not met
-        families.append((NormKind.ROUNDED, Gate.BEFORE))
+        families += [(NormKind.ROUNDED, Gate.BEFORE), (NormKind.WIDE, Gate.SIGMOID)]
 
     def fits(family: _Family) -> bool:
         close = partial(_close, near=1e-7 if family[0] < NormKind.CENTERED else 1e-5)

@@ -40,6 +40,14 @@ def _lightning_attention(
     return layer.out_proj(sigmoid(layer.output_gate(hidden_states)) * out), None
 
 
+def _forget_gate(layer: Any, hidden_states: Tensor) -> Tensor:
+    """Return logarithms of the decays of Kimi delta attention `[B, T, H, K]` (arXiv:2510.26692)."""
+    made = layer.f_b_proj(layer.f_a_proj(hidden_states)).float() + layer.dt_bias.float()
+    steps = softplus(made).unflatten(-1, (layer.num_heads, -1))
+    logs: Tensor = -exp(layer.A_log.float()) * steps
+    return logs
+
+
 def _griffin(
     layer: Any, input_states: Tensor, position_ids: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
@@ -234,6 +242,7 @@ def _multi_head_norm(layer: Any, x: Tensor) -> Tensor:
 
 FORWARDS: dict[str, Callable[..., Any]] = {
     **compressed.COMPRESSORS,
+    "KimiLinearForgetGate": _forget_gate,
     "MiniMaxLightningAttention": _lightning_attention,
     "Qwen4ExpTextNGramEmbedding": _ngram_embedding,
     "Qwen4ExpTextPLELayer": _per_layer_embedding,

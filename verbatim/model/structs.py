@@ -80,6 +80,12 @@ def address_of(tensor: Any, dtype: torch.dtype) -> int:
     return address
 
 
+def address_and_f32(tensor: Any, dtype: torch.dtype) -> tuple[int, bool]:
+    """Return the address of a contiguous tensor of `dtype` or float32, and whether it is float32."""
+    is_f32 = tensor is not None and tensor.dtype is torch.float32
+    return address_of(tensor, torch.float32 if is_f32 else dtype), is_f32
+
+
 def matrix_at(
     data: Any,
     bias: Tensor | None,
