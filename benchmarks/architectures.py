@@ -156,11 +156,12 @@ def measure(case: str, meter: LimitMeter, rows: list[int], num_steps: int, num_r
     model = build(case)
     calls = calls_of(model)
     with LLM(model, kv_memory="1GB", max_sequences=max(rows)) as llm:
+        llm.engine.runner.record_steps()  # as for a folder: nobody edits the model
         info = llm.info()
         report, state_bytes = info["fused"], info["state_bytes"]
         shares: dict[int, list[float]] = {count: [] for count in rows}
         for count in rows:
-            decode_s(llm, count, 3)
+            decode_s(llm, count, 6)  # steps are recorded by then
         for _ in range(num_rounds):
             for count in rows:
                 read = meter.measure().bandwidth
