@@ -156,7 +156,8 @@ def measure(case: str, meter: LimitMeter, rows: list[int], num_steps: int, num_r
     model = build(case)
     calls = calls_of(model)
     with LLM(model, kv_memory="1GB", max_sequences=max(rows)) as llm:
-        llm.engine.runner.record_steps()  # as for a folder: nobody edits the model
+        runner: Any = llm.engine.runner
+        runner.record_steps()  # as for a folder: nobody edits the model
         info = llm.info()
         report, state_bytes = info["fused"], info["state_bytes"]
         shares: dict[int, list[float]] = {count: [] for count in rows}

@@ -65,21 +65,21 @@ _Struct = TypeVar("_Struct", bound=type[ctypes.Structure])
 _structs: dict[str, type[ctypes.Structure]] = {}
 
 
-class _Thread(threading.local):
+class _Recording(threading.local):
     calls: list[Any] | None = None  # of `recorded`
 
 
-_thread = _Thread()
+_recording = _Recording()
 
 
 @contextmanager
 def recorded(calls: list[Any]) -> Iterator[None]:
     """Append the calls of kernels in this thread within the block: the function, its arguments and {}."""
-    _thread.calls = calls
+    _recording.calls = calls
     try:
         yield
     finally:
-        _thread.calls = None
+        _recording.calls = None
 
 
 def struct_of(name: str) -> Callable[[_Struct], _Struct]:
@@ -134,8 +134,8 @@ def _bound(library: ctypes.CDLL | None, name: str, dtype: torch.dtype | None) ->
     function.argtypes = [*function.argtypes, ctypes.c_int]
 
     def call(*arguments: Any) -> Any:
-        if _thread.calls is not None:
-            _thread.calls.append((call, arguments, {}))
+        if _recording.calls is not None:
+            _recording.calls.append((call, arguments, {}))
         return function(*arguments, torch.get_num_threads())
 
     return call

@@ -381,7 +381,7 @@ class Decoder:
 
     @property
     def runs_whole(self) -> bool:
-        """Whether all of its layers run in one call of the kernels."""
+        """Return whether all of its layers run in one call of the kernels."""
         return self._layers.whole is not None
 
     def steps_can_be_recorded(self) -> bool:

@@ -29,7 +29,7 @@ _WIDTH = 96  # of a trial, for a norm without a weight
 
 
 class Gate(enum.IntEnum):
-    """What a norm does with its gate."""
+    """The use of the gate in a norm."""
 
     NONE = 0
     AFTER = 1  # it multiplies its output with the gate's SiLU

@@ -41,8 +41,8 @@ Recording = tuple[Step, int]
 Recorder = Callable[[Step], Recording]
 
 
-class Limits(NamedTuple):
-    """Which steps are recorded.
+class RecordingLimits(NamedTuple):
+    """The steps that are recorded.
 
     Attributes:
         rows: at most so many; more keep the device busy, and a recording keeps their logits.
@@ -59,8 +59,8 @@ class Limits(NamedTuple):
     nbytes: int
 
 
-ON_GPU = Limits(rows=256, spare_logits=64, rounded=True, uses=0, nbytes=0)
-ON_CPU = Limits(rows=8, spare_logits=0, rounded=False, uses=3, nbytes=64_000_000)
+ON_GPU = RecordingLimits(rows=256, spare_logits=64, rounded=True, uses=0, nbytes=0)
+ON_CPU = RecordingLimits(rows=8, spare_logits=0, rounded=False, uses=3, nbytes=64_000_000)
 
 
 def wanted() -> bool:
@@ -123,7 +123,7 @@ class RecordedSteps:
         reason: why nothing is recorded any more; None as long as it works.
     """
 
-    def __init__(self, recorder: Recorder, limits: Limits = ON_GPU) -> None:
+    def __init__(self, recorder: Recorder, limits: RecordingLimits = ON_GPU) -> None:
         self._recorder, self._limits = recorder, limits
         self._uses: Counter[tuple[int, int, bool]] = Counter()
         self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
@@ -237,7 +237,7 @@ class RecordedSteps:
         return _Recorded(batch, inputs, host, _columns(host, values), blank, *recording)
 
 
-def _fits(batch: Batch, store: KVStore, limits: Limits) -> bool:
+def _fits(batch: Batch, store: KVStore, limits: RecordingLimits) -> bool:
     """Return whether a recorded step can do the work of a batch."""
     if not 0 < batch.num_tokens <= limits.rows or batch.adapters is not None:
         return False
