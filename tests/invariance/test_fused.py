@@ -104,11 +104,15 @@ def test_fused_layers_of_other_settings(name: str, changes: dict[str, Any], dtyp
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("qwen3_next", {}),
-        ("kimi_linear", {}),
-        ("bailing_hybrid", {}),
-        ("bailing_hybrid", dict(safe_gate=False)),
-        ("bailing_hybrid", dict(lower_bound=-0.3)),
+        (name, changes)
+        for name, changes in (
+            ("qwen3_next", {}),
+            ("kimi_linear", {}),
+            ("bailing_hybrid", {}),
+            ("bailing_hybrid", dict(safe_gate=False)),
+            ("bailing_hybrid", dict(lower_bound=-0.3)),
+        )
+        if name in sweep.names()  # by this version of transformers
     ],
     ids=str,
 )
