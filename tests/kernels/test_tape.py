@@ -25,8 +25,9 @@ pytestmark = pytest.mark.skipif(
     not has_kernels(torch.device("cpu")), reason="without kernels steps are not recorded"
 )
 
-# Recurrent states beside attention; a mixer without kernels; layers with parts that are fused; experts.
-NAMES = ["zaya", "mamba", "falcon_h1", "falcon", "llama4_text", "jamba"]
+# Recurrent states beside attention; a mixer without kernels; layers with parts that are fused; experts; a
+# forward that reads numbers of its own from tensors.
+NAMES = ["zaya", "mamba", "falcon_h1", "falcon", "llama4_text", "jamba", "gemma3n_text"]
 LONG = SamplingParams(max_tokens=24, temperature=1.0, seed=4, ignore_eos=True)
 
 

@@ -98,12 +98,17 @@ class _Tape(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
         self.kept: list[Tensor] = []
+        self._constant = set[int]()  # storages whose values follow from the code
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        given = _storages(_tensors((args, kwargs)))
+        is_constant = given <= self._constant
         if not _UNSTABLE.isdisjoint(func.tags) and not _looks_up(func, args):
+            if given and is_constant:
+                return func(*args, **kwargs)
             raise NotSupported(f"{func} depends on what tensors hold")
         result = func(*args, **kwargs)
         made = tree_leaves(result)
@@ -111,12 +116,19 @@ class _Tape(TorchDispatchMode):
             raise NotSupported(f"{func} returns no tensor")
         self.kept += made
         if func._schema.is_mutable:
+            self._constant -= set() if is_constant else given
             self.calls.append((func._op, args, kwargs))
         elif func.overloadpacket.__name__ not in _WITHOUT_VALUES:
-            given = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
-            if not given.issuperset(x.untyped_storage()._cdata for x in made):  # else views
+            new = _storages(made)
+            if is_constant or func is _aten.lift_fresh.default:  # of a number in the code
+                self._constant |= new
+            if not new <= given:  # else views
                 self.calls.append(_into(made, func, args, kwargs))
         return result
+
+
+def _storages(tensors: list[Tensor]) -> set[int]:
+    return {x.untyped_storage()._cdata for x in tensors}
 
 
 def _looks_up(func: Any, args: tuple[Any, ...]) -> bool:
