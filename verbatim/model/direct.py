@@ -86,8 +86,3 @@ class DirectRows:
             first += count
             layer += not count
         return (_POINTER * len(found))(*found)
-
-
-def direct_rows(store: KVStore, batch: Batch, slots: Tensor) -> DirectRows | None:
-    """Return the rows for kernels; None on another device than the CPU."""
-    return DirectRows(store, batch, slots) if store.device.type == "cpu" else None

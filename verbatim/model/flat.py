@@ -16,7 +16,7 @@ from verbatim.kv.states import StateRows, StateShape, Update, open_states
 from verbatim.kv.store import KVStore, LayerShape
 from verbatim.model.context import activate
 from verbatim.model.differential import noise
-from verbatim.model.direct import direct_rows
+from verbatim.model.direct import DirectRows
 from verbatim.model.invariant import InvariantMode
 from verbatim.model.lora import groups_of
 from verbatim.model.patching import Forwards, patched
@@ -38,7 +38,7 @@ class FlatContext:
     Attributes:
         batch, routing: the arguments, with the batch on the store's device.
         rows: the batch's slots, also there.
-        direct: addresses of them and their K and V for kernels; None: only `attend` can be used.
+        direct: addresses of them, of K and V and of states, for kernels; None on a GPU.
         adapted: the rows that have adapters.
         changed: names of the linear layers that adapters were added to.
         trusted: no fused layer was edited since it was inspected, so none needs to check itself.
@@ -69,7 +69,8 @@ class FlatContext:
         self.routing = routing
         self._indices = indices
         self._num_indexed = 0  # choices that indexers have made
-        self.direct = direct_rows(store, batch, self.rows)
+        is_cpu = store.device.type == "cpu"
+        self.direct = DirectRows(store, batch, self.rows) if is_cpu else None
         self._calls: dict[int, int] = {}
         self.positions = batch.positions[None]
         self._num_states = 0  # recurrent operations run

@@ -106,17 +106,20 @@ class _Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         given = _storages(_tensors((args, kwargs)))
         is_constant = given <= self._constant
-        if not _UNSTABLE.isdisjoint(func.tags) and not _looks_up(func, args):
-            if given and is_constant:
-                return func(*args, **kwargs)
+        reads_constants = bool(given) and is_constant  # random numbers are made of nothing
+        is_stable = _UNSTABLE.isdisjoint(func.tags) or _looks_up(func, args)
+        if not (is_stable or reads_constants):
             raise NotSupported(f"{func} depends on what tensors hold")
         result = func(*args, **kwargs)
-        made = tree_leaves(result)
-        if not all(isinstance(x, Tensor) for x in made):
+        made = _tensors(result)
+        if len(made) < len(tree_leaves(result)):
+            if reads_constants:
+                return result
             raise NotSupported(f"{func} returns no tensor")
         self.kept += made
         if func._schema.is_mutable:
-            self._constant -= set() if is_constant else given
+            if not is_constant:
+                self._constant -= given
             self.calls.append((func._op, args, kwargs))
         elif func.overloadpacket.__name__ not in _WITHOUT_VALUES:
             new = _storages(made)
